@@ -1,0 +1,799 @@
+"""Every option of a run: its type, its default, what it means, and the rules between options.
+
+A run is described by one TOML file plus `--section.key=value` overrides. `load` reads both, `check` holds them against
+the ranks and devices of a launch. Both find every problem at once and raise one `ConfigError`; neither needs torch, so
+a mistake costs a fraction of a second and is found before any process group exists.
+
+    python -m titanlite.config CONFIG.toml [--section.key=value ...]     print the resolved config as TOML
+    python -m titanlite.config --help                                    every option
+
+Option names follow torchtitan 0.2.2 (its last release with TOML files) where an option means the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from titanlite.sizes import SIZES
+
+# Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """One [section] of the file. Strict: no unknown key, no silent conversion of types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    dump_folder: str = "./outputs"
+    """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
+    description: str = ""
+    """One line about the run; it is printed first and stands in TensorBoard."""
+
+
+class Model(Section):
+    """`flavor` names a row of titanlite/sizes.py; every other key overrides that row."""
+
+    flavor: Literal[tuple(SIZES)] = "debug"  # type: ignore[valid-type]
+    """Named size whose dimensions are the defaults of this section."""
+    hf_assets_path: str = ""
+    """A Hugging Face tokenizer.json, or the folder that holds one; empty: every byte is a token."""
+    dim: Count
+    """Width of the residual stream."""
+    n_layers: Count
+    """Number of transformer blocks."""
+    n_heads: Count
+    """Query heads of an attention layer."""
+    n_kv_heads: Count
+    """Key and value heads; fewer than n_heads is grouped-query attention."""
+    ffn_dim: Count
+    """Width of the SwiGLU feed-forward layer."""
+    vocab_size: Count
+    """Rows of the embedding and of the output head; at least the tokenizer's vocabulary."""
+    norm_eps: Positive
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool
+    """Use the embedding's weight as the output head."""
+    rope_theta: Positive
+    """Base of the rotary frequencies."""
+    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """Llama 3.1 scaling of the low rotary frequencies; 1 leaves them alone."""
+    rope_low_freq_factor: Positive
+    """Wavelengths above rope_original_seq_len / this are scaled fully."""
+    rope_high_freq_factor: Positive
+    """Wavelengths below rope_original_seq_len / this are not scaled."""
+    rope_original_seq_len: Count
+    """Sequence length before the scaling."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_flavor(cls, given: dict[str, Any]) -> dict[str, Any]:
+        flavor = given.get("flavor", "debug")
+        return {**SIZES.get(flavor if isinstance(flavor, str) else "", SIZES["debug"]), **given}
+
+
+class Training(Section):
+    dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
+    """pydoc_topics: the 465 KB of English prose that every CPython carries; text, json (also JSON lines), parquet: files
+    at dataset_path; c4: allenai/c4 `en`; hub: the dataset that dataset_path names on the Hugging Face hub."""
+    dataset_path: str = ""
+    """File, folder or glob (text, json, parquet), or the name on the hub (hub)."""
+    dataset_config: str = ""
+    """Configuration of a hub dataset, where it has several."""
+    dataset_split: str = "train"
+    """Split of a hub dataset to train on."""
+    dataset_text_key: str = "text"
+    """Column that holds a document's text (json, parquet, hub)."""
+    text_sample_by: Literal["document", "paragraph", "line"] = "document"
+    """What one document of dataset = "text" is: a whole file, a paragraph, or a line."""
+    streaming: bool = False
+    """Read and tokenise documents while training instead of tokenising the whole dataset once before."""
+    streams: Count = 64
+    """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams, so
+    the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many files."""
+    shuffle: bool = True
+    """Draw the packed sequences in an order seeded by debug.seed, anew each epoch. A stream cannot."""
+    cache_folder: str = "~/.cache/titanlite"
+    """Where the tokens of a dataset are kept between runs."""
+    seq_len: Count = 2048
+    """Tokens of a packed sequence."""
+    local_batch_size: Count = 8
+    """Sequences that a data-parallel rank takes a microstep."""
+    global_batch_size: Union[Literal[-1], Count] = -1
+    """Sequences of an optimizer step over all ranks; more than local_batch_size x ranks accumulates gradients. -1: no
+    accumulation."""
+    steps: Count = 10_000
+    """Optimizer steps of the run."""
+    max_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm if theirs is larger."""
+    nonfinite_steps_allowed: CountOrZero = 0
+    """How many steps of the whole run may be skipped because the loss or the gradient norm is not finite; one more stops
+    the run."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type in which weights and optimizer states are kept. float64 is for proofs."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type in which FSDP gathers the weights and the model computes; auto: bfloat16 on CUDA, `dtype` on a CPU."""
+    mixed_precision_reduce: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory; weights visit the device for their layer's turn."""
+
+
+class Optimizer(Section):
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient."""
+    lr: Positive = 8e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Decay of the mean of gradients."""
+    beta2: Fraction = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """For weight matrices and embeddings; norms and biases have none."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's implementations takes the step."""
+
+
+class LRScheduler(Section):
+    """Warm-up, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
+
+    warmup_steps: CountOrZero = 200
+    """Steps over which the learning rate rises linearly to optimizer.lr. A run shorter than this ends on the ramp."""
+    total_steps: Union[Literal[-1], Count] = -1
+    """The schedule's horizon: the step after which the decay has ended. -1: training.steps."""
+    decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
+    """Share of total_steps over which the learning rate decays; -1: all that follows the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay; sqrt is 1 - sqrt(progress)."""
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where the decay ends, as a factor on optimizer.lr."""
+
+
+class Parallelism(Section):
+    data_parallel_replicate_degree: Count = 1
+    """Replicas of the sharded model; above 1 with a shard degree above 1 this is hybrid sharding (HSDP)."""
+    data_parallel_shard_degree: Union[Literal[-1], Count] = -1
+    """Ranks that each weight is sharded over; -1: the ranks that remain."""
+    fsdp_reshard_after_forward: Union[Literal["always", "never"], Annotated[int, Field(ge=2)]] = "always"
+    """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
+    gather them once a step (ZeRO-1, ZeRO-2); N: keep them cut over groups of N ranks in between."""
+    fsdp_reduce_gradients: Literal["each_microstep", "last_microstep"] = "each_microstep"
+    """When accumulating, reduce-scatter gradients in each microstep (ZeRO-2, ZeRO-3: gradients are kept sharded), or
+    once, in the last (ZeRO-1, replicate: less traffic, gradients are kept whole)."""
+
+
+class Checkpoint(Section):
+    enable: bool = False
+    """Save checkpoints, and resume from the newest whole one in the folder."""
+    folder: str = "checkpoint"
+    """Where, relative to job.dump_folder."""
+    interval: Count = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_latest_k: CountOrZero = 10
+    """Delete all but the newest k; 0 keeps all."""
+    load_step: Union[Literal[-1], Count] = -1
+    """Step to resume from; -1: the newest."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: copy the state to host memory and write it while training goes on."""
+
+
+class Metrics(Section):
+    log_freq: Count = 10
+    """Steps between two lines on the console and in metrics.jsonl."""
+    enable_tensorboard: bool = True
+    """Write the same values for TensorBoard."""
+    save_tb_folder: str = "tb"
+    """Where, relative to job.dump_folder."""
+
+
+class Validation(Section):
+    enable: bool = False
+    """Compute the loss on the held-out split."""
+    freq: Count = 100
+    """Steps between validations; the last step is always validated."""
+    steps: Union[Literal[-1], Count] = -1
+    """Batches of local_batch_size per rank that a validation reads; -1: the whole split."""
+    fraction: Fraction = 0.05
+    """Share of documents held out of training where no split or path is given, whether validation is enabled or not (so
+    that enabling it does not change the training data)."""
+    dataset_path: str = ""
+    """Files to validate on, of the kind that training.dataset names (text, json, parquet)."""
+    dataset_split: str = ""
+    """Split of a hub dataset to validate on."""
+
+
+class Profiling(Section):
+    enable_profiling: bool = False
+    """Write a Chrome trace of one step in each profile_freq."""
+    profile_freq: Annotated[int, Field(ge=4)] = 10
+    """Steps between traces (the profiler skips, warms up 3 steps, and records one)."""
+    save_traces_folder: str = "profile_traces"
+    """Where, relative to job.dump_folder."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots (for pytorch.org/memory_viz) each profile_freq steps."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Where, relative to job.dump_folder."""
+
+
+class Comm(Section):
+    init_timeout_seconds: Count = 300
+    """How long a collective may take until the first step is done (start-up, compilation, loading)."""
+    train_timeout_seconds: Count = 100
+    """How long a collective may take after that."""
+    trace_buf_size: CountOrZero = 20_000
+    """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 turns it off."""
+
+
+class Debug(Section):
+    seed: CountOrZero = 42
+    """Seed of the weights, the data order and the random generators."""
+    deterministic: bool = False
+    """Use torch's deterministic algorithms only."""
+
+
+class Config(Section):
+    job: Job = Field(default_factory=Job)
+    model: Model = Field(default_factory=lambda: Model.model_validate({}))
+    training: Training = Field(default_factory=Training)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    metrics: Metrics = Field(default_factory=Metrics)
+    validation: Validation = Field(default_factory=Validation)
+    profiling: Profiling = Field(default_factory=Profiling)
+    comm: Comm = Field(default_factory=Comm)
+    debug: Debug = Field(default_factory=Debug)
+
+    def replace(self, **values: Any) -> Config:
+        """A copy with other values, keyed `section__key`."""
+        changed = {}
+        for name, value in values.items():
+            section, key = name.split("__")
+            changed[section] = changed.get(section, getattr(self, section)).model_copy(update={key: value})
+        return self.model_copy(update=changed)
+
+    def toml(self) -> str:
+        return tomli_w.dumps(self.model_dump())
+
+
+class ConfigError(Exception):
+    """The config or the launch is wrong. `problems` holds one line each; a program prints them and exits with 2."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something wrong with the value at `key`; `others` are the keys that the rule also read."""
+
+    key: str
+    message: str
+    others: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+USAGE = "usage: train.py CONFIG.toml [--section.key=value ...]   (--help lists every option)"
+COMMAND_LINE = "command line"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A config with where its values came from, so that later checks can say so."""
+
+    config: Config
+    file: str
+    origins: dict[str, str]
+
+    def refuse(self, problems: list[Problem]) -> None:
+        """Raise ConfigError with one line a problem: file: key = value: what was expected, and what to do."""
+        if problems:
+            raise ConfigError([self._line(problem) for problem in problems])
+
+    def _line(self, problem: Problem) -> str:
+        section, key = problem.key.split(".")
+        value = getattr(getattr(self.config, section), key)
+        where = self.origins.get(problem.key, self.file)
+        return f"{where}: {problem.key} = {_show(value)}: {problem.message}"
+
+
+def load(argv: list[str]) -> Loaded:
+    """Read a TOML file and overrides into a checked config.
+
+    Args:
+        argv: arguments of the program without its name: one path, any number of `--section.key=value` (a bare
+            `--section.key` is true).
+
+    Raises:
+        ConfigError: with every problem found: arguments, syntax, unknown keys, types, values, rules between options.
+    """
+    paths = [argument for argument in argv if not argument.startswith("--")]
+    overrides = [argument for argument in argv if argument.startswith("--")]
+    if len(paths) != 1:
+        got = "no config file" if not paths else f"{len(paths)} files: {' '.join(paths)}"
+        raise ConfigError([f"{COMMAND_LINE}: expected one TOML file, got {got}; {USAGE}"])
+    file = paths[0]
+    given, origins = _read_file(file)
+    problems = _apply_overrides(overrides, given, origins)
+
+    config, bad_keys, found = _validate(given, file, origins)
+    problems += found
+    # The rules run even where single values are wrong (those stand in with their defaults): all problems in one run.
+    loaded = Loaded(config, file, origins)
+    for problem in _rules(config, set(origins)):
+        if not bad_keys & {problem.key, *problem.others}:
+            problems.append(loaded._line(problem))
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _read_file(file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        given = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        folder = Path(file).parent
+        near = difflib.get_close_matches(Path(file).name, [path.name for path in folder.glob("*.toml")], n=1)
+        hint = f"; did you mean {folder / near[0]}?" if near else f" in {Path.cwd()}"
+        raise ConfigError([f"{file}: no such file{hint}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: cannot be read: {error}"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{file}: not valid TOML: {error}"]) from None
+    origins = {f"{section}.{key}": file for section, keys in given.items() if isinstance(keys, dict) for key in keys}
+    return given, origins
+
+
+def _apply_overrides(overrides: list[str], given: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Write `--section.key=value` arguments over the file's values. Returns a line for each that cannot be."""
+    problems = []
+    for argument in overrides:
+        name, equals, text = argument[2:].partition("=")
+        section, dot, key = name.partition(".")
+        if not dot or not key:
+            problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
+            continue
+        field = _field(section, key)
+        if not equals:
+            if field is None or field.annotation is bool:
+                text = "true"
+            else:
+                problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
+                continue
+        value: Any = text
+        if field is None or field.annotation is not str:
+            try:
+                value = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                pass  # a word such as debug or always: a string
+        if not isinstance(given.setdefault(section, {}), dict):
+            continue  # the file already has `section = something`, which is reported as such
+        given[section][key] = value
+        origins[f"{section}.{key}"] = COMMAND_LINE
+    return problems
+
+
+def _validate(given: dict[str, Any], file: str, origins: dict[str, str]) -> tuple[Config, set[str], list[str]]:
+    """Validate types and ranges. Returns the config (bad values left at their defaults), bad keys, lines."""
+    try:
+        return Config.model_validate(given), set(), []
+    except ValidationError as error:
+        problems, bad_keys = [], set()
+        good = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in given.items()}
+        for entry in error.errors():
+            section, *rest = entry["loc"]
+            if not rest:
+                what = "an unknown section" if section not in Config.model_fields else "not a section"
+                options = _nearest(section, list(Config.model_fields))
+                source = origins.get(next((key for key in origins if key.startswith(f"{section}.")), ""), file)
+                problems.append(f"{source}: [{section}]: {what}{options}")
+                good.pop(section, None)
+                continue
+            key = f"{section}.{rest[0]}"
+            if key in bad_keys:
+                continue  # each branch of a union reports on its own
+            bad_keys.add(key)
+            value = given[section][rest[0]]
+            expected = (
+                f"unknown key{_nearest(key, _all_keys())}"
+                if entry["type"] == "extra_forbidden"
+                else f"expected {expectation(Config.model_fields[section].annotation.model_fields[rest[0]])}"
+            )
+            problems.append(f"{origins.get(key, file)}: {key} = {_show(value)}: {expected}")
+            good[section].pop(rest[0], None)
+        return Config.model_validate(good), bad_keys, problems
+
+
+def _field(section: str, key: str) -> Any:
+    """The pydantic field of an option, or None."""
+    if section not in Config.model_fields:
+        return None
+    return Config.model_fields[section].annotation.model_fields.get(key)
+
+
+def _all_keys() -> list[str]:
+    return [f"{s}.{key}" for s, field in Config.model_fields.items() for key in field.annotation.model_fields]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """A hint after an unknown name: the same key in another section, else the most similar name, else nothing."""
+    same_key = [other for other in names if "." in name and other.split(".")[1] == name.split(".")[1]]
+    near = same_key or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else "; --help lists every option"
+
+
+def _show(value: Any) -> str:
+    """A value as it stands in TOML."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def expectation(field: Any) -> str:
+    """What an option takes, in words: type, bounds and choices."""
+    return _expectation(field.annotation, field.metadata)
+
+
+def _expectation(annotation: Any, metadata: Any = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    if get_origin(annotation) is Union:
+        return " or ".join(_expectation(branch) for branch in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        choices = [_show(choice) for choice in get_args(annotation)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    text = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[annotation]
+    constraints = []
+    for item in metadata:
+        constraints += item.metadata if hasattr(item, "metadata") else [item]
+    words = {annotated_types.Ge: "at least", annotated_types.Gt: "above"}
+    words |= {annotated_types.Le: "at most", annotated_types.Lt: "below"}
+    bounds = [
+        f"{words[type(item)]} {getattr(item, type(item).__name__.lower())}"
+        for item in constraints
+        if type(item) in words
+    ]
+    return f"{text} {' and '.join(bounds)}".rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules between options
+
+
+def _rules(config: Config, given: set[str]) -> list[Problem]:
+    """What single types cannot say. `given` holds the keys that file or command line set."""
+    return [*_model_rules(config), *_data_rules(config, given), *_step_rules(config)]
+
+
+def _model_rules(config: Config) -> list[Problem]:
+    model, problems = config.model, []
+    if model.dim % model.n_heads:
+        problems.append(
+            Problem(
+                "model.n_heads",
+                f"expected a divisor of model.dim = {model.dim}; each head takes dim / n_heads of it",
+                ("model.dim", "model.flavor"),
+            )
+        )
+    elif model.dim // model.n_heads % 2:
+        problems.append(
+            Problem(
+                "model.n_heads",
+                f"expected an even head size, got {model.dim} / {model.n_heads} = {model.dim // model.n_heads}; rotary "
+                "embedding turns pairs",
+                ("model.dim", "model.flavor"),
+            )
+        )
+    if model.n_heads % model.n_kv_heads:
+        problems.append(
+            Problem(
+                "model.n_kv_heads",
+                f"expected a divisor of model.n_heads = {model.n_heads}; each key head serves a group of query heads",
+                ("model.n_heads", "model.flavor"),
+            )
+        )
+    if model.rope_scaling_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        problems.append(
+            Problem(
+                "model.rope_low_freq_factor",
+                f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}",
+                ("model.rope_high_freq_factor", "model.rope_scaling_factor"),
+            )
+        )
+    return problems
+
+
+FILES = ("text", "json", "parquet")  # datasets that are files at a path
+HUB = ("c4", "hub")
+
+
+def _data_rules(config: Config, given: set[str]) -> list[Problem]:
+    training, validation, problems = config.training, config.validation, []
+    dataset = training.dataset
+
+    def refuse(key: str, message: str, *others: str) -> None:
+        problems.append(Problem(key, message, others))
+
+    def only_for(key: str, used_by: tuple[str, ...]) -> None:
+        if key in given and dataset not in used_by:
+            names = " or ".join(_show(name) for name in used_by)
+            refuse(
+                key,
+                f"only training.dataset = {names} reads it, and dataset is {_show(dataset)}; remove it",
+                "training.dataset",
+            )
+
+    if dataset in (*FILES, "hub") and not training.dataset_path:
+        what = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
+        refuse("training.dataset_path", f"training.dataset = {_show(dataset)} needs {what}", "training.dataset")
+    if training.dataset_path:
+        only_for("training.dataset_path", (*FILES, "hub"))
+    for key in ("training.dataset_config", "training.dataset_split"):
+        only_for(key, ("hub",))
+    only_for("training.dataset_text_key", ("json", "parquet", "hub"))
+    only_for("training.text_sample_by", ("text",))
+    only_for("validation.dataset_path", FILES)
+    only_for("validation.dataset_split", ("hub",))
+
+    if training.streaming:
+        if dataset == "pydoc_topics":
+            refuse("training.streaming", "the built-in text is in memory; set false", "training.dataset")
+        if training.shuffle:
+            refuse(
+                "training.shuffle",
+                "a stream cannot be drawn in a random order that survives a stop and a resume exactly; set false "
+                "(documents come in their files' order), or training.streaming = false",
+                "training.streaming",
+            )
+        if "validation.fraction" in given and validation.fraction:
+            refuse("validation.fraction", "a stream has no documents to hold out; remove it", "training.streaming")
+        has_split = validation.dataset_path or validation.dataset_split or dataset == "c4"
+        if validation.enable and not has_split:
+            refuse(
+                "validation.enable",
+                "a stream has no documents to hold out; set validation.dataset_path (files) or "
+                "validation.dataset_split (hub), or training.streaming = false",
+                "training.streaming",
+            )
+    elif "training.streams" in given:
+        refuse("training.streams", "only training.streaming = true reads it; remove it", "training.streaming")
+    if validation.dataset_path and validation.dataset_split:
+        refuse("validation.dataset_split", "validation.dataset_path is set too; set one", "validation.dataset_path")
+    if not training.streaming and validation.enable and not validation.fraction:
+        if not (validation.dataset_path or validation.dataset_split or dataset == "c4"):
+            refuse("validation.fraction", "validation.enable needs documents: set it above 0", "validation.enable")
+    return problems
+
+
+def _step_rules(config: Config) -> list[Problem]:
+    training, problems = config.training, []
+    if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
+        problems.append(
+            Problem(
+                "training.global_batch_size",
+                f"expected a multiple of training.local_batch_size = {training.local_batch_size}",
+                ("training.local_batch_size",),
+            )
+        )
+    if training.dtype == "float64":
+        for key in ("mixed_precision_param", "mixed_precision_reduce"):
+            if getattr(training, key) != "auto":
+                problems.append(
+                    Problem(
+                        f"training.{key}",
+                        'training.dtype = "float64" computes and reduces in float64; set "auto"',
+                        ("training.dtype",),
+                    )
+                )
+    horizon = config.lr_scheduler.total_steps
+    if horizon != -1 and horizon < training.steps:
+        problems.append(
+            Problem(
+                "lr_scheduler.total_steps",
+                f"expected at least training.steps = {training.steps}; the schedule has no value after its horizon",
+                ("training.steps",),
+            )
+        )
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules between the config and a launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The ranks and devices that a run was started with."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    n_devices: int
+    """Accelerators that this host has for its ranks; 0: the run is on CPUs."""
+
+    @classmethod
+    def from_environment(cls, n_devices: int) -> Launch:
+        """torchrun's variables; without them, one rank."""
+        rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        return cls(rank, local_rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), n_devices)
+
+
+def check(loaded: Loaded, launch: Launch) -> Config:
+    """Hold a config against a launch and fill in what depends on it.
+
+    Returns:
+        The config with the shard degree, the global batch size, the schedule's horizon and the precisions resolved.
+
+    Raises:
+        ConfigError: with every problem found, the numbers, and what to do.
+    """
+    config, problems = loaded.config, []
+    parallelism, training = config.parallelism, config.training
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    world = launch.world_size
+
+    if launch.n_devices and launch.local_world_size > launch.n_devices:
+        raise ConfigError(
+            [
+                f"{loaded.file}: {launch.local_world_size} ranks on this host, which has {launch.n_devices} devices; start "
+                f"at most {launch.n_devices} ranks a host (NGPU), on more hosts (NNODES)"
+            ]
+        )
+    if shard == -1:
+        shard = max(world // replicate, 1)
+        if world % replicate:
+            problems.append(
+                Problem(
+                    "parallelism.data_parallel_replicate_degree",
+                    f"expected a divisor of the {world} ranks started; start a multiple of {replicate} ranks",
+                )
+            )
+    elif replicate * shard != world:
+        key = "data_parallel_shard_degree" if shard > 1 else "data_parallel_replicate_degree"
+        problems.append(
+            Problem(
+                f"parallelism.{key}",
+                f"replicate {replicate} x shard {shard} needs {replicate * shard} ranks, and {world} "
+                f"{'was' if world == 1 else 'were'} started; start {replicate * shard} (./run_train.sh does), or set the "
+                "degrees to the ranks there are",
+            )
+        )
+    group = parallelism.fsdp_reshard_after_forward
+    if isinstance(group, int) and (shard % group or group >= shard):
+        problems.append(
+            Problem(
+                "parallelism.fsdp_reshard_after_forward",
+                f'expected a divisor of the shard degree {shard}, smaller than it; or "always" or "never"',
+            )
+        )
+    microstep = training.local_batch_size * replicate * shard
+    global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
+    if global_batch_size % microstep and not problems:
+        problems.append(
+            Problem(
+                "training.global_batch_size",
+                f"expected a multiple of local_batch_size x ranks = {training.local_batch_size} x {replicate * shard} = "
+                f"{microstep}",
+            )
+        )
+    if training.streaming and training.streams % (replicate * shard) and not problems:
+        problems.append(
+            Problem(
+                "training.streams",
+                f"expected a multiple of the data-parallel degree {replicate * shard}, so that each rank has whole streams",
+            )
+        )
+    if config.profiling.enable_memory_snapshot and not launch.n_devices:
+        problems.append(Problem("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false"))
+    loaded.refuse(problems)
+
+    param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
+    if param == "auto":
+        param = "bfloat16" if launch.n_devices and training.dtype == "float32" else training.dtype
+    if reduce == "auto":
+        reduce = "float64" if training.dtype == "float64" else "float32"
+    horizon = config.lr_scheduler.total_steps
+    return config.replace(
+        parallelism__data_parallel_shard_degree=shard,
+        training__global_batch_size=global_batch_size,
+        training__mixed_precision_param=param,
+        training__mixed_precision_reduce=reduce,
+        lr_scheduler__total_steps=training.steps if horizon == -1 else horizon,
+    )
+
+
+def ranks_per_host(loaded: Loaded, environment: dict[str, str], n_devices: int) -> int:
+    """How many ranks run_train.sh starts on this host: NGPU, else what the degrees ask for, else one a device.
+
+    Raises:
+        ConfigError: if the degrees and the hosts do not fit together or `check` refuses the resulting launch.
+    """
+    hosts = int(environment.get("NNODES", 1))
+    parallelism = loaded.config.parallelism
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    wanted = replicate * shard if shard != -1 else max(replicate, hosts * max(n_devices, 1))
+    if "NGPU" in environment:
+        here = int(environment["NGPU"])
+    elif wanted % hosts:
+        raise ConfigError([f"{loaded.file}: {wanted} ranks cannot be dealt evenly to NNODES = {hosts} hosts"])
+    else:
+        here = wanted // hosts
+    check(loaded, Launch(0, 0, here * hosts, here, n_devices))
+    return here
+
+
+def count_devices() -> int:
+    """Accelerators of this host. torch is asked only where a driver is installed: importing it takes seconds."""
+    if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing
+
+
+def help_text() -> str:
+    lines = [USAGE, "", "Values are TOML; a string needs no quotes. A bare --section.key means true.", ""]
+    for section, field in Config.model_fields.items():
+        lines.append(f"[{section}]")
+        for key, option in field.annotation.model_fields.items():
+            default = "the flavor's" if option.is_required() else _show(option.default)
+            lines.append(f"  --{section}.{key}   {expectation(option)}; default {default}")
+            lines.append(f"      {' '.join((option.description or '').split())}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def exit_with(error: ConfigError) -> None:
+    """Print one line a problem and leave with 2, as every program of this project does for a wrong config."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv: list[str]) -> None:
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return
+    try:
+        if argv[:1] == ["--ranks-per-host"]:  # run_train.sh: the launch is checked once, before any rank is started
+            print(ranks_per_host(load(argv[1:]), dict(os.environ), count_devices()))
+        else:
+            print(load(argv).config.toml(), end="")
+    except ConfigError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
