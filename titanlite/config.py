@@ -12,6 +12,7 @@ Option names follow torchtitan 0.2.2 (its last release with TOML files) where an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -96,8 +97,8 @@ class Model(Section):
 
 class Training(Section):
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
-    """pydoc_topics: the 465 KB of English prose that every CPython carries; text, json (also JSON lines), parquet: files
-    at dataset_path; c4: allenai/c4 `en`; hub: the dataset that dataset_path names on the Hugging Face hub."""
+    """pydoc_topics: the 465 KB of English prose that every CPython carries; text, json (also JSON lines), parquet:
+    files at dataset_path; c4: allenai/c4 `en`; hub: the dataset that dataset_path names on the Hugging Face hub."""
     dataset_path: str = ""
     """File, folder or glob (text, json, parquet), or the name on the hub (hub)."""
     dataset_config: str = ""
@@ -111,8 +112,9 @@ class Training(Section):
     streaming: bool = False
     """Read and tokenise documents while training instead of tokenising the whole dataset once before."""
     streams: Count = 64
-    """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams, so
-    the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many files."""
+    """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams,
+    so the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many
+    files."""
     shuffle: bool = True
     """Draw the packed sequences in an order seeded by debug.seed, anew each epoch. A stream cannot."""
     cache_folder: str = "~/.cache/titanlite"
@@ -129,8 +131,8 @@ class Training(Section):
     max_norm: Positive = 1.0
     """Gradients are scaled down to this global norm if theirs is larger."""
     nonfinite_steps_allowed: CountOrZero = 0
-    """How many steps of the whole run may be skipped because the loss or the gradient norm is not finite; one more stops
-    the run."""
+    """How many steps of the whole run may be skipped because the loss or the gradient norm is not finite; one more
+    stops the run."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which weights and optimizer states are kept. float64 is for proofs."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -390,10 +392,8 @@ def _apply_overrides(overrides: list[str], given: dict[str, Any], origins: dict[
                 continue
         value: Any = text
         if field is None or field.annotation is not str:
-            try:
+            with contextlib.suppress(tomllib.TOMLDecodeError):  # a word such as debug or always: a string
                 value = tomllib.loads(f"value = {text}")["value"]
-            except tomllib.TOMLDecodeError:
-                pass  # a word such as debug or always: a string
         if not isinstance(given.setdefault(section, {}), dict):
             continue  # the file already has `section = something`, which is reported as such
         given[section][key] = value
@@ -486,81 +486,73 @@ def _expectation(annotation: Any, metadata: Any = ()) -> str:
 # Rules between options
 
 
+class Refusals(list[Problem]):
+    """The problems found so far; call it to add one: refuse(key, what was expected and what to do, other keys read)."""
+
+    def __call__(self, key: str, message: str, *others: str) -> None:
+        self.append(Problem(key, message, others))
+
+
 def _rules(config: Config, given: set[str]) -> list[Problem]:
     """What single types cannot say. `given` holds the keys that file or command line set."""
-    return [*_model_rules(config), *_data_rules(config, given), *_step_rules(config)]
+    refuse = Refusals()
+    _model_rules(config.model, refuse)
+    _data_rules(config.training, config.validation, given, refuse)
+    _step_rules(config.training, config.lr_scheduler, refuse)
+    return refuse
 
 
-def _model_rules(config: Config) -> list[Problem]:
-    model, problems = config.model, []
+def _model_rules(model: Model, refuse: Refusals) -> None:
     if model.dim % model.n_heads:
-        problems.append(
-            Problem(
-                "model.n_heads",
-                f"expected a divisor of model.dim = {model.dim}; each head takes dim / n_heads of it",
-                ("model.dim", "model.flavor"),
-            )
+        refuse(
+            "model.n_heads",
+            f"expected a divisor of model.dim = {model.dim}; each head takes dim / n_heads of it",
+            *("model.dim", "model.flavor"),
         )
     elif model.dim // model.n_heads % 2:
-        problems.append(
-            Problem(
-                "model.n_heads",
-                f"expected an even head size, got {model.dim} / {model.n_heads} = {model.dim // model.n_heads}; rotary "
-                "embedding turns pairs",
-                ("model.dim", "model.flavor"),
-            )
+        refuse(
+            "model.n_heads",
+            f"expected an even head size, got {model.dim} / {model.n_heads} = {model.dim // model.n_heads}; rotary "
+            "embedding turns pairs",
+            *("model.dim", "model.flavor"),
         )
     if model.n_heads % model.n_kv_heads:
-        problems.append(
-            Problem(
-                "model.n_kv_heads",
-                f"expected a divisor of model.n_heads = {model.n_heads}; each key head serves a group of query heads",
-                ("model.n_heads", "model.flavor"),
-            )
+        refuse(
+            "model.n_kv_heads",
+            f"expected a divisor of model.n_heads = {model.n_heads}; each key head serves a group of query heads",
+            *("model.n_heads", "model.flavor"),
         )
     if model.rope_scaling_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        problems.append(
-            Problem(
-                "model.rope_low_freq_factor",
-                f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}",
-                ("model.rope_high_freq_factor", "model.rope_scaling_factor"),
-            )
+        refuse(
+            "model.rope_low_freq_factor",
+            f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}",
+            *("model.rope_high_freq_factor", "model.rope_scaling_factor", "model.flavor"),
         )
-    return problems
 
 
 FILES = ("text", "json", "parquet")  # datasets that are files at a path
-HUB = ("c4", "hub")
 
 
-def _data_rules(config: Config, given: set[str]) -> list[Problem]:
-    training, validation, problems = config.training, config.validation, []
+def _data_rules(training: Training, validation: Validation, given: set[str], refuse: Refusals) -> None:
     dataset = training.dataset
 
-    def refuse(key: str, message: str, *others: str) -> None:
-        problems.append(Problem(key, message, others))
-
-    def only_for(key: str, used_by: tuple[str, ...]) -> None:
-        if key in given and dataset not in used_by:
-            names = " or ".join(_show(name) for name in used_by)
-            refuse(
-                key,
-                f"only training.dataset = {names} reads it, and dataset is {_show(dataset)}; remove it",
-                "training.dataset",
-            )
+    def only_for(key: str, *users: str) -> None:
+        if key in given and dataset not in users:
+            names = " or ".join(_show(name) for name in users)
+            refuse(key, f"only training.dataset = {names} reads it; remove it", "training.dataset")
 
     if dataset in (*FILES, "hub") and not training.dataset_path:
         what = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
         refuse("training.dataset_path", f"training.dataset = {_show(dataset)} needs {what}", "training.dataset")
-    if training.dataset_path:
-        only_for("training.dataset_path", (*FILES, "hub"))
-    for key in ("training.dataset_config", "training.dataset_split"):
-        only_for(key, ("hub",))
-    only_for("training.dataset_text_key", ("json", "parquet", "hub"))
-    only_for("training.text_sample_by", ("text",))
-    only_for("validation.dataset_path", FILES)
-    only_for("validation.dataset_split", ("hub",))
+    only_for("training.dataset_path", *FILES, "hub")
+    only_for("training.dataset_config", "hub")
+    only_for("training.dataset_split", "hub")
+    only_for("training.dataset_text_key", "json", "parquet", "hub")
+    only_for("training.text_sample_by", "text")
+    only_for("validation.dataset_path", *FILES)
+    only_for("validation.dataset_split", "hub")
 
+    own_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
     if training.streaming:
         if dataset == "pydoc_topics":
             refuse("training.streaming", "the built-in text is in memory; set false", "training.dataset")
@@ -571,56 +563,46 @@ def _data_rules(config: Config, given: set[str]) -> list[Problem]:
                 "(documents come in their files' order), or training.streaming = false",
                 "training.streaming",
             )
-        if "validation.fraction" in given and validation.fraction:
+        if "validation.fraction" in given:
             refuse("validation.fraction", "a stream has no documents to hold out; remove it", "training.streaming")
-        has_split = validation.dataset_path or validation.dataset_split or dataset == "c4"
-        if validation.enable and not has_split:
+        if validation.enable and not own_split:
             refuse(
                 "validation.enable",
                 "a stream has no documents to hold out; set validation.dataset_path (files) or "
                 "validation.dataset_split (hub), or training.streaming = false",
                 "training.streaming",
             )
-    elif "training.streams" in given:
-        refuse("training.streams", "only training.streaming = true reads it; remove it", "training.streaming")
-    if validation.dataset_path and validation.dataset_split:
-        refuse("validation.dataset_split", "validation.dataset_path is set too; set one", "validation.dataset_path")
-    if not training.streaming and validation.enable and not validation.fraction:
-        if not (validation.dataset_path or validation.dataset_split or dataset == "c4"):
+    else:
+        if "training.streams" in given:
+            refuse("training.streams", "only training.streaming = true reads it; remove it", "training.streaming")
+        if own_split and "validation.fraction" in given:
+            refuse(
+                "validation.fraction", "the dataset has a validation split of its own; remove it", "training.dataset"
+            )
+        if validation.enable and not own_split and not validation.fraction:
             refuse("validation.fraction", "validation.enable needs documents: set it above 0", "validation.enable")
-    return problems
 
 
-def _step_rules(config: Config) -> list[Problem]:
-    training, problems = config.training, []
+def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals) -> None:
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
-        problems.append(
-            Problem(
-                "training.global_batch_size",
-                f"expected a multiple of training.local_batch_size = {training.local_batch_size}",
-                ("training.local_batch_size",),
-            )
+        refuse(
+            "training.global_batch_size",
+            f"expected a multiple of training.local_batch_size = {training.local_batch_size}",
+            "training.local_batch_size",
         )
-    if training.dtype == "float64":
-        for key in ("mixed_precision_param", "mixed_precision_reduce"):
-            if getattr(training, key) != "auto":
-                problems.append(
-                    Problem(
-                        f"training.{key}",
-                        'training.dtype = "float64" computes and reduces in float64; set "auto"',
-                        ("training.dtype",),
-                    )
-                )
-    horizon = config.lr_scheduler.total_steps
-    if horizon != -1 and horizon < training.steps:
-        problems.append(
-            Problem(
-                "lr_scheduler.total_steps",
-                f"expected at least training.steps = {training.steps}; the schedule has no value after its horizon",
-                ("training.steps",),
+    for key in ("mixed_precision_param", "mixed_precision_reduce"):
+        if training.dtype == "float64" and getattr(training, key) != "auto":
+            refuse(
+                f"training.{key}",
+                'training.dtype = "float64" computes and reduces in float64; set "auto"',
+                "training.dtype",
             )
+    if lr_scheduler.total_steps != -1 and lr_scheduler.total_steps < training.steps:
+        refuse(
+            "lr_scheduler.total_steps",
+            f"expected at least training.steps = {training.steps}; the schedule has no value after its horizon",
+            "training.steps",
         )
-    return problems
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -641,9 +623,11 @@ class Launch:
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
         """torchrun's variables; without them, one rank."""
-        rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        return cls(rank, local_rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), n_devices)
+        ranks = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
+        )
+        return cls(*ranks, n_devices)
 
 
 def check(loaded: Loaded, launch: Launch) -> Config:
@@ -655,65 +639,49 @@ def check(loaded: Loaded, launch: Launch) -> Config:
     Raises:
         ConfigError: with every problem found, the numbers, and what to do.
     """
-    config, problems = loaded.config, []
+    config, refuse, world = loaded.config, Refusals(), launch.world_size
     parallelism, training = config.parallelism, config.training
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    world = launch.world_size
-
     if launch.n_devices and launch.local_world_size > launch.n_devices:
         raise ConfigError(
             [
-                f"{loaded.file}: {launch.local_world_size} ranks on this host, which has {launch.n_devices} devices; start "
-                f"at most {launch.n_devices} ranks a host (NGPU), on more hosts (NNODES)"
+                f"{loaded.file}: {launch.local_world_size} ranks on this host, which has {launch.n_devices} devices; "
+                f"start at most {launch.n_devices} ranks a host (NGPU), on more hosts (NNODES)"
             ]
         )
+
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shard == -1:
         shard = max(world // replicate, 1)
-        if world % replicate:
-            problems.append(
-                Problem(
-                    "parallelism.data_parallel_replicate_degree",
-                    f"expected a divisor of the {world} ranks started; start a multiple of {replicate} ranks",
-                )
-            )
-    elif replicate * shard != world:
-        key = "data_parallel_shard_degree" if shard > 1 else "data_parallel_replicate_degree"
-        problems.append(
-            Problem(
-                f"parallelism.{key}",
-                f"replicate {replicate} x shard {shard} needs {replicate * shard} ranks, and {world} "
-                f"{'was' if world == 1 else 'were'} started; start {replicate * shard} (./run_train.sh does), or set the "
-                "degrees to the ranks there are",
-            )
+    ranks = replicate * shard
+    if ranks != world:
+        shards_asked = parallelism.data_parallel_shard_degree > 1
+        refuse(
+            f"parallelism.data_parallel_{'shard' if shards_asked else 'replicate'}_degree",
+            f"replicate {replicate} x shard {shard} needs {ranks} ranks, and {world} "
+            f"{'was' if world == 1 else 'were'} started; start {ranks} (./run_train.sh does), or set the degrees to "
+            "the ranks there are",
         )
     group = parallelism.fsdp_reshard_after_forward
     if isinstance(group, int) and (shard % group or group >= shard):
-        problems.append(
-            Problem(
-                "parallelism.fsdp_reshard_after_forward",
-                f'expected a divisor of the shard degree {shard}, smaller than it; or "always" or "never"',
-            )
+        refuse(
+            "parallelism.fsdp_reshard_after_forward",
+            f'expected a divisor of the shard degree {shard}, smaller than it; or "always" or "never"',
         )
-    microstep = training.local_batch_size * replicate * shard
+    microstep = training.local_batch_size * ranks
     global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
-    if global_batch_size % microstep and not problems:
-        problems.append(
-            Problem(
-                "training.global_batch_size",
-                f"expected a multiple of local_batch_size x ranks = {training.local_batch_size} x {replicate * shard} = "
-                f"{microstep}",
-            )
+    if global_batch_size % microstep:
+        refuse(
+            "training.global_batch_size",
+            f"expected a multiple of local_batch_size x ranks = {training.local_batch_size} x {ranks} = {microstep}",
         )
-    if training.streaming and training.streams % (replicate * shard) and not problems:
-        problems.append(
-            Problem(
-                "training.streams",
-                f"expected a multiple of the data-parallel degree {replicate * shard}, so that each rank has whole streams",
-            )
+    if training.streaming and training.streams % ranks:
+        refuse(
+            "training.streams",
+            f"expected a multiple of the data-parallel degree {ranks}, so that each rank has whole streams",
         )
     if config.profiling.enable_memory_snapshot and not launch.n_devices:
-        problems.append(Problem("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false"))
-    loaded.refuse(problems)
+        refuse("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false")
+    loaded.refuse(refuse)
 
     param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
     if param == "auto":
