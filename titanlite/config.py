@@ -199,6 +199,8 @@ class Checkpoint(Section):
     """Delete all but the newest k; 0 keeps all."""
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
+    initial_load_path: str = ""
+    """A checkpoint's step-N folder whose weights the run starts from where there is nothing to resume."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training goes on."""
 
@@ -743,11 +745,10 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def exit_with(error: ConfigError) -> None:
-    """Print one line a problem and leave with 2, as every program of this project does for a wrong config."""
+def print_problems(error: ConfigError) -> None:
+    """One line a problem; every program of this project then exits with 2."""
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main(argv: list[str]) -> None:
@@ -760,7 +761,8 @@ def main(argv: list[str]) -> None:
         else:
             print(load(argv).config.toml(), end="")
     except ConfigError as error:
-        exit_with(error)
+        print_problems(error)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

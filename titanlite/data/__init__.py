@@ -1,0 +1,191 @@
+"""Packed sequences for a rank's steps, read ahead of them; nothing about them depends on the number of ranks."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config import ConfigError
+from titanlite.data.documents import load_documents, load_stream
+from titanlite.data.packed import HeldOutSequences, PackedSequences, token_files
+from titanlite.data.streamed import StreamedSequences
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.step import Batch
+
+Sequences = PackedSequences | StreamedSequences
+
+
+def open_sequences(
+    tokenizer: Tokenizer,
+    *,
+    dataset: str,
+    dataset_path: str,
+    dataset_config: str,
+    dataset_split: str,
+    text_key: str,
+    text_sample_by: str,
+    streaming: bool,
+    streams: int,
+    shuffle: bool,
+    seed: int,
+    seq_len: int,
+    cache_folder: str,
+    validation_path: str,
+    validation_split: str,
+    validation_fraction: float,
+    validation_enable: bool,
+    builds_cache: bool,
+) -> tuple[Sequences, HeldOutSequences | None, str]:
+    """Open the training split and, where it is wanted, the validation split.
+
+    Args:
+        builds_cache: whether this rank tokenises (one of each host does).
+
+    Returns:
+        Training sequences, validation sequences, and the identity of what they are made of: equal for two runs only if
+        their global indices name the same sequences.
+
+    Raises:
+        ConfigError: if the data cannot be had, is too short, or cannot keep the promise of its order.
+    """
+    if dataset == "c4":
+        validation_split = "validation"
+    source = {
+        "dataset": dataset,
+        "dataset_config": dataset_config,
+        "text_key": text_key,
+        "text_sample_by": text_sample_by,
+    }
+    own_split = bool(validation_path or validation_split)
+
+    def tokens_of(path: str, split: str, fraction: float) -> tuple[np.ndarray, np.ndarray, str]:
+        documents = load_documents(**source, dataset_path=path, split=split)
+        return token_files(documents, tokenizer, fraction=fraction, cache_folder=cache_folder, builds=builds_cache)
+
+    held_out = None
+    if streaming:
+        stream, column = load_stream(**source, dataset_path=dataset_path, split=dataset_split)
+        train: Sequences = StreamedSequences(stream, column, tokenizer, seq_len=seq_len, n_streams=streams)
+        identity = f"{dataset}/{dataset_path}/{dataset_config}/{dataset_split}/{streams}/{tokenizer.identity}/{seq_len}"
+    else:
+        fraction = 0.0 if own_split else validation_fraction
+        tokens, held_out, content = tokens_of(dataset_path, dataset_split, fraction)
+        train = PackedSequences(tokens, seq_len=seq_len, eos=tokenizer.eos, shuffle=shuffle, seed=seed)
+        identity = f"{content}/{seq_len}/{f'seed {seed}' if shuffle else 'in order'}"
+    if not validation_enable:
+        return train, None, identity
+    if own_split:
+        held_out, _, _ = tokens_of(validation_path, validation_split, 0.0)
+    if len(held_out) < 2:
+        raise ConfigError(
+            [
+                f"validation.fraction = {validation_fraction}: holds out no document of this dataset; set it higher, "
+                "or give files or a split to validate on"
+            ]
+        )
+    return train, HeldOutSequences(held_out, seq_len=seq_len, eos=tokenizer.eos), identity
+
+
+def _stack(rows: list[tuple[np.ndarray, np.ndarray]], pin: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of some sequences, int64 [B, T] each, in pinned memory if they are to go to a GPU."""
+    tensors = tuple(torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+    return tuple(tensor.pin_memory() for tensor in tensors) if pin else tensors
+
+
+class Loader:
+    """This rank's microbatches, a step at a time, made by a thread that runs ahead of the training.
+
+    Global step s trains on the sequences s G .. s G + G - 1; data-parallel rank r of d takes every d-th of them,
+    from r on.
+
+    Args:
+        n_ranks: data-parallel ranks; `rank` is this one's number among them.
+        local_batch_size: sequences of a microbatch.
+        global_batch_size: sequences of a step, G.
+        pin: put batches into pinned memory.
+        state: what `state` returned when the run was saved, on any number of ranks.
+        ahead: steps that are prepared before they are asked for.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        rank: int,
+        n_ranks: int,
+        local_batch_size: int,
+        global_batch_size: int,
+        pin: bool,
+        state: dict[str, Any] | None = None,
+        ahead: int = 2,
+    ):
+        self.position = state["next_sequence"] if state else 0
+        self.global_batch_size = global_batch_size
+        self._streams: dict[int, Any] = {int(number): s for number, s in state["streams"].items()} if state else {}
+        if isinstance(sequences, StreamedSequences):
+            sequences.states = dict(self._streams)
+        reader = sequences.read(self.position + rank, n_ranks)
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        n_microsteps = global_batch_size // (local_batch_size * n_ranks)
+        threading.Thread(
+            target=self._run_ahead, args=(reader, n_microsteps, local_batch_size, pin), name="data", daemon=True
+        ).start()
+
+    def _run_ahead(self, reader: Iterator[Any], n_microsteps: int, local_batch_size: int, pin: bool) -> None:
+        try:
+            while True:
+                batch, states = [], {}
+                for _ in range(n_microsteps):
+                    rows = []
+                    for _ in range(local_batch_size):
+                        sequence, state = next(reader)
+                        rows.append(sequence)
+                        if state is not None:
+                            states[state[0]] = state[1]
+                    batch.append(_stack(rows, pin))
+                self._ready.put((batch, states))
+        except Exception as error:  # raised again where the training waits for the batch
+            self._ready.put(error)
+
+    def next(self) -> Batch:
+        """The next step's microbatches."""
+        item = self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        batch, states = item
+        self.position += self.global_batch_size
+        self._streams.update(states)
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the run stands in its data, over all ranks: plain JSON. Every rank must call it."""
+        streams = {}
+        if self._streams:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, self._streams)
+            # A rank that resumed also holds old states of other ranks' streams; a stream's owner has the newest.
+            for number in sorted({number for states in gathered for number in states}):
+                owner = gathered[(number - self.position) % len(gathered)]
+                if number in owner:
+                    streams[str(number)] = owner[number]
+        return {"next_sequence": self.position, "streams": streams}
+
+
+def validation_batches(
+    sequences: HeldOutSequences, *, rank: int, n_ranks: int, local_batch_size: int, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches of one pass over the validation split: as many on every rank, the last ones padded.
+
+    Args:
+        steps: at most so many batches; -1: the whole split.
+    """
+    per_batch = n_ranks * local_batch_size
+    n_batches = -(-sequences.n_sequences // per_batch)
+    for batch in range(n_batches if steps == -1 else min(steps, n_batches)):
+        indices = range(batch * per_batch + rank, (batch + 1) * per_batch, n_ranks)
+        yield _stack([sequences[index] for index in indices], pin=False)

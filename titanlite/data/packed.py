@@ -1,0 +1,156 @@
+"""Packed sequences, each addressed by a global index.
+
+Documents are tokenised once into one flat file (memory-mapped afterwards), end to end with their marks between them.
+Packed sequence i is tokens [i T, i T + T] of it, so any rank can read any sequence, and where a run stands in its data
+is one number.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.config import ConfigError
+from titanlite.data.documents import Documents
+from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.loss import IGNORED
+
+FORMAT = 1  # of the token files; raised when what they hold changes
+
+
+def is_held_out(document: int, fraction: float) -> bool:
+    """Whether the document with this number is in the validation split: an even share over the whole order, the same
+    for every seed and number of ranks."""
+    return int((document + 1) * fraction) > int(document * fraction)
+
+
+def token_files(
+    documents: Documents, tokenizer: Tokenizer, *, fraction: float, cache_folder: str, builds: bool
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Tokens of the training split and of the held-out documents, tokenised on first use.
+
+    Args:
+        fraction: share of the documents to hold out.
+        builds: whether this rank makes the files if they are not there; the others of its host wait for them.
+
+    Returns:
+        Two flat arrays, memory-mapped, and the identity of their content.
+    """
+    identity = hashlib.sha256(f"{FORMAT}/{documents.fingerprint}/{tokenizer.identity}/{fraction}".encode()).hexdigest()
+    folder = Path(cache_folder).expanduser() / identity[:32]
+    if builds and not folder.exists():
+        try:
+            _build(folder, documents, tokenizer, fraction)
+        except OSError as error:
+            raise ConfigError([f"training.cache_folder = {cache_folder!r}: cannot be written: {error}"]) from None
+    while not folder.exists():  # no collective: tokenising may take longer than one may
+        time.sleep(0.1)
+    dtype = json.loads((folder / "tokens.json").read_text())["dtype"]
+    train, held_out = (
+        np.fromfile(folder / f"{split}.bin", dtype=dtype)
+        if (folder / f"{split}.bin").stat().st_size == 0
+        else np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+        for split in ("train", "held_out")
+    )
+    return train, held_out, identity
+
+
+def _build(folder: Path, documents: Documents, tokenizer: Tokenizer, fraction: float) -> None:
+    """Write the token files beside `folder` and rename them into place whole."""
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    making = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    making.mkdir(parents=True)
+    count, n_tokens, said = 0, 0, time.monotonic()
+    try:
+        with open(making / "train.bin", "wb") as train, open(making / "held_out.bin", "wb") as held_out:
+            for texts in documents.batches():
+                for tokens in encode_documents(tokenizer, texts):
+                    (held_out if is_held_out(count, fraction) else train).write(tokens.astype(dtype).tobytes())
+                    count, n_tokens = count + 1, n_tokens + len(tokens)
+                if time.monotonic() - said > 10:
+                    said = time.monotonic()
+                    print(f"tokenising: {count:,} documents, {n_tokens:,} tokens", file=sys.stderr, flush=True)
+        (making / "tokens.json").write_text(json.dumps({"dtype": dtype, "documents": count, "tokens": n_tokens}))
+        making.rename(folder)
+    except OSError:
+        shutil.rmtree(making, ignore_errors=True)
+        if not folder.exists():  # another host that shares the folder may have been first
+            raise
+
+
+def inputs_and_targets(tokens: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, int64 [T] each, of a packed sequence of T + 1 tokens. What follows the end of a document is
+    another document, which nothing before it foretells: that target is ignored."""
+    inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
+    targets[inputs == eos] = IGNORED
+    return inputs, targets
+
+
+class PackedSequences:
+    """The training split: an endless order of packed sequences, the same for any number of ranks.
+
+    Args:
+        tokens: flat token numbers.
+        shuffle: draw a new order each epoch, from (seed, epoch).
+    """
+
+    def __init__(self, tokens: np.ndarray, *, seq_len: int, eos: int, shuffle: bool, seed: int):
+        self.tokens, self.seq_len, self.eos, self.shuffle, self.seed = tokens, seq_len, eos, shuffle, seed
+        self.n_sequences = max(len(tokens) - 1, 0) // seq_len
+        if not self.n_sequences:
+            raise ConfigError(
+                [
+                    f"training.seq_len = {seq_len}: the dataset has {len(tokens):,} tokens, fewer than the seq_len + 1 "
+                    "of one packed sequence; set it lower or train on more text"
+                ]
+            )
+        self._epoch, self._order = -1, np.empty(0)
+
+    def __str__(self) -> str:
+        return f"{self.n_sequences:,} packed sequences an epoch"
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of the sequence with a global index 0, 1, 2, ...; epochs follow one another."""
+        epoch, position = divmod(index, self.n_sequences)
+        if self.shuffle:
+            if epoch != self._epoch:
+                # RandomState: numpy promises that its numbers never change, as it does not for newer generators.
+                generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self.seed, epoch))))
+                self._epoch, self._order = epoch, generator.permutation(self.n_sequences)
+            position = int(self._order[position])
+        start = position * self.seq_len
+        return inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.eos)
+
+    def read(self, first: int, stride: int) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+        """Sequences first, first + stride, ..., without end, each with None: their index is all the state there is."""
+        while True:
+            yield self[first], None
+            first += stride
+
+
+class HeldOutSequences:
+    """The validation split, once through and in order; the last sequence is padded with ignored targets."""
+
+    def __init__(self, tokens: np.ndarray, *, seq_len: int, eos: int):
+        self.tokens, self.seq_len, self.eos = tokens, seq_len, eos
+        self.n_sequences = -(-max(len(tokens) - 1, 0) // seq_len)
+
+    def __str__(self) -> str:
+        return f"{self.n_sequences:,} packed sequences"
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets; past the end, nothing but padding, so that every rank can take as many batches."""
+        start = index * self.seq_len
+        inputs, targets = (
+            inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.eos)
+            if (index < self.n_sequences)
+            else (np.empty(0, np.int64), np.empty(0, np.int64))
+        )
+        missing = self.seq_len - len(inputs)
+        return np.pad(inputs, (0, missing)), np.pad(targets, (0, missing), constant_values=IGNORED)

@@ -1,0 +1,199 @@
+"""What a run reports: the console line, TensorBoard, metrics.jsonl; throughput, MFU and memory."""
+
+import contextlib
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import torch
+
+VALIDATION_LOSS = "validation_metrics/global_avg_loss"
+
+# Dense matrix rates in FLOP/s from the vendors' data sheets, for bfloat16 inputs without sparsity, by a part of the
+# name that torch.cuda.get_device_name() gives. First match counts.
+BF16_PEAKS = {
+    "A100": 312e12,  # NVIDIA A100 data sheet, 2021
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, 2023
+    "H100 NVL": 835e12,  # NVIDIA H100 NVL data sheet, 2024
+    "H100": 989e12,  # SXM; NVIDIA H100 data sheet, 2023
+    "H200": 989e12,  # NVIDIA H200 data sheet, 2024
+    "B200": 2250e12,  # NVIDIA DGX B200 data sheet, 2024
+    "MI300X": 1307e12,  # AMD MI300X data sheet, 2023
+    "L40S": 362e12,  # NVIDIA L40S data sheet, 2023
+    "RTX 4090": 165e12,  # NVIDIA Ada architecture whitepaper, 2022: with fp32 accumulation
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Matrix rate that MFU is a share of, in FLOP/s a device, and where it is from.
+
+    A data sheet's figure for bfloat16 on a known GPU; otherwise the best of a few products of two square matrices of
+    this type, measured here and now with as many threads as the training has.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if dtype == torch.bfloat16:
+        for part, peak in BF16_PEAKS.items():
+            if part in name:
+                return peak, f"{peak / 1e12:.0f} TFLOP/s, data sheet of {part}, dense bfloat16"
+    n = 8192 if device.type == "cuda" else 768
+    a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    peak = 2 * n**3 / best
+    return peak, f"{peak / 1e12:.3g} TFLOP/s, measured: {str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
+
+
+def memory(device: torch.device) -> tuple[float, float]:
+    """Peak GiB of this rank: (in tensors, reserved by the allocator) on CUDA since the last call; on a CPU, which has no
+    such allocator, twice the peak resident set of the process since its start."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return stats["active_bytes.all.peak"] / 2**30, stats["reserved_bytes.all.peak"] / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak, peak
+
+
+class Meter:
+    """Times and rates of the steps since the last reading, for one rank.
+
+    Args:
+        tokens_per_step: tokens that one rank's share of a step amounts to.
+        flops_per_token: see model.flops_per_token.
+        peak_flops: FLOP/s of the device, see peak_flops.
+    """
+
+    def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak_flops: float):
+        self.device, self.tokens_per_step = device, tokens_per_step
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.seconds_per_step = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._start, self._data, self._steps = time.perf_counter(), 0.0, 0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the body as time that the step waited for its batch."""
+        start = time.perf_counter()
+        yield
+        self._data += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body (validation, saving) out of the time of the steps."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def step_done(self) -> None:
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """Values by tag since the last reading; rates are per rank."""
+        seconds = time.perf_counter() - self._start
+        self.seconds_per_step = seconds / self._steps
+        tokens_per_second = self.tokens_per_step / self.seconds_per_step
+        flops = tokens_per_second * self.flops_per_token
+        active, reserved = memory(self.device)
+        values = {
+            "throughput(tps)": tokens_per_second,
+            "tflops": flops / 1e12,
+            "mfu(%)": 100 * flops / self.peak_flops,
+            "time_metrics/end_to_end(s)": self.seconds_per_step,
+            "time_metrics/data_loading(%)": 100 * self._data / seconds,
+            "memory/max_active(GiB)": active,
+            "memory/max_reserved(GiB)": reserved,
+        }
+        self._begin()
+        return values
+
+
+class Reporter:
+    """Rank 0's reports: the console, metrics.jsonl, TensorBoard, config.toml.
+
+    A run that starts anew moves what an earlier one left in the folder to previous/DATE, so that the two neither mix nor
+    destroy each other. A run that goes on removes what was reported after the step it goes on from.
+
+    Args:
+        folder: the run's dump folder.
+        tb_folder: name of TensorBoard's folder in it, or None.
+        last_step: the step the run goes on after; 0 if it starts.
+        steps: the run's last step.
+        config: the resolved config with its provenance, as TOML.
+    """
+
+    def __init__(self, folder: Path, *, tb_folder: str | None, last_step: int, steps: int, config: str):
+        self.file, self.steps = folder / "metrics.jsonl", steps
+        folder.mkdir(parents=True, exist_ok=True)
+        if last_step == 0:
+            _set_aside(folder, [self.file.name, "config.toml", *([tb_folder] if tb_folder else [])])
+        else:
+            _keep_rows(self.file, last_step)
+        (folder / "config.toml").write_text(config)
+        self.tensorboard = None
+        if tb_folder:
+            from torch.utils.tensorboard import SummaryWriter  # here: half a second, which only rank 0 need spend
+
+            self.tensorboard = SummaryWriter(str(folder / tb_folder), purge_step=last_step + 1)
+            self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
+
+    def report(self, step: int, values: dict[str, float], seconds_per_step: float) -> None:
+        """Values by tag to all three places; in metrics.jsonl, null stands for what is not finite."""
+        print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
+        row = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")
+        if self.tensorboard:
+            for tag, value in values.items():
+                self.tensorboard.add_scalar(tag, value, step)
+            self.tensorboard.flush()
+
+
+def _set_aside(folder: Path, names: list[str]) -> None:
+    there = [name for name in names if (folder / name).exists()]
+    previous = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
+    for name in there:
+        previous.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(previous / name)
+    if there:
+        print(f"moved an earlier run's {', '.join(there)} to {previous}", flush=True)
+
+
+def _keep_rows(file: Path, last_step: int) -> None:
+    """Cut the rows after a step, and a half-written one, off a metrics file."""
+    rows = file.read_text().splitlines(keepends=True) if file.exists() else []
+    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step]
+    replacement = file.with_suffix(".tmp")
+    replacement.write_text("".join(kept))
+    replacement.replace(file)
+
+
+def _console_line(step: int, steps: int, values: dict[str, float], seconds_per_step: float) -> str:
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    if "grad_norm" in values:
+        parts += [
+            f"loss {values['loss_metrics/global_avg_loss']:7.4f}",
+            f"norm {values['grad_norm']:8.4f}",
+            f"lr {values['lr']:.3e}",
+            f"{values['throughput(tps)']:8,.0f} tok/s",
+            f"{values['tflops']:7.3f} TFLOP/s",
+            f"MFU {values['mfu(%)']:5.1f} %",
+            f"{values['memory/max_reserved(GiB)']:6.2f} GiB",
+            f"data {values['time_metrics/data_loading(%)']:4.1f} %",
+            f"ETA {timedelta(seconds=round((steps - step) * seconds_per_step))}",
+        ]
+    if VALIDATION_LOSS in values:
+        parts.append(f"validation loss {values[VALIDATION_LOSS]:.4f}")
+    return "  ".join(parts)

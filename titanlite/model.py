@@ -1,0 +1,202 @@
+"""Llama, written as for one device: nothing in this file knows of ranks or parallelism.
+
+RMSNorm before each sublayer, rotary positions (with Llama 3.1's scaling), grouped-query attention, SwiGLU, an optional
+tied output head. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3 (arXiv:2407.21783). Module names
+are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
+
+Shapes: B batch, T sequence, D model width, H query heads, G key/value heads, K head size, F feed-forward width,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rope_frequencies(
+    head_size: int, *, theta: float, scaling: float, low_factor: float, high_factor: float, original_seq_len: int
+) -> Tensor:
+    """Angular frequency of each rotated pair, radians a position, [K/2] in float64.
+
+    With `scaling` > 1, wavelengths longer than original_seq_len / low_factor are stretched by it, those shorter than
+    original_seq_len / high_factor are kept, and those between are blended (Llama 3.1 model card and reference code).
+    """
+    frequency = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float64, device="cpu") / head_size)
+    if scaling == 1:
+        return frequency
+    turns = original_seq_len * frequency / (2 * math.pi)  # how often a pair turns within the original sequence
+    kept = ((turns - low_factor) / (high_factor - low_factor)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling)
+
+
+def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """exp(i * position * frequency), complex [length, K/2]. Computed in float64: positions in the millions times a
+    frequency of 1 have no accurate sine in float32. Stored in complex64, or complex128 for a float64 model."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
+    table = torch.polar(torch.ones_like(angles), angles)
+    return table if dtype == torch.float64 else table.to(torch.complex64)
+
+
+def rotate(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
+    """Turn each pair of neighbouring channels by its position's angle, in float32 or better.
+
+    Args:
+        x_BTHK: queries or keys.
+        rope_TK: complex [T, K/2], or [B, T, K/2] where positions differ between sequences.
+    """
+    pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    turned = torch.view_as_complex(pairs) * rope_TK.unsqueeze(-2)
+    return torch.view_as_real(turned).flatten(-2).to(x_BTHK.dtype)
+
+
+class InnerAttention(nn.Module):
+    """Causal softmax(q k^T / sqrt K) v: the one part of attention that mixes positions, so that it can be replaced."""
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+        """Returns [B, T, H, K]. Head h attends with key head h * G // H."""
+        out_BHTK = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2),
+            k_BTGK.transpose(1, 2),
+            v_BTGK.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+        )
+        return out_BHTK.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int):
+        super().__init__()
+        self.head_size = dim // n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_size, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_size, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_size, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_size, dim, bias=False)
+        self.inner = InnerAttention()
+
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor) -> Tensor:
+        # -1 heads: a rank may hold only some of them.
+        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_size))
+        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_size))
+        v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_size))
+        out_BTHK = self.inner(rotate(q_BTHK, rope_TK), rotate(k_BTGK, rope_TK), v_BTGK)
+        return self.wo(out_BTHK.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, *, dim: int, ffn_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class Block(nn.Module):
+    def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int, ffn_dim: int, norm_eps: float):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = Attention(dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = FeedForward(dim=dim, ffn_dim=ffn_dim)
+
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK)
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+
+
+class Llama(nn.Module):
+    """The whole model, or a stage of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
+
+    Build it under `torch.device("meta")`, then `to_empty` and `titanlite.init.init_weights`: the constructor itself draws
+    no weights.
+
+    Args:
+        max_seq_len: positions that the rotary table holds.
+        The others are the dimensions of titanlite/sizes.py.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        ffn_dim: int,
+        vocab_size: int,
+        max_seq_len: int,
+        norm_eps: float,
+        tie_embeddings: bool,
+        rope_theta: float,
+        rope_scaling_factor: float,
+        rope_low_freq_factor: float,
+        rope_high_freq_factor: float,
+        rope_original_seq_len: int,
+    ):
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.rope_frequencies = rope_frequencies(
+            dim // n_heads,
+            theta=rope_theta,
+            scaling=rope_scaling_factor,
+            low_factor=rope_low_freq_factor,
+            high_factor=rope_high_freq_factor,
+            original_seq_len=rope_original_seq_len,
+        )
+        self.register_buffer("rope", torch.empty(max_seq_len, dim // n_heads // 2, dtype=torch.complex64), False)
+        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        # Keyed by number, so that a layer keeps its name when the model is cut into stages.
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Block(dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim, norm_eps=norm_eps)
+                for layer in range(n_layers)
+            }
+        )
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def fill_rope(self) -> None:
+        """Compute the rotary table: it is no weight, so `to_empty` loses it and no checkpoint holds it."""
+        table = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype)
+        self.rope = table.to(self.rope.device)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Args:
+            tokens: [B, T] token numbers; on a stage without embedding, the previous stage's [B, T, D].
+            positions: [T] or [B, T] position of each token, by default 0 .. T-1.
+
+        Returns:
+            Logits [B, T, V]; on a stage without output head, [B, T, D].
+        """
+        rope_TK = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
+        x_BTD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for block in self.layers.values():
+            x_BTD = block(x_BTD, rope_TK)
+        if self.norm is not None:
+            x_BTD = self.norm(x_BTD)
+        return self.output(x_BTD) if self.output is not None else x_BTD
+
+
+def flops_per_token(parameters: Iterable[tuple[str, int]], *, n_layers: int, dim: int, seq_len: int, tied: bool) -> int:
+    """Floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of the PaLM paper
+    (arXiv:2204.02311, appendix B).
+
+    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
+    (a tied one is also the output head and counts). The second term is attention, counted without the causal mask.
+    Recomputed activations do not count.
+
+    Args:
+        parameters: (name, number of elements) of the whole model.
+    """
+    weights = sum(size for name, size in parameters if tied or not name.startswith("tok_embeddings"))
+    return 6 * weights + 12 * n_layers * dim * seq_len

@@ -1,0 +1,34 @@
+"""What a run was made with, so that it can be repeated."""
+
+import platform
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+
+def describe(device: torch.device, world_size: int) -> str:
+    """Date, command line, versions, git revision and hardware, as comment lines of a TOML file."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    lines = [
+        f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {' '.join(sys.argv)}",
+        f"titanlite {git_revision()}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"{world_size} x {hardware} on {platform.system()}",
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def git_revision() -> str:
+    """Revision of the checkout that this file is in, marked if it has uncommitted changes; or "without git"."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "without git"

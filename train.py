@@ -1,0 +1,254 @@
+"""A run, top to bottom: config, mesh, data, model, loop.
+
+    ./run_train.sh CONFIG.toml [--section.key=value ...]         as many ranks as the config asks for
+    torchrun --nproc-per-node=N train.py CONFIG.toml [...]       N ranks
+    python train.py CONFIG.toml [...]                            one rank
+
+Exit status: 0 done; 2 the config or the launch is wrong (one line a problem); 1 anything else.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite import build, config, data, mesh, metrics, profiling, provenance
+from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.model import Llama
+from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
+from titanlite.parallel import fsdp
+from titanlite.step import forward_backward
+
+
+class TrainingError(Exception):
+    """The run cannot go on; the message says at which step, on which ranks, and why."""
+
+
+def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[], bool]) -> None:
+    """Train to the last step, or to the end of the step during which some rank was asked to stop."""
+    training, rank = job.training, launch.rank
+    device, dump_folder = mesh.device_of(launch), Path(job.job.dump_folder)
+    torch.manual_seed(job.debug.seed + rank)
+    if job.debug.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # NVIDIA's condition for repeatable cuBLAS products
+        torch.use_deterministic_algorithms(True)
+
+    def say(message: str) -> None:
+        if rank == 0:
+            print(message, flush=True)
+
+    # The parts
+    device_mesh = build.build_mesh(job, device)
+    sequences, held_out, data_identity = build.build_data(job, builds_cache=launch.local_rank == 0)
+    model = build.build_model(job, device_mesh, device)
+    optimizer = build.build_optimizer(job, model)
+    parameters = list(model.parameters())
+    peak_flops, peak_source = metrics.peak_flops(device, getattr(torch, training.mixed_precision_param))
+    say(introduction(job, model, sequences, held_out, peak_source))
+
+    # Where to start: after the newest checkpoint, or from given weights, or from the initial ones
+    last_step, skipped, data_state, checkpointer = 0, 0, None, None
+    if job.checkpoint.enable or job.checkpoint.initial_load_path:
+        from titanlite import checkpoint  # here: the import takes half a second, and a run may do without
+    if job.checkpoint.enable:
+        checkpointer = checkpoint.Checkpointer(
+            dump_folder / job.checkpoint.folder,
+            identity={"seed": job.debug.seed, "data": data_identity, **build.model_dimensions(job)},
+            keep_latest_k=job.checkpoint.keep_latest_k,
+            async_mode=job.checkpoint.async_mode,
+        )
+        saved = checkpointer.resume(job.checkpoint.load_step, model, optimizer)
+        if saved:
+            last_step, skipped, data_state = saved["step"], saved["skipped"], saved["data"]
+            say(f"resumed after step {last_step} from {checkpointer.folder}")
+    if not last_step and job.checkpoint.initial_load_path:
+        checkpoint.load_weights(Path(job.checkpoint.initial_load_path), model)
+        say(f"weights from {job.checkpoint.initial_load_path}")
+
+    loader = build.build_loader(job, sequences, rank=rank, device=device, state=data_state)
+    reporter = None
+    if rank == 0:
+        reporter = metrics.Reporter(
+            dump_folder,
+            tb_folder=job.metrics.save_tb_folder if job.metrics.enable_tensorboard else None,
+            last_step=last_step,
+            steps=training.steps,
+            config=provenance.describe(device, launch.world_size) + job.toml(),
+        )
+    meter = metrics.Meter(
+        device,
+        tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
+        flops_per_token=build.count_flops_per_token(job, model),
+        peak_flops=peak_flops,
+    )
+    with contextlib.ExitStack() as stack:
+        profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(job, rank)]
+
+        # The loop
+        for step in range(last_step + 1, training.steps + 1):
+            with meter.waiting_for_data():
+                batch = loader.next()
+            lr = job.optimizer.lr * lr_factor(step, **job.lr_scheduler.model_dump())
+            set_lr(optimizer, lr)
+            loss_sum, valid = forward_backward(
+                model,
+                batch,
+                device=device,
+                reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
+                reduce_gradients=job.parallelism.fsdp_reduce_gradients,
+            )
+            norm = gradient_norm(parameters)
+
+            # One small sum tells all ranks the loss, and whether one of them was asked to stop.
+            totals = torch.stack([loss_sum, torch.full_like(loss_sum, asked_to_stop())])
+            dist.all_reduce(totals)
+            loss, norm_value, stopping = torch.stack([totals[0] / valid, norm.to(totals), totals[1]]).tolist()
+            if math.isfinite(loss) and math.isfinite(norm_value):
+                scale_gradients(parameters, clip_factor(norm, training.max_norm))
+                optimizer.step()
+            else:
+                why = why_not_finite(step, loss, norm_value, loss_sum)
+                if skipped == training.nonfinite_steps_allowed:
+                    raise TrainingError(f"{why} (training.nonfinite_steps_allowed = {skipped}, all used)")
+                skipped += 1
+                say(f"{why}; skipped without an update, {skipped} of {training.nonfinite_steps_allowed} allowed")
+            optimizer.zero_grad()
+            meter.step_done()
+            if step == last_step + 1:
+                mesh.set_timeout(job.comm.train_timeout_seconds)
+
+            # Reports, validation, checkpoint
+            ends = step == training.steps or stopping > 0
+            values = {}
+            if step % job.metrics.log_freq == 0 or step == last_step + 1 or ends:
+                values = {
+                    "loss_metrics/global_avg_loss": loss,
+                    "loss_metrics/global_max_loss": largest_loss(loss_sum, batch),
+                    "grad_norm": norm_value,
+                    "lr": lr,
+                    "n_tokens_seen": loader.position * training.seq_len,
+                    **meter.read(),
+                }
+            with meter.paused():
+                if held_out is not None and (step % job.validation.freq == 0 or ends):
+                    values[metrics.VALIDATION_LOSS] = validate(job, model, held_out, launch, device)
+                if reporter and values:
+                    reporter.report(step, values, meter.seconds_per_step)
+                if checkpointer:
+                    checkpointer.poll()
+                    if step % job.checkpoint.interval == 0 or ends:
+                        checkpointer.save(step, model, optimizer, {"skipped": skipped, "data": loader.state()})
+            for step_done in profilers:
+                step_done(step)
+            if stopping:
+                say(f"asked to stop: ended after step {step}")
+                break
+    if checkpointer:
+        checkpointer.finish()
+
+
+@torch.no_grad()
+def validate(
+    job: config.Config, model: Llama, held_out: data.HeldOutSequences, launch: config.Launch, device: torch.device
+) -> float:
+    """Loss on the held-out sequences by the same rule as in training: token losses over valid tokens, nats."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for tokens, targets in data.validation_batches(
+        held_out,
+        rank=launch.rank,
+        n_ranks=launch.world_size,
+        local_batch_size=job.training.local_batch_size,
+        steps=job.validation.steps,
+    ):
+        totals[0] += cross_entropy_sum(model(tokens.to(device)), targets.to(device))
+        totals[1] += count_valid([targets], device)
+    fsdp.reshard(model)
+    dist.all_reduce(totals)
+    return (totals[0] / totals[1]).item()
+
+
+def largest_loss(loss_sum: Tensor, batch: data.Batch) -> float:
+    """The largest of the ranks' own mean losses."""
+    own = loss_sum / count_valid([targets for _, targets in batch], loss_sum.device)
+    own.nan_to_num_(nan=-math.inf)  # a rank without a valid token has none
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return own.item()
+
+
+def why_not_finite(step: int, loss: float, norm: float, loss_sum: Tensor) -> str:
+    """What is wrong with a step, and on which ranks. Every rank must call it."""
+    flags = [torch.empty_like(loss_sum) for _ in range(dist.get_world_size())]
+    dist.all_gather(flags, loss_sum)
+    ranks = [str(rank) for rank, value in enumerate(flags) if not math.isfinite(value.item())]
+    if ranks:
+        return f"step {step}: the loss is {loss} because of rank {', '.join(ranks)}"
+    return f"step {step}: the gradient norm is {norm} though the loss is finite on every rank ({loss:.4f})"
+
+
+def introduction(
+    job: config.Config,
+    model: Llama,
+    sequences: data.Sequences,
+    held_out: data.HeldOutSequences | None,
+    peak_source: str,
+) -> str:
+    """The first lines of a run: what trains on what, in which precision, over which ranks."""
+    training, parallelism = job.training, job.parallelism
+    batch = training.global_batch_size
+    microstep = training.local_batch_size * parallelism.data_parallel_replicate_degree
+    microstep *= parallelism.data_parallel_shard_degree
+    lines = [
+        *([job.job.description] if job.job.description else []),
+        f"model      {job.model.flavor}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
+        f"gradient reduction {training.mixed_precision_reduce}",
+        f"mesh       dp_replicate {parallelism.data_parallel_replicate_degree} x dp_shard "
+        f"{parallelism.data_parallel_shard_degree}",
+        f"data       {training.dataset}: {sequences}; validation: {held_out or 'none'}",
+        f"step       {batch} sequences x {training.seq_len} tokens in {batch // microstep} microsteps",
+        f"MFU        of {peak_source}; 6N + 12LDT operations a token",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    if "--help" in argv or "-h" in argv:
+        print(config.help_text())
+        return
+    launch = config.Launch.from_environment(torch.cuda.device_count())
+    stop_signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
+    try:
+        job = config.check(config.load(argv), launch)
+        with mesh.process_group(
+            launch,
+            timeout_seconds=job.comm.init_timeout_seconds,
+            trace_buf_size=job.comm.trace_buf_size,
+            dump_folder=job.job.dump_folder,
+        ):
+            train(job, launch, lambda: bool(stop_signals))
+        status = 0
+    except config.ConfigError as error:
+        status = 2
+        if launch.local_rank == 0:  # all ranks find the same
+            config.print_problems(error)
+    except TrainingError as error:
+        status = 1
+        if launch.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+    except Exception:
+        status = 1
+        traceback.print_exc()
+    mesh.leave(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
