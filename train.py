@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, config, data, mesh, metrics, profiling, provenance
+from titanlite import build, config, data, mesh, metrics, provenance
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
@@ -151,6 +151,7 @@ def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[],
             if stopping:
                 say(f"asked to stop: ended after step {step}")
                 break
+    loader.close()
     if checkpointer:
         checkpointer.finish()
 

@@ -47,7 +47,7 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Llama
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cpu_offload=training.enable_cpu_offload,
     )
-    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    model.materialize(device, weights_on_cpu=training.enable_cpu_offload)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     return model
 

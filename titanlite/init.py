@@ -27,10 +27,10 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter and the rotary table of a materialised model (or stage).
+    """Fill every parameter of a materialised model (or stage).
 
     Args:
-        model: after `to_empty`; parameters are plain tensors or DTensors of any placement.
+        model: its parameters are plain tensors or DTensors of any placement.
         n_layers: layers of the whole model, not of this stage.
         device: where numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared draw on the
             same kind.
@@ -43,7 +43,6 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
             parameter.to_local().copy_(shard.to_local())
         else:
             parameter.copy_(full)
-    model.fill_rope()
 
 
 def _draw(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int, device: torch.device) -> torch.Tensor:

@@ -115,8 +115,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model, or a stage of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
 
-    Build it under `torch.device("meta")`, then `to_empty` and `titanlite.init.init_weights`: the constructor itself draws
-    no weights.
+    Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
+    constructor itself draws no weights.
 
     Args:
         max_seq_len: positions that the rotary table holds.
@@ -162,13 +162,22 @@ class Llama(nn.Module):
         )
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        if tie_embeddings:
+        self.tied = tie_embeddings
+        if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def fill_rope(self) -> None:
-        """Compute the rotary table: it is no weight, so `to_empty` loses it and no checkpoint holds it."""
+    def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
+        """Leave the meta device: `to_empty`, and what that loses: the tie, and the rotary table, which is no weight and in
+        no checkpoint.
+
+        Args:
+            weights_on_cpu: for offloaded weights, which visit `device` only for their turn.
+        """
+        self.to_empty(device="cpu" if weights_on_cpu else device)
+        if self.tied:
+            self.output.weight = self.tok_embeddings.weight
         table = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype)
-        self.rope = table.to(self.rope.device)
+        self.rope = table.to(device)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Args:

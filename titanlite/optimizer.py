@@ -20,7 +20,7 @@ def init_optimizer(
     weight_decay: float,
     implementation: Literal["fused", "foreach", "for-loop"],
 ) -> torch.optim.Optimizer:
-    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101). Matrices and embeddings decay, vectors (norms, biases) do not."""
+    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101). Matrices decay, embeddings too; norms and biases do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -83,5 +83,5 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What brings gradients of this norm down to max_norm: max_norm / norm if that is below 1."""
-    return (max_norm / norm).clamp(max=1.0)
+    """What brings gradients of this norm down to max_norm, if they exceed it; as torch.nn.utils.clip_grad_norm_ has it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

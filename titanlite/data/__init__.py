@@ -1,5 +1,6 @@
 """Packed sequences for a rank's steps, read ahead of them; nothing about them depends on the number of ranks."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -131,14 +132,16 @@ class Loader:
             sequences.states = dict(self._streams)
         reader = sequences.read(self.position + rank, n_ranks)
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self._closed = False
         n_microsteps = global_batch_size // (local_batch_size * n_ranks)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run_ahead, args=(reader, n_microsteps, local_batch_size, pin), name="data", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def _run_ahead(self, reader: Iterator[Any], n_microsteps: int, local_batch_size: int, pin: bool) -> None:
         try:
-            while True:
+            while not self._closed:
                 batch, states = [], {}
                 for _ in range(n_microsteps):
                     rows = []
@@ -161,6 +164,13 @@ class Loader:
         self.position += self.global_batch_size
         self._streams.update(states)
         return batch
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.05)
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its data, over all ranks: plain JSON. Every rank must call it."""

@@ -1,4 +1,4 @@
-"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): replicate, ZeRO-1, -2, -3, hybrid sharding.
+"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): replicate, ZeRO-1, -2, -3, HSDP.
 
 docs/data_parallel.md has the table from those names to the settings. At one rank the same path carries the mixed
 precision, so there is no other one.
@@ -46,7 +46,7 @@ def apply_fsdp(
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **settings)
     # The backward of the last unit comes at once, so gathering its weights twice would save no memory.
-    if model.output.weight is model.tok_embeddings.weight:
+    if model.tied:
         fully_shard([model.tok_embeddings, model.norm, model.output], reshard_after_forward=False, **settings)
     else:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)

@@ -1,0 +1,68 @@
+"""The other side of vs_transformers.py: transformers' LlamaForCausalLM in a plain PyTorch loop, as short as it gets.
+
+    python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]     (the last two under torchrun)
+"""
+
+import os
+import sys
+import time
+from pydoc_data.topics import topics
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SEQ_LEN = 512
+
+
+def main(steps: int, local_batch: int, mode: str) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    torch.manual_seed(42)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            intermediate_size=768,
+            vocab_size=2048,
+            max_position_embeddings=SEQ_LEN,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+    assert sum(p.numel() for p in model.parameters()) == 6_163_712 + 0
+    if mode != "alone":
+        dist.init_process_group("gloo")
+    if mode == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    if mode == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    text = "".join(topics.values()).encode()
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(rank)
+
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        offsets = torch.randint(len(tokens) - SEQ_LEN, (local_batch,), generator=generator).tolist()
+        batch = torch.stack([tokens[offset : offset + SEQ_LEN] for offset in offsets])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.item()
+        if rank == 0:
+            print(f"step {step} loss {value:.4f} seconds {time.perf_counter() - start:.4f}", flush=True)
+    if mode != "alone":
+        dist.barrier()
+    os._exit(0)  # as titanlite does: gloo can abort at exit
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), (*sys.argv[3:], "alone")[0])

@@ -1,0 +1,30 @@
+"""Pools of ranks: real processes on gloo, started once per world size and fed cases."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["RankPools"]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+class RankPools:
+    """ranks(2) is the pool of two ranks, started when a test first asks for it."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
+
+    def __call__(self, world_size: int) -> Pool:
+        if world_size not in self.pools or self.pools[world_size].broken:
+            self.pools[world_size] = Pool(world_size)
+        return self.pools[world_size]
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()

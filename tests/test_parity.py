@@ -1,0 +1,193 @@
+"""The table of layouts: each computes what one process computes, in float64 to 1e-12."""
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from titanlite import config, init, parity
+from titanlite.parallel import fsdp
+
+STEPS = 3
+TOLERANCE = 1e-12
+"""float64 has 1.1e-16; three AdamW steps of sums over at most a thousand terms in another order stay far below this."""
+
+SMALL = """
+[model]
+dim = 32
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 48
+vocab_size = 60
+
+[training]
+seq_len = 16
+local_batch_size = 2
+steps = 3
+max_norm = 0.5
+dtype = "float64"
+
+[optimizer]
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 2
+"""
+
+REPLICATE = {"data_parallel_shard_degree": 1, "fsdp_reduce_gradients": "last_microstep"}
+ZERO_1 = {"fsdp_reshard_after_forward": "never", "fsdp_reduce_gradients": "last_microstep"}
+ZERO_2 = {"fsdp_reshard_after_forward": "never"}
+ZERO_3 = {"fsdp_reshard_after_forward": "always"}
+
+
+def resolve(tmp_path: Any, launch: config.Launch, **options: Any) -> config.Config:
+    """The small config with some options (section__key=value), held against a launch."""
+    file = tmp_path / "config.toml"
+    file.write_text(SMALL)
+    arguments = [f"--{name.replace('__', '.')}={value}".replace("True", "true") for name, value in options.items()]
+    return config.check(config.load([str(file), *arguments]), launch)
+
+
+# A case runs on every rank of a pool. -------------------------------------------------------------------------------
+
+
+def trace(job: config.Config, broken: str = "") -> parity.Trace | None:
+    """The trace of a layout, from rank 0; `broken` names a part to break first."""
+    launch = config.Launch.from_environment(n_devices=0)
+    with BROKEN[broken](launch.rank) if broken else contextlib.nullcontext():
+        result = parity.run(job, launch, steps=STEPS)
+    return result if launch.rank == 0 else None
+
+
+def _mean_instead_of_sum(rank: int) -> Any:
+    """Gradients divided by the number of ranks, as FSDP does unless told otherwise."""
+    return mock.patch.object(fsdp.FSDPModule, "set_gradient_divide_factor")
+
+
+def _rank_in_the_seed(rank: int) -> Any:
+    """Initial weights that depend on who draws them."""
+    real = init.parameter_seed
+    return mock.patch.object(init, "parameter_seed", lambda seed, name: real(seed + rank, name))
+
+
+def _neighbours_instead_of_strides(rank: int) -> Any:
+    """Sequences dealt to ranks so that some are read twice and some never."""
+    real = parity.ProofSequences.read
+    return mock.patch.object(
+        parity.ProofSequences, "read", lambda self, first, stride: real(self, first + rank, stride)
+    )
+
+
+def _no_sum_over_replicas(rank: int) -> Any:
+    """Each replica keeps its own gradients and drifts away, as if there were no others."""
+    real = fsdp.fully_shard
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=mesh["dp_shard"], **others))
+
+
+def _mean_of_means(rank: int) -> Any:
+    """Each rank's loss divided by its own tokens: right only if all ranks have as many."""
+    return mock.patch("titanlite.step.dist.all_reduce", lambda tensor: tensor.mul_(2))
+
+
+BROKEN = {
+    "divide factor": _mean_instead_of_sum,
+    "initial weights": _rank_in_the_seed,
+    "sample order": _neighbours_instead_of_strides,
+    "sum over replicas": _no_sum_over_replicas,
+    "mean of means": _mean_of_means,
+}
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def compare(ranks: Any, tmp_path: Any, world_size: int, options: dict[str, Any], broken: str = "") -> dict[str, float]:
+    layout = {key if "__" in key else f"parallelism__{key}": value for key, value in options.items()}
+    job = resolve(tmp_path, config.Launch(0, 0, world_size, world_size, 0), **layout)
+    (found, *_) = ranks(world_size).run(trace, job=job, broken=broken)
+    return parity.differences(found, parity.run_alone(job, steps=STEPS))
+
+
+LAYOUTS = {
+    "replicate": lambda n: REPLICATE | {"data_parallel_replicate_degree": n},
+    "ZeRO-1": lambda n: ZERO_1,
+    "ZeRO-2": lambda n: ZERO_2,
+    "ZeRO-3": lambda n: ZERO_3,
+    "ZeRO-3, gradients in the last microstep": lambda n: ZERO_3 | {"fsdp_reduce_gradients": "last_microstep"},
+    "ZeRO-3, CPU offload": lambda n: ZERO_3 | {"training__enable_cpu_offload": True},
+    "ZeRO-2, CPU offload": lambda n: ZERO_2 | {"training__enable_cpu_offload": True},
+    "ZeRO-3, tied embeddings": lambda n: ZERO_3 | {"model__tie_embeddings": True},
+    "ZeRO-2, tied embeddings": lambda n: ZERO_2 | {"model__tie_embeddings": True},
+    "ZeRO-3, Adam for-loop": lambda n: {"optimizer__name": "Adam", "optimizer__implementation": "for-loop"},
+    "ZeRO-3, AdamW foreach": lambda n: {"optimizer__implementation": "foreach"},
+}
+HYBRID = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+LAYOUTS_OF_4 = {
+    "HSDP": HYBRID,
+    "HSDP, ZeRO-2": HYBRID | ZERO_2,
+    "HSDP, ZeRO-1": HYBRID | ZERO_1,
+    "HSDP, CPU offload": HYBRID | {"training__enable_cpu_offload": True},
+    "HSDP, tied embeddings": HYBRID | {"model__tie_embeddings": True},
+    "reshard to groups of 2": {"fsdp_reshard_after_forward": 2},
+}
+ROWS = [pytest.param(n, layout(n), id=f"{n} ranks, {name}") for n in (1, 2, 4) for name, layout in LAYOUTS.items()] + [
+    pytest.param(4, layout, id=f"4 ranks, {name}") for name, layout in LAYOUTS_OF_4.items()
+]
+
+
+@pytest.mark.parametrize("microsteps", [1, 3], ids=["1 microstep", "3 microsteps"])
+@pytest.mark.parametrize(("world_size", "options"), ROWS)
+def test_equals_one_process(ranks, tmp_path, world_size, options, microsteps):
+    batch = {"training__global_batch_size": 2 * world_size * microsteps}
+    found = compare(ranks, tmp_path, world_size, options | batch)
+    assert {what: d for what, d in found.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for what, d in found.items() if what.startswith("initial weight")), "not bit for bit"
+    assert len(found) == len({what.split()[-1] for what in found if "weight" in what}) * (STEPS + 2) + 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("broken", "world_size", "options", "first"),
+    [
+        ("divide factor", 2, ZERO_3, "step 1 norm"),
+        ("initial weights", 2, ZERO_3, "initial weight tok_embeddings.weight"),
+        ("sample order", 2, ZERO_3, "step 1 loss"),
+        ("sum over replicas", 4, HYBRID, "step 1 norm"),
+        ("mean of means", 2, ZERO_3, "step 1 loss"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, world_size, options, first):
+    found = compare(ranks, tmp_path, world_size, options, broken)
+    assert next(what for what, d in found.items() if d > 1e-6) == first
+
+
+def test_the_clip_is_at_work(tmp_path):
+    """The rows above prove clipping only if their norms exceed max_norm."""
+    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0))
+    assert all(norm > job.training.max_norm for norm in parity.run_alone(job, steps=STEPS).norms)
+
+
+def test_bfloat16_policy(ranks, tmp_path):
+    """Weights in float32, compute in bfloat16, gradients reduced in float32: two ranks against one, both in bfloat16.
+
+    A bfloat16 product is off by about 2^-9 of its size; gradients are compared by their relative error over all weights,
+    and one rank in bfloat16 must be farther from float32 than two ranks are from it.
+    """
+    options = {"training__dtype": "float32", "training__global_batch_size": 4}
+    half = options | {"training__mixed_precision_param": "bfloat16"}
+    traces = {}
+    for world_size, layout in ((1, half), (2, half), (1, options)):
+        job = resolve(tmp_path, config.Launch(0, 0, world_size, world_size, 0), **layout)
+        key = world_size, job.training.mixed_precision_param
+        traces[key] = ranks(world_size).run(trace, job=job)[0]
+
+    def error(one: parity.Trace, other: parity.Trace) -> float:
+        flat = [torch.cat([g.flatten() for g in t.gradients[0].values()]) for t in (one, other)]
+        return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+    rounding = error(traces[1, "bfloat16"], traces[1, "float32"])
+    layout = error(traces[2, "bfloat16"], traces[1, "bfloat16"])
+    assert 1e-4 < rounding < 2e-2
+    assert layout < rounding
