@@ -224,6 +224,7 @@ def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
         print(config.help_text())
         return
+    mesh.keep_freed_memory()
     launch = config.Launch.from_environment(torch.cuda.device_count())
     stop_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
