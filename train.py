@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, config, data, mesh, metrics, provenance
+from titanlite import build, config, data, mesh, metrics, options, provenance
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
@@ -222,13 +222,13 @@ def introduction(
 
 def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
-        print(config.help_text())
+        print(options.help_text(config.Config, config.USAGE))
         return
     mesh.keep_freed_memory()
-    launch = config.Launch.from_environment(torch.cuda.device_count())
     stop_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     try:
+        launch = config.Launch.from_environment(torch.cuda.device_count())
         job = config.check(config.load(argv), launch)
         with mesh.process_group(
             launch,
@@ -240,8 +240,8 @@ def main(argv: list[str]) -> None:
         status = 0
     except config.ConfigError as error:
         status = 2
-        if launch.local_rank == 0:  # all ranks find the same
-            config.print_problems(error)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks find the same
+            options.print_problems(error)
     except TrainingError as error:
         status = 1
         if launch.rank == 0:

@@ -12,25 +12,19 @@ Option names follow torchtitan 0.2.2 (its last release with TOML files) where an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union
 
-import annotated_types
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+from titanlite import options
+from titanlite.options import ConfigError, Loaded, Refusals, Section, show
 from titanlite.sizes import SIZES
 
 # Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
@@ -39,12 +33,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """One [section] of the file. Strict: no unknown key, no silent conversion of types."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+Precision = Literal["auto", "bfloat16", "float32", "float64"]
 
 
 class Job(Section):
@@ -135,9 +124,9 @@ class Training(Section):
     stops the run."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which weights and optimizer states are kept. float64 is for proofs."""
-    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    mixed_precision_param: Precision = "auto"
     """Type in which FSDP gathers the weights and the model computes; auto: bfloat16 on CUDA, `dtype` on a CPU."""
-    mixed_precision_reduce: Literal["auto", "bfloat16", "float32"] = "auto"
+    mixed_precision_reduce: Precision = "auto"
     """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; weights visit the device for their layer's turn."""
@@ -253,7 +242,7 @@ class Comm(Section):
 
 
 class Debug(Section):
-    seed: CountOrZero = 42
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
     """Seed of the weights, the data order and the random generators."""
     deterministic: bool = False
     """Use torch's deterministic algorithms only."""
@@ -285,218 +274,24 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
-class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` holds one line each; a program prints them and exits with 2."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Something wrong with the value at `key`; `others` are the keys that the rule also read."""
-
-    key: str
-    message: str
-    others: tuple[str, ...] = ()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
 USAGE = "usage: train.py CONFIG.toml [--section.key=value ...]   (--help lists every option)"
-COMMAND_LINE = "command line"
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A config with where its values came from, so that later checks can say so."""
-
-    config: Config
-    file: str
-    origins: dict[str, str]
-
-    def refuse(self, problems: list[Problem]) -> None:
-        """Raise ConfigError with one line a problem: file: key = value: what was expected, and what to do."""
-        if problems:
-            raise ConfigError([self._line(problem) for problem in problems])
-
-    def _line(self, problem: Problem) -> str:
-        section, key = problem.key.split(".")
-        value = getattr(getattr(self.config, section), key)
-        where = self.origins.get(problem.key, self.file)
-        return f"{where}: {problem.key} = {_show(value)}: {problem.message}"
-
-
-def load(argv: list[str]) -> Loaded:
-    """Read a TOML file and overrides into a checked config.
-
-    Args:
-        argv: arguments of the program without its name: one path, any number of `--section.key=value` (a bare
-            `--section.key` is true).
+def load(argv: list[str]) -> Loaded[Config]:
+    """Read a TOML file and overrides (`argv`, without the program's name) into a config that keeps the rules.
 
     Raises:
-        ConfigError: with every problem found: arguments, syntax, unknown keys, types, values, rules between options.
+        ConfigError: with every problem found.
     """
-    paths = [argument for argument in argv if not argument.startswith("--")]
-    overrides = [argument for argument in argv if argument.startswith("--")]
-    if len(paths) != 1:
-        got = "no config file" if not paths else f"{len(paths)} files: {' '.join(paths)}"
-        raise ConfigError([f"{COMMAND_LINE}: expected one TOML file, got {got}; {USAGE}"])
-    file = paths[0]
-    given, origins = _read_file(file)
-    problems = _apply_overrides(overrides, given, origins)
-
-    config, bad_keys, found = _validate(given, file, origins)
-    problems += found
-    # The rules run even where single values are wrong (those stand in with their defaults): all problems in one run.
-    loaded = Loaded(config, file, origins)
-    for problem in _rules(config, set(origins)):
-        if not bad_keys & {problem.key, *problem.others}:
-            problems.append(loaded._line(problem))
-    if problems:
-        raise ConfigError(problems)
-    return loaded
-
-
-def _read_file(file: str) -> tuple[dict[str, Any], dict[str, str]]:
-    try:
-        given = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        folder = Path(file).parent
-        near = difflib.get_close_matches(Path(file).name, [path.name for path in folder.glob("*.toml")], n=1)
-        hint = f"; did you mean {folder / near[0]}?" if near else f" in {Path.cwd()}"
-        raise ConfigError([f"{file}: no such file{hint}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file}: cannot be read: {error}"]) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{file}: not valid TOML: {error}"]) from None
-    origins = {f"{section}.{key}": file for section, keys in given.items() if isinstance(keys, dict) for key in keys}
-    return given, origins
-
-
-def _apply_overrides(overrides: list[str], given: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Write `--section.key=value` arguments over the file's values. Returns a line for each that cannot be."""
-    problems = []
-    for argument in overrides:
-        name, equals, text = argument[2:].partition("=")
-        section, dot, key = name.partition(".")
-        if not dot or not key:
-            problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
-            continue
-        field = _field(section, key)
-        if not equals:
-            if field is None or field.annotation is bool:
-                text = "true"
-            else:
-                problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
-                continue
-        value: Any = text
-        if field is None or field.annotation is not str:
-            with contextlib.suppress(tomllib.TOMLDecodeError):  # a word such as debug or always: a string
-                value = tomllib.loads(f"value = {text}")["value"]
-        if not isinstance(given.setdefault(section, {}), dict):
-            continue  # the file already has `section = something`, which is reported as such
-        given[section][key] = value
-        origins[f"{section}.{key}"] = COMMAND_LINE
-    return problems
-
-
-def _validate(given: dict[str, Any], file: str, origins: dict[str, str]) -> tuple[Config, set[str], list[str]]:
-    """Validate types and ranges. Returns the config (bad values left at their defaults), bad keys, lines."""
-    try:
-        return Config.model_validate(given), set(), []
-    except ValidationError as error:
-        problems, bad_keys = [], set()
-        good = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in given.items()}
-        for entry in error.errors():
-            section, *rest = entry["loc"]
-            if not rest:
-                what = "an unknown section" if section not in Config.model_fields else "not a section"
-                options = _nearest(section, list(Config.model_fields))
-                source = origins.get(next((key for key in origins if key.startswith(f"{section}.")), ""), file)
-                problems.append(f"{source}: [{section}]: {what}{options}")
-                good.pop(section, None)
-                continue
-            key = f"{section}.{rest[0]}"
-            if key in bad_keys:
-                continue  # each branch of a union reports on its own
-            bad_keys.add(key)
-            value = given[section][rest[0]]
-            expected = (
-                f"unknown key{_nearest(key, _all_keys())}"
-                if entry["type"] == "extra_forbidden"
-                else f"expected {expectation(Config.model_fields[section].annotation.model_fields[rest[0]])}"
-            )
-            problems.append(f"{origins.get(key, file)}: {key} = {_show(value)}: {expected}")
-            good[section].pop(rest[0], None)
-        return Config.model_validate(good), bad_keys, problems
-
-
-def _field(section: str, key: str) -> Any:
-    """The pydantic field of an option, or None."""
-    if section not in Config.model_fields:
-        return None
-    return Config.model_fields[section].annotation.model_fields.get(key)
-
-
-def _all_keys() -> list[str]:
-    return [f"{s}.{key}" for s, field in Config.model_fields.items() for key in field.annotation.model_fields]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    """A hint after an unknown name: the same key in another section, else the most similar name, else nothing."""
-    same_key = [other for other in names if "." in name and other.split(".")[1] == name.split(".")[1]]
-    near = same_key or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else "; --help lists every option"
-
-
-def _show(value: Any) -> str:
-    """A value as it stands in TOML."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def expectation(field: Any) -> str:
-    """What an option takes, in words: type, bounds and choices."""
-    return _expectation(field.annotation, field.metadata)
-
-
-def _expectation(annotation: Any, metadata: Any = ()) -> str:
-    if get_origin(annotation) is Annotated:
-        annotation, *metadata = get_args(annotation)
-    if get_origin(annotation) is Union:
-        return " or ".join(_expectation(branch) for branch in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        choices = [_show(choice) for choice in get_args(annotation)]
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    text = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[annotation]
-    constraints = []
-    for item in metadata:
-        constraints += item.metadata if hasattr(item, "metadata") else [item]
-    words = {annotated_types.Ge: "at least", annotated_types.Gt: "above"}
-    words |= {annotated_types.Le: "at most", annotated_types.Lt: "below"}
-    bounds = [
-        f"{words[type(item)]} {getattr(item, type(item).__name__.lower())}"
-        for item in constraints
-        if type(item) in words
-    ]
-    return f"{text} {' and '.join(bounds)}".rstrip()
+    return options.load(Config, argv, usage=USAGE, rules=_rules)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rules between options
 
 
-class Refusals(list[Problem]):
-    """The problems found so far; call it to add one: refuse(key, what was expected and what to do, other keys read)."""
-
-    def __call__(self, key: str, message: str, *others: str) -> None:
-        self.append(Problem(key, message, others))
-
-
-def _rules(config: Config, given: set[str]) -> list[Problem]:
-    """What single types cannot say. `given` holds the keys that file or command line set."""
+def _rules(config: Config, given: set[str]) -> Refusals:
+    """What single types cannot say. `given` holds the keys that were set to something else than the default."""
     refuse = Refusals()
     _model_rules(config.model, refuse)
     _data_rules(config.training, config.validation, given, refuse)
@@ -540,12 +335,12 @@ def _data_rules(training: Training, validation: Validation, given: set[str], ref
 
     def only_for(key: str, *users: str) -> None:
         if key in given and dataset not in users:
-            names = " or ".join(_show(name) for name in users)
-            refuse(key, f"only training.dataset = {names} reads it; remove it", "training.dataset")
+            names = " or ".join(show(name) for name in users)
+            refuse(key, f"read only when training.dataset is {names}; remove it", "training.dataset")
 
     if dataset in (*FILES, "hub") and not training.dataset_path:
         what = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
-        refuse("training.dataset_path", f"training.dataset = {_show(dataset)} needs {what}", "training.dataset")
+        refuse("training.dataset_path", f"training.dataset = {show(dataset)} needs {what}", "training.dataset")
     only_for("training.dataset_path", *FILES, "hub")
     only_for("training.dataset_config", "hub")
     only_for("training.dataset_split", "hub")
@@ -555,6 +350,7 @@ def _data_rules(training: Training, validation: Validation, given: set[str], ref
     only_for("validation.dataset_split", "hub")
 
     own_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
+    split_keys = ("training.dataset", "validation.dataset_path", "validation.dataset_split")
     if training.streaming:
         if dataset == "pydoc_topics":
             refuse("training.streaming", "the built-in text is in memory; set false", "training.dataset")
@@ -573,16 +369,16 @@ def _data_rules(training: Training, validation: Validation, given: set[str], ref
                 "a stream has no documents to hold out; set validation.dataset_path (files) or "
                 "validation.dataset_split (hub), or training.streaming = false",
                 "training.streaming",
+                *split_keys,
             )
     else:
         if "training.streams" in given:
-            refuse("training.streams", "only training.streaming = true reads it; remove it", "training.streaming")
+            refuse("training.streams", "read only when training.streaming is true; remove it", "training.streaming")
         if own_split and "validation.fraction" in given:
-            refuse(
-                "validation.fraction", "the dataset has a validation split of its own; remove it", "training.dataset"
-            )
+            refuse("validation.fraction", "the dataset has a validation split of its own; remove it", *split_keys)
         if validation.enable and not own_split and not validation.fraction:
-            refuse("validation.fraction", "validation.enable needs documents: set it above 0", "validation.enable")
+            keys = ("validation.enable", "training.streaming", *split_keys)
+            refuse("validation.fraction", "validation.enable needs documents: set it above 0", *keys)
 
 
 def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals) -> None:
@@ -593,7 +389,7 @@ def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals)
             "training.local_batch_size",
         )
     for key in ("mixed_precision_param", "mixed_precision_reduce"):
-        if training.dtype == "float64" and getattr(training, key) != "auto":
+        if training.dtype == "float64" and getattr(training, key) not in ("auto", "float64"):
             refuse(
                 f"training.{key}",
                 'training.dtype = "float64" computes and reduces in float64; set "auto"',
@@ -624,15 +420,28 @@ class Launch:
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """torchrun's variables; without them, one rank."""
-        ranks = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
-        )
-        return cls(*ranks, n_devices)
+        """torchrun's variables; without them, one rank.
+
+        Raises:
+            ConfigError: if one of them is no number.
+        """
+        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(_number(os.environ, name, least) for name, least in variables.items()), n_devices)
 
 
-def check(loaded: Loaded, launch: Launch) -> Config:
+def _number(environment: Mapping[str, str], name: str, least: int) -> int:
+    """A count in an environment variable; where it is unset or empty, the least it can be."""
+    text = environment.get(name) or str(least)
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError([f"environment: {name} = {show(text)}: expected a whole number at least {least}"])
+    return int(text)
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
+def check(loaded: Loaded[Config], launch: Launch) -> Config:
     """Hold a config against a launch and fill in what depends on it.
 
     Returns:
@@ -641,14 +450,12 @@ def check(loaded: Loaded, launch: Launch) -> Config:
     Raises:
         ConfigError: with every problem found, the numbers, and what to do.
     """
-    config, refuse, world = loaded.config, Refusals(), launch.world_size
+    config, refuse, world, problems = loaded.config, Refusals(), launch.world_size, []
     parallelism, training = config.parallelism, config.training
     if launch.n_devices and launch.local_world_size > launch.n_devices:
-        raise ConfigError(
-            [
-                f"{loaded.file}: {launch.local_world_size} ranks on this host, which has {launch.n_devices} devices; "
-                f"start at most {launch.n_devices} ranks a host (NGPU), on more hosts (NNODES)"
-            ]
+        problems.append(
+            f"{loaded.file}: {_ranks(launch.local_world_size)} on this host, which has "
+            f"{launch.n_devices} device{'s' * (launch.n_devices > 1)}; start fewer (NGPU), or use more hosts (NNODES)"
         )
 
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
@@ -656,18 +463,17 @@ def check(loaded: Loaded, launch: Launch) -> Config:
         shard = max(world // replicate, 1)
     ranks = replicate * shard
     if ranks != world:
-        shards_asked = parallelism.data_parallel_shard_degree > 1
+        shard_is_given = parallelism.data_parallel_shard_degree != -1
         refuse(
-            f"parallelism.data_parallel_{'shard' if shards_asked else 'replicate'}_degree",
-            f"replicate {replicate} x shard {shard} needs {ranks} ranks, and {world} "
-            f"{'was' if world == 1 else 'were'} started; start {ranks} (./run_train.sh does), or set the degrees to "
-            "the ranks there are",
+            f"parallelism.data_parallel_{'shard' if shard_is_given else 'replicate'}_degree",
+            f"replicate {replicate} x shard {shard} needs {_ranks(ranks)}, and the launch has {world}; start {ranks}, "
+            "or set the degrees to the ranks there are",
         )
     group = parallelism.fsdp_reshard_after_forward
     if isinstance(group, int) and (shard % group or group >= shard):
         refuse(
             "parallelism.fsdp_reshard_after_forward",
-            f'expected a divisor of the shard degree {shard}, smaller than it; or "always" or "never"',
+            f'expected "always", "never", or a divisor of the shard degree {shard} that is above 1 and below it',
         )
     microstep = training.local_batch_size * ranks
     global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
@@ -683,7 +489,9 @@ def check(loaded: Loaded, launch: Launch) -> Config:
         )
     if config.profiling.enable_memory_snapshot and not launch.n_devices:
         refuse("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false")
-    loaded.refuse(refuse)
+    problems += loaded.lines(refuse)
+    if problems:
+        raise ConfigError(problems)
 
     param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
     if param == "auto":
@@ -700,22 +508,22 @@ def check(loaded: Loaded, launch: Launch) -> Config:
     )
 
 
-def ranks_per_host(loaded: Loaded, environment: dict[str, str], n_devices: int) -> int:
+def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
     """How many ranks run_train.sh starts on this host: NGPU, else what the degrees ask for, else one a device.
+
+    Args:
+        environment: of which NGPU and NNODES are read.
 
     Raises:
         ConfigError: if the degrees and the hosts do not fit together or `check` refuses the resulting launch.
     """
-    hosts = int(environment.get("NNODES", 1))
+    hosts = _number(environment, "NNODES", 1)
     parallelism = loaded.config.parallelism
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     wanted = replicate * shard if shard != -1 else max(replicate, hosts * max(n_devices, 1))
-    if "NGPU" in environment:
-        here = int(environment["NGPU"])
-    elif wanted % hosts:
-        raise ConfigError([f"{loaded.file}: {wanted} ranks cannot be dealt evenly to NNODES = {hosts} hosts"])
-    else:
-        here = wanted // hosts
+    if wanted % hosts and not environment.get("NGPU"):
+        raise ConfigError([f"{loaded.file}: {_ranks(wanted)} cannot be dealt evenly to NNODES = {hosts} hosts"])
+    here = _number(environment, "NGPU", 1) if environment.get("NGPU") else wanted // hosts
     check(loaded, Launch(0, 0, here * hosts, here, n_devices))
     return here
 
@@ -729,39 +537,17 @@ def count_devices() -> int:
     return torch.cuda.device_count()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Printing
-
-
-def help_text() -> str:
-    lines = [USAGE, "", "Values are TOML; a string needs no quotes. A bare --section.key means true.", ""]
-    for section, field in Config.model_fields.items():
-        lines.append(f"[{section}]")
-        for key, option in field.annotation.model_fields.items():
-            default = "the flavor's" if option.is_required() else _show(option.default)
-            lines.append(f"  --{section}.{key}   {expectation(option)}; default {default}")
-            lines.append(f"      {' '.join((option.description or '').split())}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def print_problems(error: ConfigError) -> None:
-    """One line a problem; every program of this project then exits with 2."""
-    for problem in error.problems:
-        print(f"error: {problem}", file=sys.stderr)
-
-
 def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(options.help_text(Config, USAGE))
         return
     try:
         if argv[:1] == ["--ranks-per-host"]:  # run_train.sh: the launch is checked once, before any rank is started
-            print(ranks_per_host(load(argv[1:]), dict(os.environ), count_devices()))
+            print(ranks_per_host(load(argv[1:]), os.environ, count_devices()))
         else:
             print(load(argv).config.toml(), end="")
     except ConfigError as error:
-        print_problems(error)
+        options.print_problems(error)
         sys.exit(2)
 
 
