@@ -208,13 +208,15 @@ def introduction(
     microstep *= parallelism.data_parallel_shard_degree
     lines = [
         *([job.job.description] if job.job.description else []),
-        f"model      {job.model.flavor}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"model      {job.model.flavor}: {job.model.n_layers} layers, dim {job.model.dim}, {job.model.n_heads} heads, "
+        f"{job.model.n_kv_heads} kv heads, ffn {job.model.ffn_dim}, vocabulary {job.model.vocab_size}; "
+        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
         f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
         f"mesh       dp_replicate {parallelism.data_parallel_replicate_degree} x dp_shard "
         f"{parallelism.data_parallel_shard_degree}",
         f"data       {training.dataset}: {sequences}; validation: {held_out or 'none'}",
-        f"step       {batch} sequences x {training.seq_len} tokens in {batch // microstep} microsteps",
+        f"step       {batch} sequences x {training.seq_len} tokens in {batch // microstep} microstep(s)",
         f"MFU        of {peak_source}; 6N + 12LDT operations a token",
     ]
     return "\n".join(lines)
