@@ -1,6 +1,6 @@
 """The other side of vs_transformers.py: transformers' LlamaForCausalLM in a plain PyTorch loop, as short as it gets.
 
-    python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]     (the last two under torchrun)
+python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]     (the last two under torchrun)
 """
 
 import os

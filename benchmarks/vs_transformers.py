@@ -1,16 +1,18 @@
 """titanlite beside transformers' LlamaForCausalLM in a plain PyTorch loop, on the CPU, in turn on the same machine.
 
-The same 6.16 million parameters, sequence length, batch, precision (float32) and optimizer (fused AdamW); alone, and on two
-ranks with DDP and FSDP2 in the plain loop against dp_replicate = 2 and dp_shard = 2. Both sides are whole processes.
+The same 6.16 million parameters, sequence length, batch, precision (float32) and optimizer (fused AdamW); alone, and
+on two ranks with DDP and FSDP2 in the plain loop against dp_replicate = 2 and dp_shard = 2. Both sides are whole
+processes.
 
     python benchmarks/vs_transformers.py [--rounds N] [--steps N] [--modes alone ddp fsdp]
 
-Prints, for each mode, medians over the rounds of: tokens/s (median step of a process, without its first two), peak
+Prints, for each mode, medians over the rounds of: tokens/s (median step of a process, without the first two), peak
 resident memory (summed over ranks), seconds from launch to the end of the first step; and the median of the rounds'
 ratios, where above 1 is better for tokens/s and below 1 for the others.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -64,7 +66,7 @@ def measure(command: list[str], ranks: int) -> dict[str, float]:
     arrivals = [time.perf_counter() for line in process.stdout if re.match(r"step +\d+", line)]
     if process.wait() != 0:
         raise SystemExit(f"failed: {' '.join(command)}")
-    steps = [later - earlier for earlier, later in zip(arrivals, arrivals[1:])][1:]
+    steps = [later - earlier for earlier, later in itertools.pairwise(arrivals)][1:]
     return {
         "tokens/s": TOKENS / statistics.median(steps),
         "peak MiB": sum(sorted(peaks.values())[-ranks:]) / 1024,
@@ -104,7 +106,9 @@ def main() -> None:
         for what in rounds[0][0]:
             mine, other = (statistics.median(pair[side][what] for pair in rounds) for side in (0, 1))
             ratio = statistics.median(pair[0][what] / pair[1][what] for pair in rounds)
-            print(f"{mode:6} {what:14} titanlite {mine:10.1f}   plain loop {other:10.1f}   ratio {ratio:.3f}", flush=True)
+            print(
+                f"{mode:6} {what:14} titanlite {mine:10.1f}   plain loop {other:10.1f}   ratio {ratio:.3f}", flush=True
+            )
 
 
 if __name__ == "__main__":

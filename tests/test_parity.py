@@ -172,9 +172,8 @@ def test_the_clip_is_at_work(tmp_path):
 def test_bfloat16_policy(ranks, tmp_path):
     """Weights in float32, compute in bfloat16, gradients reduced in float32: two ranks against one, both in bfloat16.
 
-    A bfloat16 product is off by about 2^-9 of its size; gradients are compared by their relative error over all weights,
-    and one rank in bfloat16 must be farther from float32 than two ranks are from it.
-    """
+    A bfloat16 product is off by about 2^-9 of its size; gradients are compared by their relative error over all
+    weights, and one rank in bfloat16 must be farther from float32 than two ranks are from it."""
     options = {"training__dtype": "float32", "training__global_batch_size": 4}
     half = options | {"training__mixed_precision_param": "bfloat16"}
     traces = {}

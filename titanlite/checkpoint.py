@@ -146,8 +146,8 @@ class Checkpointer:
             self._publish(step)
 
     def _publish(self, step: int) -> None:
-        """Rename a complete checkpoint into place and delete the oldest. Only rank 0, whose part of a save ends when all
-        ranks have written theirs."""
+        """Rename a complete checkpoint into place and delete the oldest. Only rank 0, whose part of a save ends when
+        all ranks have written theirs."""
         if dist.get_rank() != 0:
             return
         whole = self.folder / f"step-{step}"

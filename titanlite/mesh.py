@@ -51,9 +51,8 @@ def process_group(launch: Launch, *, timeout_seconds: int, trace_buf_size: int, 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel and
-    paying for its pages anew: a step on the CPU otherwise spends a twelfth of its time in page faults (docs/speed.md).
-    Does nothing where there is no glibc."""
+    """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
+    and having each of its pages mapped and cleared anew. Does nothing where there is no glibc."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_INT = -1, -3, 2**31 - 1  # malloc.h

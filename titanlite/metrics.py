@@ -54,8 +54,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def memory(device: torch.device) -> tuple[float, float]:
-    """Peak GiB of this rank: (in tensors, reserved by the allocator) on CUDA since the last call; on a CPU, which has no
-    such allocator, twice the peak resident set of the process since its start."""
+    """Peak GiB of this rank: (in tensors, reserved by the allocator) on CUDA since the last call; on a CPU, which has
+    no such allocator, twice the peak resident set of the process since its start."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -123,8 +123,8 @@ class Meter:
 class Reporter:
     """Rank 0's reports: the console, metrics.jsonl, TensorBoard, config.toml.
 
-    A run that starts anew moves what an earlier one left in the folder to previous/DATE, so that the two neither mix nor
-    destroy each other. A run that goes on removes what was reported after the step it goes on from.
+    A run that starts anew moves what an earlier one left in the folder to previous/DATE, so that the two neither mix
+    nor destroy each other. A run that goes on removes what was reported after the step it goes on from.
 
     Args:
         folder: the run's dump folder.

@@ -1,8 +1,8 @@
 """Llama, written as for one device: nothing in this file knows of ranks or parallelism.
 
-RMSNorm before each sublayer, rotary positions (with Llama 3.1's scaling), grouped-query attention, SwiGLU, an optional
-tied output head. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3 (arXiv:2407.21783). Module names
-are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
+RMSNorm before each sublayer, rotary positions (with Llama 3.1's scaling), grouped-query attention, SwiGLU, an
+optional tied output head. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3 (arXiv:2407.21783).
+Module names are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
 
 Shapes: B batch, T sequence, D model width, H query heads, G key/value heads, K head size, F feed-forward width,
 V vocabulary.
@@ -167,8 +167,8 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
-        """Leave the meta device: `to_empty`, and what that loses: the tie, and the rotary table, which is no weight and in
-        no checkpoint.
+        """Leave the meta device: `to_empty`, and what that loses: the tie, and the rotary table, which is no weight
+        and in no checkpoint.
 
         Args:
             weights_on_cpu: for offloaded weights, which visit `device` only for their turn.
@@ -197,8 +197,8 @@ class Llama(nn.Module):
 
 
 def flops_per_token(parameters: Iterable[tuple[str, int]], *, n_layers: int, dim: int, seq_len: int, tied: bool) -> int:
-    """Floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of the PaLM paper
-    (arXiv:2204.02311, appendix B).
+    """Floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of the PaLM
+    paper (arXiv:2204.02311, appendix B).
 
     N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
     (a tied one is also the output head and counts). The second term is attention, counted without the causal mask.

@@ -83,5 +83,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What brings gradients of this norm down to max_norm, if they exceed it; as torch.nn.utils.clip_grad_norm_ has it."""
+    """What brings gradients of this norm down to max_norm, if they exceed it; as torch.nn.utils.clip_grad_norm_ has
+    it."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,8 +1,8 @@
 """Typed options from a TOML file and `--section.key=value` arguments: a class of sections, each a class of options.
 
-What is read here knows nothing of the options themselves; those, and the rules between them, are in titanlite/config.py.
-Everything wrong is found in one run, and each problem is one line: where the value stands, key = value, what was expected.
-"""
+What is read here knows nothing of the options themselves; those, and the rules between them, are in
+titanlite/config.py. Everything wrong is found in one run, and each problem is one line: where the value stands, key =
+value, what was expected."""
 
 import contextlib
 import dataclasses
@@ -144,8 +144,8 @@ def _override(kind: type[Section], arguments: list[str], given: dict[str, Any], 
 
 
 def _parse(text: str, option: Any) -> Any:
-    """The value of an argument: TOML where it is that, else (a word such as debug) a string. What a string option is given
-    stays a string, whatever it looks like."""
+    """The value of an argument: TOML where it is that, else (a word such as debug) a string. What a string option is
+    given stays a string, whatever it looks like."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"]

@@ -36,8 +36,8 @@ class Trace:
 
 
 class ProofSequences:
-    """Random tokens by global index, with a very different number of valid targets in each sequence: a mean over ranks or
-    microsteps instead of over tokens shows at once."""
+    """Random tokens by global index, with a very different number of valid targets in each sequence: a mean over
+    ranks or microsteps instead of over tokens shows at once."""
 
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
@@ -126,8 +126,8 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differences(one: Trace, other: Trace) -> dict[str, float]:
-    """Largest absolute difference of each thing compared, in the order in which it was computed: so the first one that is
-    too large is where the runs part. Infinite where one of them lacks a name or has no number."""
+    """Largest absolute difference of each thing compared, in the order in which it was computed: so the first one
+    that is too large is where the runs part. Infinite where one of them lacks a name or has no number."""
     found: dict[str, float] = {}
 
     def compare(what: str, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -1,16 +1,12 @@
 """One optimizer step's gradients: what train.py runs and what parity.py proves are this same function."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.data import Batch
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.parallel import fsdp
-
-Batch = Sequence[tuple[Tensor, Tensor]]
-"""A rank's microbatches of a step: (tokens [B, T], targets [B, T]), int64 in host memory."""
 
 
 def forward_backward(

@@ -16,9 +16,11 @@ from titanlite.data.documents import load_documents, load_stream
 from titanlite.data.packed import HeldOutSequences, PackedSequences, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.step import Batch
 
 Sequences = PackedSequences | StreamedSequences
+
+Batch = list[tuple[Tensor, Tensor]]
+"""A rank's microbatches of a step: (tokens [B, T], targets [B, T]), int64 in host memory."""
 
 
 def open_sequences(

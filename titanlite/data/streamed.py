@@ -1,10 +1,11 @@
-"""Packed sequences from a stream: documents are read and tokenised while training, for data too large to tokenise first.
+"""Packed sequences from a stream: documents are read and tokenised while training, for data too large to tokenise
+first.
 
 The files of the dataset are dealt to a fixed number of streams; packed sequence k is the next one of stream k mod
-streams. A data-parallel rank r of d takes the sequences k = r mod d and so, as d divides the streams, whole streams: each
-document is tokenised by one rank, and the order does not depend on how many there are. Where a run stands is, for each
-stream, the position of `datasets` before the first document that is not used up, and how many tokens of it are.
-"""
+streams. A data-parallel rank r of d takes the sequences k = r mod d and so, as d divides the streams, whole streams:
+each document is tokenised by one rank, and the order does not depend on how many there are. Where a run stands is,
+for each stream, the position of `datasets` before the first document that is not used up, and how many tokens of it
+are."""
 
 from collections import deque
 from collections.abc import Iterator

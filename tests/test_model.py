@@ -1,0 +1,630 @@
+"""The model is Llama: published sizes, transformers' logits and gradients, weights drawn as init.py says, one loss."""
+
+import ast
+import cmath
+import copy
+import decimal
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlite import init, model
+from titanlite.init import init_weights, parameter_seed
+from titanlite.loss import IGNORED, count_valid, cross_entropy_sum
+from titanlite.model import Llama, flops_per_token, rope_frequencies, rope_table, rotate
+from titanlite.sizes import SIZES
+
+CPU = torch.device("cpu")
+
+SMALL: dict[str, Any] = {
+    **SIZES["debug"],
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 96,
+    "vocab_size": 80,
+    "max_seq_len": 48,
+}
+SCALED: dict[str, Any] = {"rope_scaling_factor": 8.0, "rope_original_seq_len": 64}
+"""With heads of 16 channels and theta 10,000, a pair turns 10.2, 3.2, 1.02, 0.32, ... times within 64 positions: there
+are kept (4 turns and more), blended and stretched (1 and fewer) frequencies."""
+VARIANTS = {
+    "multi-head": {"n_kv_heads": 4},
+    "grouped-query": {},
+    "tied": {"tie_embeddings": True},
+    "rope-scaled": SCALED,
+}
+
+
+def on_meta(**others: Any) -> Llama:
+    with torch.device("meta"):
+        return Llama(**{**SMALL, **others})
+
+
+def build(dtype: torch.dtype = torch.float64, **others: Any) -> Llama:
+    """A small model with weights that are larger than initial ones, so that no part of it is close to linear."""
+    llama = on_meta(**others).to(dtype)
+    llama.materialize(CPU)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * drawn if parameter.dim() == 1 else 0.15 * drawn)
+            assert "norm" in name or parameter.dim() == 2
+    return llama
+
+
+def draw_tokens(*shape: int, vocab_size: int = SMALL["vocab_size"]) -> Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(2))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest value."""
+    assert found.shape == expected.shape
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+PARAMETERS = {
+    "debug": 4_861_184,
+    # huggingface.co/meta-llama: the sums over each model card's safetensors, tied weights once
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama_30b": 32_528_943_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "gpt_175b": 175_184_818_176,
+}
+
+
+def count_parameters(flavor: str) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Llama(**SIZES[flavor], max_seq_len=8).parameters())
+
+
+@pytest.mark.parametrize("flavor", SIZES)
+def test_parameter_counts_are_the_published_ones(flavor):
+    assert count_parameters(flavor) == PARAMETERS[flavor]
+
+
+def test_every_size_has_a_published_count():
+    assert SIZES.keys() == PARAMETERS.keys()
+    assert PARAMETERS["debug"] == pytest.approx(5e6, rel=0.03)
+    assert PARAMETERS["gpt_175b"] == pytest.approx(175e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "seq_len", "billions"), [("llama3_8b", 8192, 57.9), ("llama3_8b", 4096, 51.5)], ids=str
+)
+def test_flops_per_token_as_torchtitan_counts_them(flavor, seq_len, billions):
+    size = SIZES[flavor]
+    with torch.device("meta"):
+        parameters = [(n, p.numel()) for n, p in Llama(**size, max_seq_len=8).named_parameters()]
+    flops = flops_per_token(
+        parameters, n_layers=size["n_layers"], dim=size["dim"], seq_len=seq_len, tied=size["tie_embeddings"]
+    )
+    assert round(flops / 1e9, 1) == billions
+
+
+def test_a_tied_embedding_is_multiplied_with_and_counts():
+    weights = {tied: dict(on_meta(tie_embeddings=tied).named_parameters()) for tied in (True, False)}
+    flops = {
+        tied: flops_per_token(
+            ((name, p.numel()) for name, p in weights[tied].items()), n_layers=3, dim=64, seq_len=10, tied=tied
+        )
+        for tied in (True, False)
+    }
+    # Untied, the output head's 80 x 64 weights are multiplied with; tied, the embedding's, which are the same.
+    assert flops[True] == flops[False]
+    assert flops[True] == 6 * sum(p.numel() for p in weights[True].values()) + 12 * 3 * 64 * 10
+
+
+# The same as transformers ------------------------------------------------------------------------------------------
+
+TO_HF = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    module = name.removesuffix(".weight")
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        return f"model.layers.{layer}.{TO_HF[module]}.weight"
+    return f"{TO_HF[module]}.weight"
+
+
+def to_hf(name: str, value: Tensor, head_size: int) -> Tensor:
+    """Rows of wq and wk in transformers' order: it turns channel i with channel i + K/2, Llama 2i with 2i + 1."""
+    if name.endswith(("wq.weight", "wk.weight")):
+        return value.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return value
+
+
+def hf_config(size: dict[str, Any], **others: Any) -> Any:
+    from transformers import LlamaConfig
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size["rope_theta"]}
+    if size["rope_scaling_factor"] > 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": size["rope_scaling_factor"],
+            "low_freq_factor": size["rope_low_freq_factor"],
+            "high_freq_factor": size["rope_high_freq_factor"],
+            "original_max_position_embeddings": size["rope_original_seq_len"],
+        }
+    return LlamaConfig(
+        hidden_size=size["dim"],
+        num_hidden_layers=size["n_layers"],
+        num_attention_heads=size["n_heads"],
+        num_key_value_heads=size["n_kv_heads"],
+        intermediate_size=size["ffn_dim"],
+        vocab_size=size["vocab_size"],
+        rms_norm_eps=size["norm_eps"],
+        tie_word_embeddings=size["tie_embeddings"],
+        max_position_embeddings=size["max_seq_len"],
+        rope_parameters=rope,
+        **others,
+    )
+
+
+def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = to_hf) -> Any:
+    """transformers' model with the weights of ours."""
+    from transformers import LlamaForCausalLM
+
+    hf = LlamaForCausalLM(hf_config(size, attn_implementation=attention)).to(next(llama.parameters()).dtype)
+    ours = {hf_name(name): permute(name, p.detach(), 16) for name, p in llama.named_parameters()}
+    missing, unexpected = hf.load_state_dict(ours, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
+    return hf
+
+
+@pytest.fixture
+def hf_in_float64(monkeypatch) -> None:
+    """transformers computes norms in float32 whatever the weights' type: here the same lines in float64."""
+    from transformers.models.llama import modeling_llama
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+
+
+def gradients(module: nn.Module, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    cross_entropy_sum(logits, targets).backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, float]:
+    """Relative differences of the logits and of every gradient, in float64."""
+    llama = build(**size)
+    hf = build_hf(llama, size, "sdpa", permute)
+
+    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # transformers' own table is in float32; test_rotary_angles holds it against ours.
+        table = llama.rope[position_ids]
+        return tuple(torch.cat((part, part), -1) for part in (table.real, table.imag))
+
+    hf.model.rotary_emb.forward = rotary
+    tokens, targets = draw_tokens(2, 41).split([40, 1], dim=1)[0], draw_tokens(2, 41)[:, 1:]
+    ours, theirs = llama(tokens), hf(tokens, use_cache=False).logits
+    assert ours.dtype == theirs.dtype == torch.float64
+    differences = {"logits": relative(ours, theirs)}
+    expected = gradients(hf, theirs, targets)
+    for name, gradient in gradients(llama, ours, targets).items():
+        differences[name] = relative(permute(name, gradient, 16), expected.pop(hf_name(name)))
+    assert not expected
+    return differences
+
+
+TOLERANCE = 1e-12
+"""A product of n terms in float64 is off by up to n x 1.1e-16 of its terms' sizes: 1e-14 for the 96 of the widest one
+here. A gradient has some 60 such products behind it: at most 1e-12 even if all of them err the same way."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(hf_in_float64, variant):
+    differences = compare_with_hf({**SMALL, **VARIANTS[variant]})
+    assert {name: d for name, d in differences.items() if not d < TOLERANCE} == {}
+
+
+def test_another_convention_of_pairs_would_show(hf_in_float64):
+    differences = compare_with_hf(SMALL, permute=lambda name, value, head_size: value)
+    assert min(differences.values()) > 1e-3
+
+
+def test_unchanged_transformers_in_float32():
+    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. Its round-off is 2^29
+    that of float64, but logits have half of the products behind them, and errors cancel: 6e-5 is a tenth of the worst
+    case."""
+    size = {**SMALL, **SCALED}
+    llama = build(torch.float32, **size)
+    tokens = draw_tokens(2, 48)
+    theirs = build_hf(llama, size, "eager")(tokens, use_cache=False).logits
+    assert relative(llama(tokens), theirs) < 6e-5
+
+
+def table_of(size: dict[str, Any], length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Our frequencies and rotary table of a size."""
+    frequencies = rope_frequencies(
+        size["dim"] // size["n_heads"],
+        theta=size["rope_theta"],
+        scaling=size["rope_scaling_factor"],
+        low_factor=size["rope_low_freq_factor"],
+        high_factor=size["rope_high_freq_factor"],
+        original_seq_len=size["rope_original_seq_len"],
+    )
+    return frequencies, rope_table(frequencies, length, dtype)
+
+
+@pytest.mark.parametrize("flavor", ["llama2_7b", "llama3_8b", "llama3_1b"])
+def test_rotary_angles_are_those_of_transformers(flavor):
+    """cos and sin at positions 0 .. 8191, unscaled, scaled by 8 and by 32.
+
+    transformers computes frequencies and angles in float32: about 8 roundings of 2^-24 each, the product with the
+    position scales them up, so an angle p f is off by up to p f 2^-21. That of cos itself adds 2^-24.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    size, length = SIZES[flavor] | {"max_seq_len": 131_072}, 8192
+    theirs = LlamaRotaryEmbedding(hf_config(size))
+    cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
+    frequencies, ours = table_of(size, length)
+    torch.testing.assert_close(theirs.inv_freq.double(), frequencies, rtol=2**-21, atol=0)
+    half = len(frequencies)
+    tolerance = torch.outer(torch.arange(length), frequencies) * 2**-21 + 2**-23
+    assert ((ours.real - cos[0, :, :half]).abs() <= tolerance).all()
+    assert ((ours.imag - sin[0, :, :half]).abs() <= tolerance).all()
+
+
+def test_scaling_keeps_blends_and_stretches():
+    (plain, _), (scaled, _) = table_of(SMALL, 1), table_of({**SMALL, **SCALED}, 1)
+    turns = 64 * plain / (2 * math.pi)
+    kept, stretched = turns >= 4, turns <= 1
+    ratio = scaled / plain
+    assert kept.any()
+    assert stretched.any()
+    assert (~kept & ~stretched).sum() == 2  # blended
+    assert (ratio[kept] == 1).all()
+    torch.testing.assert_close(ratio[stretched], torch.full_like(ratio[stretched], 1 / 8), rtol=1e-15, atol=0)
+    assert (ratio[~kept & ~stretched] > 1 / 8).all()
+    assert (ratio[~kept & ~stretched] < 1).all()
+
+
+# Rotary positions --------------------------------------------------------------------------------------------------
+
+
+def test_rotary_table_is_accurate_at_position_a_million():
+    """Against 40 digits. A frequency is off by two roundings of 2^-53 and the angle by another one, a million times as
+    large as the frequency; then come cos and sin. (Angles in float32 would be off by 0.06.)"""
+    position, theta, head_size = 1_000_000, 500_000.0, 8
+    frequencies, _ = table_of({**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_size, "n_heads": 1}, 1)
+    tables = {dtype: rope_table(frequencies, position + 1, dtype) for dtype in (torch.float64, torch.float32)}
+    with decimal.localcontext(decimal.Context(prec=40)):
+        full_turn = 2 * decimal.Decimal("3.141592653589793238462643383279502884197")
+        for pair, frequency in enumerate(frequencies.tolist()):
+            angle = position * decimal.Decimal(theta) ** (decimal.Decimal(-2 * pair) / head_size)
+            exact = cmath.rect(1, float(angle % full_turn))
+            tolerance = position * frequency * 4 * 2**-53 + 2**-52
+            assert abs(tables[torch.float64][position, pair].item() - exact) <= tolerance
+            assert abs(tables[torch.float32][position, pair].item() - exact) <= tolerance + 2**-24
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table"),
+    [(torch.float64, torch.complex128), (torch.float32, torch.complex64), (torch.bfloat16, torch.complex64)],
+    ids=str,
+)
+def test_rotation_is_in_float32_or_better(dtype, table):
+    llama = build(dtype)
+    assert llama.rope.dtype == table
+    assert not [name for name in llama.state_dict() if "rope" in name]
+    assert [name for name, _ in llama.named_buffers()] == ["rope"]
+    x = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    turned = rotate(x, llama.rope[:5])
+    assert turned.dtype == dtype
+    expected = rotate(x.double(), llama.rope[:5].to(torch.complex128))
+    round_off = {torch.float64: 2**-52, torch.float32: 2**-22, torch.bfloat16: 2**-8}[dtype]
+    assert relative(turned.double(), expected) <= round_off
+
+
+def test_the_dtype_changes_without_a_warning(recwarn):
+    build(torch.bfloat16)
+    build(torch.float64)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_explicit_positions():
+    llama, tokens = build(), draw_tokens(2, 20)
+    default = llama(tokens)
+    assert torch.equal(llama(tokens, torch.arange(20)), default)
+    assert torch.equal(llama(tokens, torch.arange(20).expand(2, -1)), default)
+    assert relative(llama(tokens, torch.arange(20) + 11), default) < TOLERANCE  # only distances count
+    assert relative(llama(tokens, torch.arange(20) * 2), default) > 1e-3  # and they do
+
+
+def test_positions_of_their_own_for_each_sequence():
+    llama, tokens = build(), draw_tokens(2, 20)
+    positions = torch.stack([torch.arange(20) * 2, torch.cat([torch.arange(8), torch.arange(12)])])
+    together = llama(tokens, positions)
+    for row in range(2):
+        alone = llama(tokens[row : row + 1], positions[row])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# Structure ---------------------------------------------------------------------------------------------------------
+
+
+def test_inner_attention_by_hand():
+    """Query head h reads key head h * G // H, and no later position."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
+    found = model.InnerAttention()(q, k, v)
+    for head in range(6):
+        scores = q[:, :, head] @ k[:, :, head * 3 // 6].transpose(1, 2) / math.sqrt(8)
+        later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        expected = scores.masked_fill(later, -math.inf).softmax(-1) @ v[:, :, head * 3 // 6]
+        torch.testing.assert_close(found[:, :, head], expected, rtol=1e-13, atol=1e-14)
+
+
+def test_no_token_sees_a_later_one():
+    llama, tokens = build(), draw_tokens(1, 20)
+    changed = tokens.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % 80
+    before, after = llama(tokens)[0], llama(changed)[0]
+    assert torch.equal(before[:12], after[:12])
+    assert (before[12:] != after[12:]).any(1).all()
+
+
+def distributed_uses(source: str) -> Iterator[str]:
+    """What a module imports or names of torch.distributed, of titanlite, or relatively."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "titanlite" if node.level else node.module
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        yield from (n for n in names if f"{n}.".startswith(("torch.distributed.", "titanlite.")))
+
+
+def test_model_knows_no_parallelism():
+    assert list(distributed_uses(Path(model.__file__).read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed as dist",
+        "from torch.distributed.tensor import DTensor",
+        "from torch import distributed",
+        "x = torch.distributed.get_rank()",
+        "from titanlite import config",
+        "import titanlite.mesh",
+        "from . import mesh",
+        "from .mesh import init_mesh",
+    ],
+)
+def test_a_use_of_parallelism_would_be_found(line):
+    assert list(distributed_uses(f"import torch\n\ndef f():\n    {line}\n"))
+
+
+def test_construction_on_meta_draws_nothing():
+    before = torch.get_rng_state()
+    llama = on_meta()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(t.is_meta for t in [*llama.parameters(), *llama.buffers()])
+    llama.materialize(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(t.is_meta for t in [*llama.parameters(), *llama.buffers()])
+
+
+def test_parameter_names_are_those_of_llama():
+    of_a_layer = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "attention_norm", "ffn_norm"]
+    of_a_layer += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+    names = {f"layers.{layer}.{module}.weight" for layer in range(3) for module in of_a_layer}
+    names |= {"tok_embeddings.weight", "norm.weight"}
+    assert {name for name, _ in on_meta().named_parameters()} == names | {"output.weight"}
+    assert {name for name, _ in on_meta(tie_embeddings=True).named_parameters()} == names
+
+
+def test_tie_survives_materialize():
+    llama = build(tie_embeddings=True)
+    assert llama.output.weight is llama.tok_embeddings.weight
+    assert "output.weight" not in dict(llama.named_parameters())
+
+
+def cut(llama: Llama, layers: range, *, embedding: bool = False, head: bool = False) -> Llama:
+    """A stage of it, as a pipeline would cut it."""
+    stage = copy.deepcopy(llama)
+    for layer in range(len(llama.layers)):
+        if layer not in layers:
+            del stage.layers[str(layer)]
+    if not embedding:
+        stage.tok_embeddings = None
+    if not head:
+        stage.norm = stage.output = None
+    return stage
+
+
+@pytest.mark.parametrize("ends", [[0, 1, 3], [0, 0, 1, 2, 3, 3]], ids=["2 stages", "embedding and head alone"])
+def test_chained_stages_equal_the_whole(ends):
+    """Stage i has the layers ends[i] .. ends[i + 1] - 1."""
+    llama, tokens = build(**SCALED), draw_tokens(2, 20)
+    names: list[str] = []
+    x, last = tokens, len(ends) - 2
+    for number in range(last + 1):
+        layers = range(ends[number], ends[number + 1])
+        stage = cut(llama, layers, embedding=number == 0, head=number == last)
+        names += dict(stage.named_parameters())
+        x = stage(x)
+    assert torch.equal(x, llama(tokens))
+    assert sorted(names) == sorted(dict(llama.named_parameters()))
+
+
+def test_stages_cut_on_meta_hold_the_whole_models_weights():
+    """Cut before materialize, as a large model must be."""
+    whole = on_meta()
+    whole.materialize(CPU)
+    init_weights(whole, seed=5, n_layers=3, device=CPU)
+    expected, tokens = dict(whole.named_parameters()), draw_tokens(1, 20)
+    x = tokens
+    for stage in (cut(on_meta(), range(2), embedding=True), cut(on_meta(), range(2, 3), head=True)):
+        stage.materialize(CPU)
+        init_weights(stage, seed=5, n_layers=3, device=CPU)
+        assert all(torch.equal(p, expected[name]) for name, p in stage.named_parameters())
+        x = stage(x)
+    assert torch.equal(x, whole(tokens))
+
+
+# Initial weights ---------------------------------------------------------------------------------------------------
+
+
+def initial_weights(
+    flavor: dict[str, Any] = SMALL, *, seed: int = 0, dtype: torch.dtype = torch.float32, n_layers: int | None = None
+) -> dict[str, Tensor]:
+    llama = on_meta(**flavor).to(dtype)
+    llama.materialize(CPU)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.fill_(math.nan)
+    init_weights(llama, seed=seed, n_layers=n_layers or flavor["n_layers"], device=CPU)
+    return {name: p.detach() for name, p in llama.named_parameters()}
+
+
+def test_weights_follow_from_seed_and_name():
+    one = initial_weights()
+    torch.manual_seed(123)  # the global generator is not theirs
+    state = torch.get_rng_state()
+    other = initial_weights()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    fewer_layers = initial_weights(SMALL | {"n_layers": 2}, n_layers=3)
+    assert all(torch.equal(one[name], weight) for name, weight in fewer_layers.items())
+
+
+def test_another_seed_or_name_gives_other_weights():
+    one, other = initial_weights(seed=0), initial_weights(seed=1)
+    drawn = {(seed, n): w for seed, ws in enumerate((one, other)) for n, w in ws.items() if w.dim() == 2}
+    for (a, first), (b, second) in itertools.combinations(drawn.items(), 2):
+        if first.shape == second.shape:
+            # independent: a correlation of n normal pairs has a standard deviation of 1 / sqrt(n)
+            correlation = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]
+            assert abs(correlation) < 5 / math.sqrt(first.numel()), (a, b)
+
+
+def test_the_seed_of_a_name_is_the_same_everywhere():
+    assert parameter_seed(42, "tok_embeddings.weight") == 4_967_264_572_154_237_680
+    assert len({parameter_seed(seed, name) for seed in range(20) for name in ("a", "b", "1/a", "/a")}) == 80
+    assert all(0 <= parameter_seed(seed, "a") < 2**63 for seed in range(200))
+
+
+def test_initial_distribution():
+    """The debug model's, to 5 standard errors: the standard deviation of n normal numbers is off by 1 / sqrt(2 n) of
+    itself, their mean by 1 / sqrt(n) of the standard deviation."""
+    for name, weight in initial_weights({**SIZES["debug"], "max_seq_len": 8}).items():
+        if weight.dim() == 1:
+            assert (weight == 1).all(), name
+            continue
+        writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        std = 0.02 / math.sqrt(2 * 6) if writes_residual else 0.02
+        assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel())), name
+        assert abs(weight.mean().item()) < 5 * std / math.sqrt(weight.numel()), name
+        within = (weight.abs() < std).double().mean().item()
+        assert within == pytest.approx(0.6827, abs=5 * math.sqrt(0.6827 * 0.3173 / weight.numel())), name
+    assert init.STD == 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_dtype_holds_the_same_draw(dtype):
+    drawn = initial_weights()
+    for name, weight in initial_weights(dtype=dtype).items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, drawn[name].to(dtype)), name
+
+
+# Loss --------------------------------------------------------------------------------------------------------------
+
+
+def loss_by_hand(logits: Tensor, targets: Tensor) -> float:
+    """Sum of -log softmax in Python's floats."""
+    total = 0.0
+    for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True):
+        if target != IGNORED:
+            total += math.log(sum(math.exp(value) for value in row)) - row[target]
+    return total
+
+
+def draw_logits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 9, 20, dtype=torch.float64, generator=generator)).to(dtype)
+    targets = torch.randint(20, (2, 9), generator=generator)
+    targets[0, 3:] = IGNORED
+    targets[1, 0] = IGNORED
+    return logits, targets
+
+
+def test_loss_is_the_sum_over_valid_tokens():
+    logits, targets = draw_logits()
+    loss = cross_entropy_sum(logits, targets)
+    assert loss.dtype == torch.float64
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(loss_by_hand(logits, targets), rel=1e-14)
+    valid = count_valid([targets[:1], targets[1:]], CPU)
+    assert valid.item() == 3 + 8
+    assert valid.dtype == torch.float64
+    parts = [cross_entropy_sum(logits[row : row + 1], targets[row : row + 1]) for row in range(2)]
+    assert sum(parts).item() == pytest.approx(loss.item(), rel=1e-14)
+
+
+def test_ignored_targets_have_no_gradient():
+    logits, targets = draw_logits()
+    logits.requires_grad_()
+    cross_entropy_sum(logits, targets).backward()
+    assert (logits.grad[targets == IGNORED] == 0).all()
+    one_hot = nn.functional.one_hot(targets.clamp(min=0), 20)
+    expected = (logits.detach().softmax(-1) - one_hot) * (targets != IGNORED)[..., None]
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_a_batch_without_valid_targets_adds_nothing():
+    logits, targets = draw_logits()
+    logits.requires_grad_()
+    loss = cross_entropy_sum(logits, torch.full_like(targets, IGNORED))
+    loss.backward()
+    assert loss.item() == 0
+    assert (logits.grad == 0).all()
+    assert count_valid([torch.full_like(targets, IGNORED)], CPU).item() == 0
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    """The only rounding to bfloat16 (2^-9) is that of the logits themselves."""
+    logits, targets = draw_logits(torch.bfloat16)
+    loss = cross_entropy_sum(logits, targets)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(loss_by_hand(logits.double(), targets), rel=1e-6)
