@@ -240,9 +240,9 @@ def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, flo
     return differences
 
 
-TOLERANCE = 1e-12
+TOLERANCE = 1e-13
 """A product of n terms in float64 is off by up to n x 1.1e-16 of its terms' sizes: 1e-14 for the 96 of the widest one
-here. A gradient has some 60 such products behind it: at most 1e-12 even if all of them err the same way."""
+here. A gradient has some 60 such products behind it, whose errors add up like a random walk: sqrt(60) times as much."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -257,14 +257,13 @@ def test_another_convention_of_pairs_would_show(hf_in_float64):
 
 
 def test_unchanged_transformers_in_float32():
-    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. Its round-off is 2^29
-    that of float64, but logits have half of the products behind them, and errors cancel: 6e-5 is a tenth of the worst
-    case."""
+    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. That rounds to 2^-24 instead
+    of 2^-53, so TOLERANCE becomes 5e-5."""
     size = {**SMALL, **SCALED}
     llama = build(torch.float32, **size)
     tokens = draw_tokens(2, 48)
     theirs = build_hf(llama, size, "eager")(tokens, use_cache=False).logits
-    assert relative(llama(tokens), theirs) < 6e-5
+    assert relative(llama(tokens), theirs) < TOLERANCE * 2**29
 
 
 def table_of(size: dict[str, Any], length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from titanlite import config, init, parity
 from titanlite.parallel import fsdp
 
+CPU = torch.device("cpu")
 STEPS = 3
 TOLERANCE = 1e-12
 """float64 has 1.1e-16; three AdamW steps of sums over at most a thousand terms in another order stay far below this."""
@@ -107,7 +108,7 @@ def compare(ranks: Any, tmp_path: Any, world_size: int, options: dict[str, Any],
     layout = {key if "__" in key else f"parallelism__{key}": value for key, value in options.items()}
     job = resolve(tmp_path, config.Launch(0, 0, world_size, world_size, 0), **layout)
     (found, *_) = ranks(world_size).run(trace, job=job, broken=broken)
-    return parity.differences(found, parity.run_alone(job, steps=STEPS))
+    return parity.differences(found, parity.run_alone(job, CPU, steps=STEPS))
 
 
 LAYOUTS = {
@@ -166,7 +167,7 @@ def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, world_size, options
 def test_the_clip_is_at_work(tmp_path):
     """The rows above prove clipping only if their norms exceed max_norm."""
     job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0))
-    assert all(norm > job.training.max_norm for norm in parity.run_alone(job, steps=STEPS).norms)
+    assert all(norm > job.training.max_norm for norm in parity.run_alone(job, CPU, steps=STEPS).norms)
 
 
 def test_bfloat16_policy(ranks, tmp_path):

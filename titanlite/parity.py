@@ -93,10 +93,9 @@ def run(job: Config, launch: Launch, *, steps: int) -> Trace:
     return trace
 
 
-def run_alone(job: Config, *, steps: int) -> Trace:
-    """Take the same steps in this process alone, on the CPU, without FSDP, accumulation or anything distributed."""
-    training = job.training
-    device, dtype = torch.device("cpu"), getattr(torch, training.dtype)
+def run_alone(job: Config, device: torch.device, *, steps: int) -> Trace:
+    """Take the same steps in this process alone, without FSDP, accumulation or anything distributed."""
+    training, dtype = job.training, getattr(torch, job.training.dtype)
     with torch.device("meta"):
         model = Llama(**build.model_dimensions(job), max_seq_len=training.seq_len).to(dtype)
     model.materialize(device)
@@ -107,7 +106,7 @@ def run_alone(job: Config, *, steps: int) -> Trace:
     for step in range(1, steps + 1):
         set_lr(optimizer, job.optimizer.lr * lr_factor(step, **job.lr_scheduler.model_dump()))
         rows = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
-        tokens, targets = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+        tokens, targets = (torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*rows, strict=True))
         loss = cross_entropy_sum(model(tokens), targets) / (targets != IGNORED).sum()
         optimizer.zero_grad()
         loss.backward()
