@@ -257,8 +257,8 @@ def test_another_convention_of_pairs_would_show(hf_in_float64):
 
 
 def test_unchanged_transformers_in_float32():
-    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. That rounds to 2^-24 instead
-    of 2^-53, so TOLERANCE becomes 5e-5."""
+    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. That rounds to 2^-24 and
+    float64 to 2^-53, so TOLERANCE becomes 5e-5."""
     size = {**SMALL, **SCALED}
     llama = build(torch.float32, **size)
     tokens = draw_tokens(2, 48)
