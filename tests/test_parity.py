@@ -78,7 +78,7 @@ def _neighbours_instead_of_strides(rank: int) -> Any:
     """Sequences dealt to ranks so that some are read twice and some never."""
     real = parity.ProofSequences.read
     return mock.patch.object(
-        parity.ProofSequences, "read", lambda self, first, stride: real(self, first + rank, stride)
+        parity.ProofSequences, "read", lambda self, first, *others: real(self, first + rank, *others)
     )
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import data, profiling
@@ -70,7 +71,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
     """Training sequences, validation sequences if they are wanted, and the identity of what they are made of.
 
     Raises:
-        ConfigError: if the data cannot be had, or the tokenizer does not fit the model.
+        ConfigError: if the data cannot be had or is not the same on all ranks, or the tokenizer does not fit the model.
     """
     training, validation = config.training, config.validation
     tokenizer = build_tokenizer(config.model.hf_assets_path)
@@ -81,7 +82,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
                 "the tokenizer; set it, or choose another model.hf_assets_path"
             ]
         )
-    return data.open_sequences(
+    sequences, held_out, identity = data.open_sequences(
         tokenizer,
         dataset=training.dataset,
         dataset_path=training.dataset_path,
@@ -101,6 +102,14 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
         validation_enable=validation.enable,
         builds_cache=builds_cache,
     )
+    identities: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(identities, identity)
+    if set(identities) != {identity}:
+        other = next(rank for rank, found in enumerate(identities) if found != identities[0])
+        raise ConfigError(
+            [f"training.dataset_path: rank {other} reads other data than rank 0; give all hosts the same"]
+        )
+    return sequences, held_out, identity
 
 
 def build_loader(

@@ -7,6 +7,7 @@ torch's own clipping. Equal means that the layout computes what the model means.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,10 @@ class ProofSequences:
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return tokens[:-1], targets
 
-    def read(self, first: int, stride: int) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+    def read(
+        self, first: int, stride: int, streams: dict[int, Any]
+    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+        """As data.PackedSequences.read."""
         while True:
             yield self[first], None
             first += stride

@@ -1,6 +1,7 @@
 """Packed sequences for a rank's steps, read ahead of them; nothing about them depends on the number of ranks."""
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config import ConfigError
-from titanlite.data.documents import load_documents, load_stream
+from titanlite.data.documents import Source, load_documents, load_stream
 from titanlite.data.packed import HeldOutSequences, PackedSequences, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import Tokenizer
@@ -58,40 +59,38 @@ def open_sequences(
     """
     if dataset == "c4":
         validation_split = "validation"
-    source = {
-        "dataset": dataset,
-        "dataset_config": dataset_config,
-        "text_key": text_key,
-        "text_sample_by": text_sample_by,
-    }
-    own_split = bool(validation_path or validation_split)
+    source = Source(dataset, dataset_path, dataset_config, dataset_split, text_key, text_sample_by)
+    own_source = None
+    if validation_path:
+        own_source = dataclasses.replace(source, dataset_path=validation_path, key="validation.dataset_path")
+    elif validation_split:
+        own_source = dataclasses.replace(source, split=validation_split)
 
-    def tokens_of(path: str, split: str, fraction: float) -> tuple[np.ndarray, np.ndarray, str]:
-        documents = load_documents(**source, dataset_path=path, split=split)
+    def tokens_of(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray, str]:
+        documents = load_documents(source)
         return token_files(documents, tokenizer, fraction=fraction, cache_folder=cache_folder, builds=builds_cache)
 
-    held_out = None
     if streaming:
-        stream, column = load_stream(**source, dataset_path=dataset_path, split=dataset_split)
-        train: Sequences = StreamedSequences(stream, column, tokenizer, seq_len=seq_len, n_streams=streams)
-        identity = f"{dataset}/{dataset_path}/{dataset_config}/{dataset_split}/{streams}/{tokenizer.identity}/{seq_len}"
+        stream, column, content = load_stream(source)
+        train: Sequences = StreamedSequences(stream, column, source, tokenizer, seq_len=seq_len, n_streams=streams)
+        identity = f"{content}/{tokenizer.identity}/seq_len {seq_len}/{streams} streams"
     else:
-        fraction = 0.0 if own_split else validation_fraction
-        tokens, held_out, content = tokens_of(dataset_path, dataset_split, fraction)
-        train = PackedSequences(tokens, seq_len=seq_len, eos=tokenizer.eos, shuffle=shuffle, seed=seed)
-        identity = f"{content}/{seq_len}/{f'seed {seed}' if shuffle else 'in order'}"
+        tokens, held_out, content = tokens_of(source, 0.0 if own_source else validation_fraction)
+        train = PackedSequences(tokens, seq_len=seq_len, tokenizer=tokenizer, shuffle=shuffle, seed=seed)
+        identity = f"{content}/seq_len {seq_len}/{f'seed {seed}' if shuffle else 'in order'}"
     if not validation_enable:
         return train, None, identity
-    if own_split:
-        held_out, _, _ = tokens_of(validation_path, validation_split, 0.0)
+    if own_source:
+        held_out, _, _ = tokens_of(own_source, 0.0)
     if len(held_out) < 2:
-        raise ConfigError(
-            [
-                f"validation.fraction = {validation_fraction}: holds out no document of this dataset; set it higher, "
-                "or give files or a split to validate on"
-            ]
+        why = (
+            f"{own_source.key} = {own_source.dataset_path!r}: has no text to validate on"
+            if own_source
+            else f"validation.fraction = {validation_fraction}: holds out no document of this dataset; set it higher, "
+            "or give files or a split to validate on"
         )
-    return train, HeldOutSequences(held_out, seq_len=seq_len, eos=tokenizer.eos), identity
+        raise ConfigError([why])
+    return train, HeldOutSequences(held_out, seq_len=seq_len, tokenizer=tokenizer), identity
 
 
 def _stack(rows: list[tuple[np.ndarray, np.ndarray]], pin: bool) -> tuple[Tensor, Tensor]:
@@ -128,11 +127,9 @@ class Loader:
         ahead: int = 2,
     ):
         self.position = state["next_sequence"] if state else 0
-        self.global_batch_size = global_batch_size
+        self.n_ranks, self.global_batch_size = n_ranks, global_batch_size
         self._streams: dict[int, Any] = {int(number): s for number, s in state["streams"].items()} if state else {}
-        if isinstance(sequences, StreamedSequences):
-            sequences.states = dict(self._streams)
-        reader = sequences.read(self.position + rank, n_ranks)
+        reader = sequences.read(self.position + rank, n_ranks, dict(self._streams))
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self._closed = False
         n_microsteps = global_batch_size // (local_batch_size * n_ranks)
@@ -161,6 +158,7 @@ class Loader:
         """The next step's microbatches."""
         item = self._ready.get()
         if isinstance(item, Exception):
+            self._ready.put(item)  # for whoever asks again
             raise item
         batch, states = item
         self.position += self.global_batch_size
@@ -172,13 +170,14 @@ class Loader:
         self._closed = True
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
-                self._ready.get(timeout=0.05)
+                self._ready.get_nowait()
+            self._thread.join(0.01)
 
     def state(self) -> dict[str, Any]:
         """Where the run stands in its data, over all ranks: plain JSON. Every rank must call it."""
         streams = {}
         if self._streams:
-            gathered: list[Any] = [None] * dist.get_world_size()
+            gathered: list[Any] = [None] * self.n_ranks
             dist.all_gather_object(gathered, self._streams)
             # A rank that resumed also holds old states of other ranks' streams; a stream's owner has the newest.
             for number in sorted({number for states in gathered for number in states}):

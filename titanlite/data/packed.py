@@ -7,12 +7,13 @@ is one number.
 
 import hashlib
 import json
-import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,55 +41,71 @@ def token_files(
         builds: whether this rank makes the files if they are not there; the others of its host wait for them.
 
     Returns:
-        Two flat arrays, memory-mapped, and the identity of their content.
+        Two flat arrays, memory-mapped, and a hash of the first: wherever the documents came from, equal hashes are
+        equal tokens.
     """
-    identity = hashlib.sha256(f"{FORMAT}/{documents.fingerprint}/{tokenizer.identity}/{fraction}".encode()).hexdigest()
-    folder = Path(cache_folder).expanduser() / identity[:32]
+    key = hashlib.sha256(f"{FORMAT}/{documents.fingerprint}/{tokenizer.identity}/{fraction}".encode()).hexdigest()
+    folder = Path(cache_folder).expanduser() / key[:32]
     if builds and not folder.exists():
         try:
-            _build(folder, documents, tokenizer, fraction)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
         except OSError as error:
-            raise ConfigError([f"training.cache_folder = {cache_folder!r}: cannot be written: {error}"]) from None
+            reason = f"cannot be written: {error.strerror}"
+            raise ConfigError([f"training.cache_folder = {cache_folder!r}: {reason}"]) from None
+        try:
+            _build(making, documents, tokenizer, fraction)
+            making.rename(folder)
+        except BaseException:
+            shutil.rmtree(making, ignore_errors=True)
+            if not folder.exists():  # another host that shares the folder may have been first
+                raise
     while not folder.exists():  # no collective: tokenising may take longer than one may
         time.sleep(0.1)
-    dtype = json.loads((folder / "tokens.json").read_text())["dtype"]
-    train, held_out = (
-        np.fromfile(folder / f"{split}.bin", dtype=dtype)
-        if (folder / f"{split}.bin").stat().st_size == 0
-        else np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
-        for split in ("train", "held_out")
-    )
-    return train, held_out, identity
+    made = json.loads((folder / "tokens.json").read_text())
+    train, held_out = (_map(folder / f"{split}.bin", made["dtype"]) for split in ("train", "held_out"))
+    return train, held_out, made["sha256"]
+
+
+def _map(file: Path, dtype: str) -> np.ndarray:
+    """A file as a flat array that is read when it is used. An empty one cannot be mapped."""
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def _build(folder: Path, documents: Documents, tokenizer: Tokenizer, fraction: float) -> None:
-    """Write the token files beside `folder` and rename them into place whole."""
+    """Tokenise all documents into the files of a folder."""
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    making = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    making.mkdir(parents=True)
-    count, n_tokens, said = 0, 0, time.monotonic()
-    try:
-        with open(making / "train.bin", "wb") as train, open(making / "held_out.bin", "wb") as held_out:
-            for texts in documents.batches():
-                for tokens in encode_documents(tokenizer, texts):
-                    (held_out if is_held_out(count, fraction) else train).write(tokens.astype(dtype).tobytes())
-                    count, n_tokens = count + 1, n_tokens + len(tokens)
-                if time.monotonic() - said > 10:
-                    said = time.monotonic()
-                    print(f"tokenising: {count:,} documents, {n_tokens:,} tokens", file=sys.stderr, flush=True)
-        (making / "tokens.json").write_text(json.dumps({"dtype": dtype, "documents": count, "tokens": n_tokens}))
-        making.rename(folder)
-    except OSError:
-        shutil.rmtree(making, ignore_errors=True)
-        if not folder.exists():  # another host that shares the folder may have been first
-            raise
+    count, n_tokens, said, content = (
+        0,
+        0,
+        time.monotonic(),
+        hashlib.sha256(f"{tokenizer.bos}/{tokenizer.eos}/".encode()),
+    )
+    with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
+        for texts in documents.batches():
+            for tokens in encode_documents(tokenizer, texts):
+                encoded = tokens.astype(dtype).tobytes()
+                if is_held_out(count, fraction):
+                    held_out.write(encoded)
+                else:
+                    train.write(encoded)
+                    content.update(encoded)
+                count, n_tokens = count + 1, n_tokens + len(tokens)
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                print(f"tokenising: {count:,} documents, {n_tokens:,} tokens", file=sys.stderr, flush=True)
+    made = {"dtype": dtype, "documents": count, "tokens": n_tokens, "sha256": content.hexdigest()}
+    (folder / "tokens.json").write_text(json.dumps(made))
 
 
-def inputs_and_targets(tokens: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
+def inputs_and_targets(tokens: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, int64 [T] each, of a packed sequence of T + 1 tokens. What follows the end of a document is
     another document, which nothing before it foretells: that target is ignored."""
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
-    targets[inputs == eos] = IGNORED
+    ends = inputs == tokenizer.eos
+    if tokenizer.bos is not None:
+        ends &= targets == tokenizer.bos  # some tokenizers have one mark for both: that of a begin ends nothing
+    targets[ends] = IGNORED
     return inputs, targets
 
 
@@ -100,8 +117,9 @@ class PackedSequences:
         shuffle: draw a new order each epoch, from (seed, epoch).
     """
 
-    def __init__(self, tokens: np.ndarray, *, seq_len: int, eos: int, shuffle: bool, seed: int):
-        self.tokens, self.seq_len, self.eos, self.shuffle, self.seed = tokens, seq_len, eos, shuffle, seed
+    def __init__(self, tokens: np.ndarray, *, seq_len: int, tokenizer: Tokenizer, shuffle: bool, seed: int):
+        self.tokens, self.seq_len, self.tokenizer = tokens, seq_len, tokenizer
+        self.shuffle, self.seed = shuffle, seed
         self.n_sequences = max(len(tokens) - 1, 0) // seq_len
         if not self.n_sequences:
             raise ConfigError(
@@ -125,10 +143,13 @@ class PackedSequences:
                 self._epoch, self._order = epoch, generator.permutation(self.n_sequences)
             position = int(self._order[position])
         start = position * self.seq_len
-        return inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.eos)
+        return inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
-    def read(self, first: int, stride: int) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
-        """Sequences first, first + stride, ..., without end, each with None: their index is all the state there is."""
+    def read(
+        self, first: int, stride: int, streams: dict[int, Any]
+    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+        """Sequences first, first + stride, ..., without end, each with None: their index is all the state there is, and
+        no stream has any."""
         while True:
             yield self[first], None
             first += stride
@@ -137,8 +158,8 @@ class PackedSequences:
 class HeldOutSequences:
     """The validation split, once through and in order; the last sequence is padded with ignored targets."""
 
-    def __init__(self, tokens: np.ndarray, *, seq_len: int, eos: int):
-        self.tokens, self.seq_len, self.eos = tokens, seq_len, eos
+    def __init__(self, tokens: np.ndarray, *, seq_len: int, tokenizer: Tokenizer):
+        self.tokens, self.seq_len, self.tokenizer = tokens, seq_len, tokenizer
         self.n_sequences = -(-max(len(tokens) - 1, 0) // seq_len)
 
     def __str__(self) -> str:
@@ -146,11 +167,9 @@ class HeldOutSequences:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets; past the end, nothing but padding, so that every rank can take as many batches."""
-        start = index * self.seq_len
-        inputs, targets = (
-            inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.eos)
-            if (index < self.n_sequences)
-            else (np.empty(0, np.int64), np.empty(0, np.int64))
-        )
+        inputs = targets = np.empty(0, np.int64)
+        if index < self.n_sequences:
+            start = index * self.seq_len
+            inputs, targets = inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         missing = self.seq_len - len(inputs)
         return np.pad(inputs, (0, missing)), np.pad(targets, (0, missing), constant_values=IGNORED)

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from titanlite.config import ConfigError
+from titanlite.data.documents import Source, reading, text_of
 from titanlite.data.packed import inputs_and_targets
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
 State = dict[str, Any]
-"""{"documents": state of the datasets.IterableDataset or None for its beginning, "used": tokens}; plain JSON."""
+"""{"position": state of the datasets.IterableDataset before a document, None before the first; "used": how many of that
+document's tokens are used up}; plain JSON."""
 
 
 class StreamedSequences:
@@ -28,7 +30,9 @@ class StreamedSequences:
     n_streams: how many streams its files are dealt to.
     """
 
-    def __init__(self, dataset: Any, column: str, tokenizer: Tokenizer, *, seq_len: int, n_streams: int):
+    def __init__(
+        self, dataset: Any, column: str, source: Source, tokenizer: Tokenizer, *, seq_len: int, n_streams: int
+    ):
         if dataset.num_shards < n_streams:
             raise ConfigError(
                 [
@@ -37,57 +41,62 @@ class StreamedSequences:
                     "or training.streaming = false"
                 ]
             )
-        self.dataset, self.column, self.tokenizer = dataset, column, tokenizer
+        self.dataset, self.column, self.source, self.tokenizer = dataset, column, source, tokenizer
         self.seq_len, self.n_streams = seq_len, n_streams
-        self.states: dict[int, State] = {}
 
     def __str__(self) -> str:
         return f"{self.n_streams} streams of {self.dataset.num_shards} files"
 
-    def read(self, first: int, stride: int) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[int, State]]]:
+    def read(
+        self, first: int, stride: int, streams: dict[int, State]
+    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[int, State]]]:
         """Sequences first, first + stride, ..., without end, each with the number of its stream and the stream's state
-        after it. The streams start from `self.states` where it names them."""
-        streams: dict[int, Iterator[tuple[np.ndarray, State]]] = {}
+        after it.
+
+        Args:
+            streams: states that streams start from, by number; those it does not name start from their beginning.
+        """
+        reading: dict[int, Iterator[tuple[np.ndarray, State]]] = {}
         while True:
             number = first % self.n_streams
-            if number not in streams:
-                streams[number] = self._stream(number)
-            tokens, state = next(streams[number])
-            yield inputs_and_targets(tokens, self.tokenizer.eos), (number, state)
+            if number not in reading:
+                reading[number] = self._stream(number, streams.get(number, {"position": None, "used": 0}))
+            tokens, state = next(reading[number])
+            yield inputs_and_targets(tokens, self.tokenizer), (number, state)
             first += stride
 
-    def _stream(self, number: int) -> Iterator[tuple[np.ndarray, State]]:
+    def _stream(self, number: int, start: State) -> Iterator[tuple[np.ndarray, State]]:
         """Packed sequences of T + 1 tokens of one stream; the last token of one is the first of the next."""
-        pending: deque[list[Any]] = deque()  # [state before the document, its tokens, how many are used]
-        documents = self._documents(number)
+        pending: deque[list[Any]] = deque()  # [position before the document, its tokens, how many are used]
+        documents = self._documents(number, start)
         while True:
             while sum(len(tokens) - used for _, tokens, used in pending) <= self.seq_len:
                 pending.append(list(next(documents)))
-            sequence = np.concatenate([tokens[used:] for _, tokens, used in pending])[: self.seq_len + 1]
+            length = self.seq_len + 1
+            sequence = np.concatenate([tokens[used : used + length] for _, tokens, used in pending])[:length]
             advance = self.seq_len
             while advance:
                 _, tokens, used = pending[0]
-                step = min(advance, len(tokens) - used)
-                pending[0][2] += step
-                advance -= step
+                taken = min(advance, len(tokens) - used)
+                pending[0][2] += taken
+                advance -= taken
                 if pending[0][2] == len(tokens):
                     pending.popleft()
-            state, _, used = pending[0]  # at least the shared last token is pending
-            yield sequence, {"documents": state, "used": used}
+            position, _, used = pending[0]  # at least the shared last token is pending
+            yield sequence, {"position": position, "used": used}
 
-    def _documents(self, number: int) -> Iterator[tuple[State | None, np.ndarray, int]]:
-        """Documents of one stream, over and over: state before the document, its tokens, tokens used already."""
+    def _documents(self, number: int, start: State) -> Iterator[tuple[dict[str, Any] | None, np.ndarray, int]]:
+        """Documents of one stream, over and over: position before the document, its tokens, tokens used already."""
         files = self.dataset.shard(num_shards=self.n_streams, index=number)
-        start = self.states.get(number, {"documents": None, "used": 0})
-        before, used = start["documents"], start["used"]
         beginning = files.state_dict()
+        position, used = start["position"], start["used"]
         while True:
-            files.load_state_dict(before if before is not None else beginning)
-            empty = before is None
-            for row in files:
-                (tokens,) = encode_documents(self.tokenizer, [row[self.column]])
-                yield before, tokens, used
-                empty, used, before = False, 0, files.state_dict()
-            if empty:
+            files.load_state_dict(beginning if position is None else position)
+            is_empty = position is None
+            for row in reading(self.source, files):
+                (tokens,) = encode_documents(self.tokenizer, [text_of(self.source, self.column, row[self.column])])
+                yield position, tokens, used
+                is_empty, used, position = False, 0, files.state_dict()
+            if is_empty:
                 raise ConfigError([f"training.streams = {self.n_streams}: stream {number} has no documents"])
-            before = None
+            position = None

@@ -38,33 +38,49 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer  # here, since a run on bytes does not need it
 
         file = path / "tokenizer.json" if path.is_dir() else path
+        settings = file.parent / "tokenizer_config.json"
         try:
             content = file.read_text(encoding="utf-8")
             self.tokenizer = Tokenizer.from_str(content)
-            settings = file.parent / "tokenizer_config.json"
-            marks = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+            marks = dict(json.loads(settings.read_text(encoding="utf-8"))) if settings.exists() else {}
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError([f"model.hf_assets_path: {file} cannot be read as a tokenizer: {error}"]) from None
         self.tokenizer.encode_special_tokens = True
-        self.bos = self._mark(marks.get("bos_token"), self.KNOWN_BOS)
-        eos = self._mark(marks.get("eos_token"), self.KNOWN_EOS)
+        self.tokenizer.no_truncation()  # what a tokenizer.json may say of other uses
+        self.tokenizer.no_padding()
+        self.bos = self._named_mark(marks, "bos_token", settings)
+        if "bos_token" not in marks:
+            self.bos = self._known_mark(self.KNOWN_BOS)
+        eos = self._named_mark(marks, "eos_token", settings)
+        eos = self._known_mark(self.KNOWN_EOS) if eos is None else eos
         if eos is None:
             raise ConfigError(
                 [
                     f"model.hf_assets_path: {file} has none of the known end marks {', '.join(self.KNOWN_EOS)}; name "
-                    f'its own as "eos_token" in {file.parent / "tokenizer_config.json"}'
+                    f'its own as "eos_token" in {settings}'
                 ]
             )
         self.eos = eos
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
 
-    def _mark(self, named: object, known: tuple[str, ...]) -> int | None:
-        """Number of the mark that the settings name (a string, or an object with its content), else of a known one."""
-        if isinstance(named, dict):
-            named = named.get("content")
-        candidates = [named] if isinstance(named, str) else known
-        numbers = (self.tokenizer.token_to_id(candidate) for candidate in candidates)
+    def _named_mark(self, marks: dict[str, object], name: str, settings: Path) -> int | None:
+        """Number of the mark that the settings name (a string, or an object with its content); None where they do not.
+
+        Raises:
+            ConfigError: if the vocabulary does not have it.
+        """
+        mark = marks.get(name)
+        mark = mark.get("content") if isinstance(mark, dict) else mark
+        if mark is None:
+            return None
+        number = self.tokenizer.token_to_id(str(mark))
+        if number is None:
+            raise ConfigError([f"model.hf_assets_path: {settings} names {name} {mark!r}, which the vocabulary lacks"])
+        return number
+
+    def _known_mark(self, known: tuple[str, ...]) -> int | None:
+        numbers = (self.tokenizer.token_to_id(mark) for mark in known)
         return next((number for number in numbers if number is not None), None)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
