@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import data, profiling
-from titanlite.config import Config, ConfigError
+from titanlite.config import Config
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.mesh import init_mesh
 from titanlite.model import Llama, flops_per_token
 from titanlite.optimizer import init_optimizer
+from titanlite.options import ConfigError
 from titanlite.parallel import parallelize
 
 

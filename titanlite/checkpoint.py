@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from titanlite.config import ConfigError
+from titanlite.options import ConfigError, show
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -91,7 +91,7 @@ class Checkpointer:
 
     def _refuse_other_identity(self, path: Path, saved: dict[str, Any]) -> None:
         problems = [
-            f"{path}: saved with {key} = {saved.get(key)!r}, and this run has {value!r}; go on with the same, or start "
+            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; go on with the same, or start "
             "in another job.dump_folder (checkpoint.initial_load_path takes the weights along)"
             for key, value in self.identity.items()
             if saved.get(key) != value
@@ -169,7 +169,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ConfigError: if it is no whole checkpoint.
     """
     if not (path / "state.json").exists() or path.suffix == ".tmp":
-        raise ConfigError([f"checkpoint.initial_load_path = {str(path)!r}: expected a checkpoint's step-N folder"])
+        raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: expected a checkpoint's step-N folder"])
     dcp.load(_model_tensors(model), checkpoint_id=path)
 
 

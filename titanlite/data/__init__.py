@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config import ConfigError
 from titanlite.data.documents import Source, load_documents, load_stream
 from titanlite.data.packed import HeldOutSequences, PackedSequences, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.options import ConfigError, show
 
 Sequences = PackedSequences | StreamedSequences
 
@@ -84,7 +84,7 @@ def open_sequences(
         held_out, _, _ = tokens_of(own_source, 0.0)
     if len(held_out) < 2:
         why = (
-            f"{own_source.key} = {own_source.dataset_path!r}: has no text to validate on"
+            f"{own_source.key} = {show(own_source.dataset_path)}: has no text to validate on"
             if own_source
             else f"validation.fraction = {validation_fraction}: holds out no document of this dataset; set it higher, "
             "or give files or a split to validate on"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import FILES, ConfigError
+from titanlite.config import FILES
+from titanlite.options import ConfigError, show
 
 ENDINGS = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
 """What is taken from a folder."""
@@ -92,7 +93,7 @@ def text_of(source: Source, column: str, value: Any) -> str:
     """A document's text, or a ConfigError if the column holds something else."""
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a {type(value).__name__}"
-        raise ConfigError([f"{_where(source)}: column {column!r} holds {what} where a document's text is expected"])
+        raise ConfigError([f"{_where(source)}: column {show(column)} holds {what} where a document's text is expected"])
     return value
 
 
@@ -122,7 +123,9 @@ def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
         raise _refused(source, "cannot be loaded", error) from None
     if column not in columns:
         names = ", ".join(columns)
-        raise ConfigError([f"{_where(source)}: no column {column!r}; set training.dataset_text_key to one of {names}"])
+        raise ConfigError(
+            [f"{_where(source)}: no column {show(column)}; set training.dataset_text_key to one of {names}"]
+        )
     return loaded, column
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config import ConfigError
 from titanlite.data.documents import Documents
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.loss import IGNORED
+from titanlite.options import ConfigError, show
 
 FORMAT = 1  # of the token files; raised when what they hold changes
 
@@ -52,7 +52,7 @@ def token_files(
             making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
         except OSError as error:
             reason = f"cannot be written: {error.strerror}"
-            raise ConfigError([f"training.cache_folder = {cache_folder!r}: {reason}"]) from None
+            raise ConfigError([f"training.cache_folder = {show(cache_folder)}: {reason}"]) from None
         try:
             _build(making, documents, tokenizer, fraction)
             making.rename(folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.config import ConfigError
+from titanlite.options import ConfigError, show
 
 
 class ByteTokenizer:
@@ -76,7 +76,9 @@ class HuggingFaceTokenizer:
             return None
         number = self.tokenizer.token_to_id(str(mark))
         if number is None:
-            raise ConfigError([f"model.hf_assets_path: {settings} names {name} {mark!r}, which the vocabulary lacks"])
+            raise ConfigError(
+                [f"model.hf_assets_path: {settings} names {name} {show(mark)}, which the vocabulary lacks"]
+            )
         return number
 
     def _known_mark(self, known: tuple[str, ...]) -> int | None:
