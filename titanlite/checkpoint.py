@@ -91,8 +91,8 @@ class Checkpointer:
 
     def _refuse_other_identity(self, path: Path, saved: dict[str, Any]) -> None:
         problems = [
-            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; go on with the same, or start "
-            "in another job.dump_folder (checkpoint.initial_load_path takes the weights along)"
+            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; go on with the same, "
+            "or start in another job.dump_folder (checkpoint.initial_load_path takes the weights along)"
             for key, value in self.identity.items()
             if saved.get(key) != value
         ]

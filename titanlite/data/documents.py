@@ -98,9 +98,9 @@ def text_of(source: Source, column: str, value: Any) -> str:
 
 
 def _where(source: Source) -> str:
-    return (
-        f"{source.key} = {source.dataset_path!r}" if source.dataset_path else f"training.dataset = {source.dataset!r}"
-    )
+    if source.dataset_path:
+        return f"{source.key} = {show(source.dataset_path)}"
+    return f"training.dataset = {show(source.dataset)}"
 
 
 def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
