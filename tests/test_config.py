@@ -442,24 +442,24 @@ $ --training.steps=0
 
 ## launch
 @ ranks=4 hosts=2 devices=1
-> {file}: 2 ranks on this host, which has 1 device; start fewer (NGPU), or use more hosts (NNODES)
+> {file}: 2 ranks on this host, which has 1 device; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
 parallelism.data_parallel_shard_degree = 1
 @ ranks=4 devices=0
-> {file}: parallelism.data_parallel_shard_degree = 1: replicate 1 x shard 1 needs 1 rank, and the launch has 4; start
-    1, or set the degrees to the ranks there are
+> {file}: parallelism.data_parallel_shard_degree = 1: replicate 1 x shard 1 needs 1 rank, and the launch has 4; start 1
+    (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 parallelism.data_parallel_shard_degree = 4; parallelism.data_parallel_replicate_degree = 2
 @ ranks=4 devices=8
 > {file}: parallelism.data_parallel_shard_degree = 4: replicate 2 x shard 4 needs 8 ranks, and the launch has 4;
-    start 8, or set the degrees to the ranks there are
+    start 8
+    (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 parallelism.data_parallel_replicate_degree = 8
 @ ranks=4 devices=0
-> {file}: parallelism.data_parallel_replicate_degree = 8: replicate 8 x shard 1 needs 8 ranks, and the launch has 4;
-    start 8, or set the degrees to the ranks there are
+> {file}: parallelism.data_parallel_replicate_degree = 8: expected a divisor of the 4 ranks that the launch has;
+    start a multiple of 8
 # the shards of one replica
 parallelism.fsdp_reshard_after_forward = 4; parallelism.data_parallel_replicate_degree = 2
 @ ranks=8 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 4: expected "always", "never", or a divisor of the shard degree 4
-    that is above 1 and below it
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2 for 4 shards
 training.dataset = "c4"; training.streaming = true; training.shuffle = false
 @ ranks=3 devices=0
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
@@ -470,16 +470,16 @@ parallelism.data_parallel_shard_degree = 4; profiling.enable_memory_snapshot = t
 $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 @ ranks=6 devices=0
 > {file}: parallelism.data_parallel_shard_degree = 4: replicate 1 x shard 4 needs 4 ranks, and the launch has 6;
-    start 4, or set the degrees to the ranks there are
-> command line: parallelism.fsdp_reshard_after_forward = 3: expected "always", "never", or a divisor of the shard
-    degree 4 that is above 1 and below it
+    start 4
+    (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
+> command line: parallelism.fsdp_reshard_after_forward = 3: expected one of "always", "never", 2 for 4 shards
 > command line: training.global_batch_size = 24: expected a multiple of local_batch_size x ranks = 8 x 4 = 32
 > {file}: training.streams = 6: expected a multiple of the data-parallel degree 4, so that each rank has whole
     streams
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
 training.global_batch_size = 16
 @ ranks=9 devices=8
-> {file}: 9 ranks on this host, which has 8 devices; start fewer (NGPU), or use more hosts (NNODES)
+> {file}: 9 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
 > {file}: training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 9 = 72
 
 ## ranks per host
@@ -491,9 +491,9 @@ $ --parallelism.data_parallel_replicate_degree=8
 > {file}: 8 ranks cannot be dealt evenly to NNODES = 3 hosts
 $ --parallelism.data_parallel_shard_degree=16
 @ devices=8
-> {file}: 16 ranks on this host, which has 8 devices; start fewer (NGPU), or use more hosts (NNODES)
+> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
 @ NGPU=16 devices=8
-> {file}: 16 ranks on this host, which has 8 devices; start fewer (NGPU), or use more hosts (NNODES)
+> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
 # the launch is checked
 $ --training.global_batch_size=16
 @ NGPU=4 devices=8
@@ -501,12 +501,13 @@ $ --training.global_batch_size=16
 # replicas that do not divide the devices
 $ --parallelism.data_parallel_replicate_degree=3
 @ devices=8
-> command line: parallelism.data_parallel_replicate_degree = 3: replicate 3 x shard 2 needs 6 ranks, and the launch
-    has 8; start 6, or set the degrees to the ranks there are
+> command line: parallelism.data_parallel_replicate_degree = 3: expected a divisor of the 8 ranks that the
+    launch has; start a multiple of 3
 $ --parallelism.data_parallel_shard_degree=4
 @ NGPU=3 devices=8
 > command line: parallelism.data_parallel_shard_degree = 4: replicate 1 x shard 4 needs 4 ranks, and the launch has 3;
-    start 4, or set the degrees to the ranks there are
+    start 4
+    (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 @ NGPU=0 devices=8
 > environment: NGPU = "0": expected a whole number at least 1
 @ NGPU=-2 devices=8

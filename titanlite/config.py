@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -432,7 +433,7 @@ class Launch:
 def _number(environment: Mapping[str, str], name: str, least: int) -> int:
     """A count in an environment variable; where it is unset or empty, the least it can be."""
     text = environment.get(name) or str(least)
-    if not text.isdecimal() or int(text) < least:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise ConfigError([f"environment: {name} = {show(text)}: expected a whole number at least {least}"])
     return int(text)
 
@@ -453,27 +454,33 @@ def check(loaded: Loaded[Config], launch: Launch) -> Config:
     config, refuse, world, problems = loaded.config, Refusals(), launch.world_size, []
     parallelism, training = config.parallelism, config.training
     if launch.n_devices and launch.local_world_size > launch.n_devices:
+        devices = f"{launch.n_devices} {'device' if launch.n_devices == 1 else 'devices'}"
         problems.append(
-            f"{loaded.file}: {_ranks(launch.local_world_size)} on this host, which has "
-            f"{launch.n_devices} device{'s' * (launch.n_devices > 1)}; start fewer (NGPU), or use more hosts (NNODES)"
+            f"{loaded.file}: {_ranks(launch.local_world_size)} on this host, which has {devices}; start fewer "
+            "(smaller degrees, or NGPU), or use more hosts (NNODES)"
         )
 
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shard == -1:
         shard = max(world // replicate, 1)
-    ranks = replicate * shard
-    if ranks != world:
-        shard_is_given = parallelism.data_parallel_shard_degree != -1
+        if world % replicate:
+            refuse(
+                "parallelism.data_parallel_replicate_degree",
+                f"expected a divisor of the {_ranks(world)} that the launch has; start a multiple of {replicate}",
+            )
+    elif replicate * shard != world:
         refuse(
-            f"parallelism.data_parallel_{'shard' if shard_is_given else 'replicate'}_degree",
-            f"replicate {replicate} x shard {shard} needs {_ranks(ranks)}, and the launch has {world}; start {ranks}, "
-            "or set the degrees to the ranks there are",
+            "parallelism.data_parallel_shard_degree",
+            f"replicate {replicate} x shard {shard} needs {_ranks(replicate * shard)}, and the launch has {world}; "
+            f"start {replicate * shard} (./run_train.sh does, without NGPU), or set the degrees to the ranks there are",
         )
+    ranks = replicate * shard
     group = parallelism.fsdp_reshard_after_forward
     if isinstance(group, int) and (shard % group or group >= shard):
+        choices = ['"always"', '"never"', *(str(size) for size in range(2, shard) if shard % size == 0)]
         refuse(
             "parallelism.fsdp_reshard_after_forward",
-            f'expected "always", "never", or a divisor of the shard degree {shard} that is above 1 and below it',
+            f"expected one of {', '.join(choices)} for {shard} {'shard' if shard == 1 else 'shards'}",
         )
     microstep = training.local_batch_size * ranks
     global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
