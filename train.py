@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, config, data, mesh, metrics, options, provenance
+from titanlite import build, data, mesh, metrics, options, provenance
+from titanlite.config import USAGE, Config, Launch, check, load
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
@@ -32,12 +33,12 @@ class TrainingError(Exception):
     """The run cannot go on; the message says at which step, on which ranks, and why."""
 
 
-def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[], bool]) -> None:
+def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> None:
     """Train to the last step, or to the end of the step during which some rank was asked to stop."""
-    training, rank = job.training, launch.rank
-    device, dump_folder = mesh.device_of(launch), Path(job.job.dump_folder)
-    torch.manual_seed(job.debug.seed + rank)
-    if job.debug.deterministic:
+    training, rank = config.training, launch.rank
+    device, dump_folder = mesh.device_of(launch), Path(config.job.dump_folder)
+    torch.manual_seed(config.debug.seed + rank)
+    if config.debug.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # NVIDIA's condition for repeatable cuBLAS products
         torch.use_deterministic_algorithms(True)
 
@@ -46,64 +47,64 @@ def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[],
             print(message, flush=True)
 
     # The parts
-    device_mesh = build.build_mesh(job, device)
-    sequences, held_out, data_identity = build.build_data(job, builds_cache=launch.local_rank == 0)
-    model = build.build_model(job, device_mesh, device)
-    optimizer = build.build_optimizer(job, model)
+    device_mesh = build.build_mesh(config, device)
+    sequences, held_out, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
+    model = build.build_model(config, device_mesh, device)
+    optimizer = build.build_optimizer(config, model)
     parameters = list(model.parameters())
     peak_flops, peak_source = metrics.peak_flops(device, getattr(torch, training.mixed_precision_param))
-    say(introduction(job, model, sequences, held_out, peak_source))
+    say(introduction(config, model, sequences, held_out, peak_source))
 
     # Where to start: after the newest checkpoint, or from given weights, or from the initial ones
     last_step, skipped, data_state, checkpointer = 0, 0, None, None
-    if job.checkpoint.enable or job.checkpoint.initial_load_path:
+    if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite import checkpoint  # here: the import takes half a second, and a run may do without
-    if job.checkpoint.enable:
+    if config.checkpoint.enable:
         checkpointer = checkpoint.Checkpointer(
-            dump_folder / job.checkpoint.folder,
-            identity={"seed": job.debug.seed, "data": data_identity, **build.model_dimensions(job)},
-            keep_latest_k=job.checkpoint.keep_latest_k,
-            async_mode=job.checkpoint.async_mode,
+            dump_folder / config.checkpoint.folder,
+            identity={"seed": config.debug.seed, "data": data_identity, **build.model_dimensions(config)},
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            async_mode=config.checkpoint.async_mode,
         )
-        saved = checkpointer.resume(job.checkpoint.load_step, model, optimizer)
+        saved = checkpointer.resume(config.checkpoint.load_step, model, optimizer)
         if saved:
             last_step, skipped, data_state = saved["step"], saved["skipped"], saved["data"]
-            say(f"resumed after step {last_step} from {checkpointer.folder}")
-    if not last_step and job.checkpoint.initial_load_path:
-        checkpoint.load_weights(Path(job.checkpoint.initial_load_path), model)
-        say(f"weights from {job.checkpoint.initial_load_path}")
+            say(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
+    if not last_step and config.checkpoint.initial_load_path:
+        checkpoint.load_weights(Path(config.checkpoint.initial_load_path), model)
+        say(f"weights from {config.checkpoint.initial_load_path}")
 
-    loader = build.build_loader(job, sequences, rank=rank, device=device, state=data_state)
+    loader = build.build_loader(config, sequences, rank=rank, device=device, state=data_state)
     reporter = None
     if rank == 0:
         reporter = metrics.Reporter(
             dump_folder,
-            tb_folder=job.metrics.save_tb_folder if job.metrics.enable_tensorboard else None,
+            tb_folder=config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None,
             last_step=last_step,
             steps=training.steps,
-            config=provenance.describe(device, launch.world_size) + job.toml(),
+            config=provenance.describe(device, launch.world_size) + config.toml(),
         )
     meter = metrics.Meter(
         device,
         tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
-        flops_per_token=build.count_flops_per_token(job, model),
+        flops_per_token=build.count_flops_per_token(config, model),
         peak_flops=peak_flops,
     )
     with contextlib.ExitStack() as stack:
-        profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(job, rank)]
+        profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(config, rank)]
 
         # The loop
         for step in range(last_step + 1, training.steps + 1):
             with meter.waiting_for_data():
                 batch = loader.next()
-            lr = job.optimizer.lr * lr_factor(step, **job.lr_scheduler.model_dump())
+            lr = config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump())
             set_lr(optimizer, lr)
             loss_sum, valid = forward_backward(
                 model,
                 batch,
                 device=device,
-                reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
-                reduce_gradients=job.parallelism.fsdp_reduce_gradients,
+                reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+                reduce_gradients=config.parallelism.fsdp_reduce_gradients,
             )
             norm = gradient_norm(parameters)
 
@@ -123,12 +124,12 @@ def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[],
             optimizer.zero_grad()
             meter.step_done()
             if step == last_step + 1:
-                mesh.set_timeout(job.comm.train_timeout_seconds)
+                mesh.set_timeout(device_mesh, config.comm.train_timeout_seconds)
 
             # Reports, validation, checkpoint
             ends = step == training.steps or stopping > 0
             values = {}
-            if step % job.metrics.log_freq == 0 or step == last_step + 1 or ends:
+            if step % config.metrics.log_freq == 0 or step == last_step + 1 or ends:
                 values = {
                     "loss_metrics/global_avg_loss": loss,
                     "loss_metrics/global_max_loss": largest_loss(loss_sum, batch),
@@ -138,13 +139,13 @@ def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[],
                     **meter.read(),
                 }
             with meter.paused():
-                if held_out is not None and (step % job.validation.freq == 0 or ends):
-                    values[metrics.VALIDATION_LOSS] = validate(job, model, held_out, launch, device)
+                if held_out is not None and (step % config.validation.freq == 0 or ends):
+                    values[metrics.VALIDATION_LOSS] = validate(config, model, held_out, launch, device)
                 if reporter and values:
                     reporter.report(step, values, meter.seconds_per_step)
                 if checkpointer:
                     checkpointer.poll()
-                    if step % job.checkpoint.interval == 0 or ends:
+                    if step % config.checkpoint.interval == 0 or ends:
                         checkpointer.save(step, model, optimizer, {"skipped": skipped, "data": loader.state()})
             for step_done in profilers:
                 step_done(step)
@@ -153,12 +154,12 @@ def train(job: config.Config, launch: config.Launch, asked_to_stop: Callable[[],
                 break
     loader.close()
     if checkpointer:
-        checkpointer.finish()
+        checkpointer.close()
 
 
 @torch.no_grad()
 def validate(
-    job: config.Config, model: Llama, held_out: data.HeldOutSequences, launch: config.Launch, device: torch.device
+    config: Config, model: Llama, held_out: data.HeldOutSequences, launch: Launch, device: torch.device
 ) -> float:
     """Loss on the held-out sequences by the same rule as in training: token losses over valid tokens, nats."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -166,8 +167,8 @@ def validate(
         held_out,
         rank=launch.rank,
         n_ranks=launch.world_size,
-        local_batch_size=job.training.local_batch_size,
-        steps=job.validation.steps,
+        local_batch_size=config.training.local_batch_size,
+        steps=config.validation.steps,
     ):
         totals[0] += cross_entropy_sum(model(tokens.to(device)), targets.to(device))
         totals[1] += count_valid([targets], device)
@@ -195,21 +196,21 @@ def why_not_finite(step: int, loss: float, norm: float, loss_sum: Tensor) -> str
 
 
 def introduction(
-    job: config.Config,
+    config: Config,
     model: Llama,
     sequences: data.Sequences,
     held_out: data.HeldOutSequences | None,
     peak_source: str,
 ) -> str:
     """The first lines of a run: what trains on what, in which precision, over which ranks."""
-    training, parallelism = job.training, job.parallelism
+    training, parallelism, size = config.training, config.parallelism, config.model
     batch = training.global_batch_size
     microstep = training.local_batch_size * parallelism.data_parallel_replicate_degree
     microstep *= parallelism.data_parallel_shard_degree
     lines = [
-        *([job.job.description] if job.job.description else []),
-        f"model      {job.model.flavor}: {job.model.n_layers} layers, dim {job.model.dim}, {job.model.n_heads} heads, "
-        f"{job.model.n_kv_heads} kv heads, ffn {job.model.ffn_dim}, vocabulary {job.model.vocab_size}; "
+        *([config.job.description] if config.job.description else []),
+        f"model      {size.flavor}: {size.n_layers} layers, dim {size.dim}, {size.n_heads} heads, "
+        f"{size.n_kv_heads} kv heads, ffn {size.ffn_dim}, vocabulary {size.vocab_size}; "
         f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
         f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
@@ -224,23 +225,23 @@ def introduction(
 
 def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
-        print(options.help_text(config.Config, config.USAGE))
+        print(options.help_text(Config, USAGE))
         return
     mesh.keep_freed_memory()
     stop_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     try:
-        launch = config.Launch.from_environment(torch.cuda.device_count())
-        job = config.check(config.load(argv), launch)
+        launch = Launch.from_environment(torch.cuda.device_count())
+        config = check(load(argv), launch)
         with mesh.process_group(
             launch,
-            timeout_seconds=job.comm.init_timeout_seconds,
-            trace_buf_size=job.comm.trace_buf_size,
-            dump_folder=job.job.dump_folder,
+            timeout_seconds=config.comm.init_timeout_seconds,
+            trace_buf_size=config.comm.trace_buf_size,
+            dump_folder=config.job.dump_folder,
         ):
-            train(job, launch, lambda: bool(stop_signals))
+            train(config, launch, lambda: bool(stop_signals))
         status = 0
-    except config.ConfigError as error:
+    except options.ConfigError as error:
         status = 2
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks find the same
             options.print_problems(error)

@@ -12,6 +12,7 @@ own: load checkpoints that you trust.
 import json
 import os
 import shutil
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +51,7 @@ class Checkpointer:
         self.folder, self.identity = folder, identity
         self.keep_latest_k, self.async_mode = keep_latest_k, async_mode
         self._writing: tuple[int, Future[Any]] | None = None
+        self._deleting: list[threading.Thread] = []
         # A group of its own: an asynchronous save talks to the other ranks from another thread than the training.
         self._group = dist.new_group(backend="gloo")
         if dist.get_rank() == 0:
@@ -118,7 +120,7 @@ class Checkpointer:
         Args:
             state: what goes into state.json; plain JSON, the same on every rank.
         """
-        self.finish()
+        self._finish()
         making = self.folder / f"step-{step}.tmp"
         if dist.get_rank() == 0:
             shutil.rmtree(making, ignore_errors=True)
@@ -135,10 +137,16 @@ class Checkpointer:
     def poll(self) -> None:
         """Publish an asynchronous save if it is done; cheap enough for every step."""
         if self._writing and self._writing[1].done():
-            self.finish()
+            self._finish()
 
-    def finish(self) -> None:
-        """Wait for an asynchronous save and publish it. Raises what the save raised."""
+    def close(self) -> None:
+        """Wait for all that goes on in the background. Raises what an asynchronous save raised."""
+        self._finish()
+        for thread in self._deleting:
+            thread.join()
+
+    def _finish(self) -> None:
+        """Wait for an asynchronous save and publish it."""
         if self._writing:
             step, writing = self._writing
             writing.result()
@@ -151,15 +159,23 @@ class Checkpointer:
         if dist.get_rank() != 0:
             return
         whole = self.folder / f"step-{step}"
-        if whole.exists():  # this step was saved before by a run that was then sent back
-            shutil.rmtree(whole)
+        if whole.exists():  # saved before, by a run that was asked to stop there
+            self._delete(whole)
         whole.with_name(f"step-{step}.tmp").rename(whole)
         descriptor = os.open(self.folder, os.O_RDONLY)
         os.fsync(descriptor)  # the rename itself reaches the disk
         os.close(descriptor)
         if self.keep_latest_k:
             for old in sorted(whole_steps(self.folder))[: -self.keep_latest_k]:
-                shutil.rmtree(self.folder / f"step-{old}")
+                self._delete(self.folder / f"step-{old}")
+
+    def _delete(self, whole: Path) -> None:
+        """Delete a checkpoint while training goes on; from the first moment on, it is no longer whole."""
+        dying = whole.with_name(f"{whole.name}.old.tmp")
+        whole.rename(dying)
+        thread = threading.Thread(target=shutil.rmtree, args=(dying,), name="delete checkpoint")
+        thread.start()
+        self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

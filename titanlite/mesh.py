@@ -34,7 +34,6 @@ def process_group(launch: Launch, *, timeout_seconds: int, trace_buf_size: int, 
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # a failed collective ends the process
     # gloo beside NCCL carries what lives in host memory: offloaded gradients, checkpoint plans.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = "WORLD_SIZE" not in os.environ
@@ -73,13 +72,14 @@ def init_mesh(device_type: str, *, dp_replicate: int, dp_shard: int) -> DeviceMe
     return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def set_timeout(seconds: int) -> None:
-    """Change how long collectives of every group may take from now on.
+def set_timeout(mesh: DeviceMesh, seconds: int) -> None:
+    """Change how long collectives of the training's groups may take from now on. Other groups, such as the
+    checkpoint's, keep theirs.
 
-    Private API: torch.distributed.distributed_c10d._set_pg_timeout (tried on torch 2.11 and 2.13).
+    Private API: torch.distributed.distributed_c10d._set_pg_timeout (tried on torch 2.11, 2.13 and 2.15, on gloo).
     """
-    if dist.get_backend() != "gloo":
+    if mesh.device_type == "cuda":  # collectives in flight keep the timeout they were started with
         torch.cuda.synchronize()
         dist.barrier()
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in [dist.group.WORLD, *mesh.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -59,37 +59,37 @@ class ProofSequences:
             first += stride
 
 
-def _sequences(job: Config) -> ProofSequences:
-    return ProofSequences(vocab_size=job.model.vocab_size, seq_len=job.training.seq_len, seed=job.debug.seed)
+def _sequences(config: Config) -> ProofSequences:
+    return ProofSequences(vocab_size=config.model.vocab_size, seq_len=config.training.seq_len, seed=config.debug.seed)
 
 
-def run(job: Config, launch: Launch, *, steps: int) -> Trace:
+def run(config: Config, launch: Launch, *, steps: int) -> Trace:
     """Take some steps over all ranks of the process group. Every rank must call it, and each gets the trace.
 
     Args:
-        job: as `config.check` resolved it.
+        config: as `config.check` resolved it.
     """
     device = mesh.device_of(launch)
-    model = build.build_model(job, build.build_mesh(job, device), device)
-    optimizer = build.build_optimizer(job, model)
-    loader = build.build_loader(job, _sequences(job), rank=launch.rank, device=device, state=None)
+    model = build.build_model(config, build.build_mesh(config, device), device)
+    optimizer = build.build_optimizer(config, model)
+    loader = build.build_loader(config, _sequences(config), rank=launch.rank, device=device, state=None)
     parameters = list(model.parameters())
     trace = Trace(initial=_whole(dict(model.named_parameters())))
     for step in range(1, steps + 1):
-        set_lr(optimizer, job.optimizer.lr * lr_factor(step, **job.lr_scheduler.model_dump()))
+        set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
         loss_sum, valid = forward_backward(
             model,
             loader.next(),
             device=device,
-            reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
-            reduce_gradients=job.parallelism.fsdp_reduce_gradients,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            reduce_gradients=config.parallelism.fsdp_reduce_gradients,
         )
         dist.all_reduce(loss_sum)
         norm = gradient_norm(parameters)
         trace.losses.append((loss_sum / valid).item())
         trace.norms.append(norm.item())
         trace.gradients.append(_whole({name: p.grad for name, p in model.named_parameters()}))
-        scale_gradients(parameters, clip_factor(norm, job.training.max_norm))
+        scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
         optimizer.step()
         optimizer.zero_grad()
     loader.close()
@@ -97,18 +97,18 @@ def run(job: Config, launch: Launch, *, steps: int) -> Trace:
     return trace
 
 
-def run_alone(job: Config, device: torch.device, *, steps: int) -> Trace:
+def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take the same steps in this process alone, without FSDP, accumulation or anything distributed."""
-    training, dtype = job.training, getattr(torch, job.training.dtype)
+    training, dtype = config.training, getattr(torch, config.training.dtype)
     with torch.device("meta"):
-        model = Llama(**build.model_dimensions(job), max_seq_len=training.seq_len).to(dtype)
+        model = Llama(**build.model_dimensions(config), max_seq_len=training.seq_len).to(dtype)
     model.materialize(device)
-    init_weights(model, seed=job.debug.seed, n_layers=job.model.n_layers, device=device)
-    optimizer = build.build_optimizer(job, model)
-    sequences, batch_size = _sequences(job), training.global_batch_size
+    init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
+    optimizer = build.build_optimizer(config, model)
+    sequences, batch_size = _sequences(config), training.global_batch_size
     trace = Trace(initial=_whole(dict(model.named_parameters())))
     for step in range(1, steps + 1):
-        set_lr(optimizer, job.optimizer.lr * lr_factor(step, **job.lr_scheduler.model_dump()))
+        set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
         rows = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
         tokens, targets = (torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*rows, strict=True))
         loss = cross_entropy_sum(model(tokens), targets) / (targets != IGNORED).sum()
