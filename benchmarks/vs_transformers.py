@@ -1,22 +1,24 @@
-"""titanlite beside transformers' LlamaForCausalLM in a plain PyTorch loop, on the CPU, in turn on the same machine.
+"""titanlite beside transformers' LlamaForCausalLM in a plain PyTorch loop, on the CPU of this machine.
 
 The same 6.16 million parameters, sequence length, batch, precision (float32) and optimizer (fused AdamW); alone, and
-on two ranks with DDP and FSDP2 in the plain loop against dp_replicate = 2 and dp_shard = 2. Both sides are whole
-processes.
+on two ranks: DDP and FSDP2 in the plain loop against dp_replicate = 2 and dp_shard = 2. Both sides are whole
+processes. They take their steps in turn, one stopped (SIGSTOP) while the other runs, so a machine whose speed drifts
+slows both alike.
 
     python benchmarks/vs_transformers.py [--rounds N] [--steps N] [--modes alone ddp fsdp]
 
-Prints, for each mode, medians over the rounds of: tokens/s (median step of a process, without the first two), peak
-resident memory (summed over ranks), seconds from launch to the end of the first step; and the median of the rounds'
-ratios, where above 1 is better for tokens/s and below 1 for the others.
+Prints for each mode: tokens/s (median over all steps but the first two of a launch), peak resident memory (summed over
+ranks, median over launches), seconds from launch to the end of the first step (median over launches); and the medians
+of the ratios of neighbouring steps and of launches. Above 1 is better for tokens/s, below 1 for the others.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
+import queue
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,73 +44,112 @@ OURS_LAYOUT = {
 }
 
 
-def ours(mode: str, steps: int) -> list[str]:
+def titanlite(mode: str, steps: int) -> list[str]:
     arguments = [str(HERE / "vs_transformers.toml"), f"--training.steps={steps}", *OURS_LAYOUT[mode]]
     if mode == "alone":
         return [sys.executable, str(HERE.parent / "train.py"), *arguments]
     return [*TORCHRUN, str(HERE.parent / "train.py"), *arguments, "--training.local_batch_size=4"]
 
 
-def plain(mode: str, steps: int) -> list[str]:
+def plain_loop(mode: str, steps: int) -> list[str]:
     script = str(HERE / "transformers_loop.py")
     if mode == "alone":
         return [sys.executable, script, str(steps), "8"]
     return [*TORCHRUN, script, str(steps), "4", mode]
 
 
-def measure(command: list[str], ranks: int) -> dict[str, float]:
-    """Run a command to its end. Step times are taken where its "step N" lines arrive, so both sides are timed alike."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(os.cpu_count() // ranks, 1)), "PYTHONPATH": str(HERE.parent)}
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    peaks: dict[int, int] = {}
-    threading.Thread(target=watch_memory, args=(process.pid, peaks, ranks), daemon=True).start()
-    arrivals = [time.perf_counter() for line in process.stdout if re.match(r"step +\d+", line)]
-    if process.wait() != 0:
-        raise SystemExit(f"failed: {' '.join(command)}")
-    steps = [later - earlier for earlier, later in itertools.pairwise(arrivals)][1:]
-    return {
-        "tokens/s": TOKENS / statistics.median(steps),
-        "peak MiB": sum(sorted(peaks.values())[-ranks:]) / 1024,
-        "first step s": arrivals[0] - start,
-    }
+class Side:
+    """A program that prints a line "step N ..." after each step, and runs only when it is told to."""
+
+    def __init__(self, command: list[str], ranks: int):
+        threads = str(max((os.cpu_count() or 1) // ranks, 1))
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(HERE.parent)}
+        start = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        self.alone = ranks == 1
+        self.ends: queue.Queue[float | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.first_step = self._wait() - start
+        self.stop()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if re.match(r"step +\d+", line):
+                self.ends.put(time.perf_counter())
+        self.ends.put(None)
+
+    def _wait(self) -> float:
+        end = self.ends.get(timeout=300)
+        if end is None:
+            raise SystemExit(f"failed: {self.process.args}")
+        return end
+
+    def ranks(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root] if self.alone else root.children()
+
+    def stop(self) -> None:
+        for rank in self.ranks():
+            rank.send_signal(signal.SIGSTOP)
+
+    def step(self) -> float:
+        """Seconds that the next step takes."""
+        start = time.perf_counter()
+        for rank in self.ranks():
+            rank.send_signal(signal.SIGCONT)
+        seconds = self._wait() - start
+        self.stop()
+        return seconds
+
+    def peak_mib(self) -> float:
+        """Peak resident memory, summed over the ranks."""
+        statuses = [Path(f"/proc/{rank.pid}/status").read_text() for rank in self.ranks()]
+        return sum(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) for status in statuses) / 1024
+
+    def kill(self) -> None:
+        for process in [*self.ranks(), self.process]:
+            process.kill()
+        self.process.wait()
 
 
-def watch_memory(pid: int, peaks: dict[int, int], ranks: int) -> None:
-    """Keep the peak resident KiB of a process (one rank) or of its children (torchrun's ranks) while they live."""
-    while True:
-        try:
-            root = psutil.Process(pid)
-            for process in [root] if ranks == 1 else root.children():
-                status = Path(f"/proc/{process.pid}/status").read_text()
-                peaks[process.pid] = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, TypeError):
-            if not psutil.pid_exists(pid):
-                return
-        time.sleep(0.1)
+def compare(mode: str, rounds: int, steps: int) -> None:
+    """Measure one mode; print a line of JSON a launch and the medians."""
+    ranks = 1 if mode == "alone" else 2
+    seconds, launches = [], []
+    for number in range(rounds):
+        sides = []
+        for command in (titanlite, plain_loop):  # one more step than is taken: the last one is followed by the end
+            sides.append(Side(command(mode, steps + 1), ranks))
+        pairs = [[side.step() for side in sides] for _ in range(steps - 1)][1:]
+        launch = [{"peak MiB": side.peak_mib(), "first step s": side.first_step} for side in sides]
+        for side in sides:
+            side.kill()
+        seconds += pairs
+        launches.append(launch)
+        print(json.dumps({"mode": mode, "round": number, "launch": launch, "seconds": pairs}), flush=True)
+    report(mode, "tokens/s", [[TOKENS / one, TOKENS / other] for one, other in seconds])
+    for what in launches[0][0]:
+        report(mode, what, [[side[what] for side in launch] for launch in launches])
+
+
+def report(mode: str, what: str, pairs: list[list[float]]) -> None:
+    one, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
+    print(f"{mode:6} {what:14} titanlite {one:8.1f}   plain loop {other:8.1f}   ratio {ratio:.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--modes", nargs="+", default=list(OURS_LAYOUT), choices=OURS_LAYOUT)
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.rounds} rounds")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.rounds} launches of each side")
     for mode in options.modes:
-        ranks = 1 if mode == "alone" else 2
-        rounds = []
-        for number in range(options.rounds):
-            pair = measure(ours(mode, options.steps), ranks), measure(plain(mode, options.steps), ranks)
-            rounds.append(pair)
-            print(json.dumps({"mode": mode, "round": number, "titanlite": pair[0], "plain": pair[1]}), flush=True)
-        for what in rounds[0][0]:
-            mine, other = (statistics.median(pair[side][what] for pair in rounds) for side in (0, 1))
-            ratio = statistics.median(pair[0][what] / pair[1][what] for pair in rounds)
-            print(
-                f"{mode:6} {what:14} titanlite {mine:10.1f}   plain loop {other:10.1f}   ratio {ratio:.3f}", flush=True
-            )
+        compare(mode, options.rounds, options.steps)
 
 
 if __name__ == "__main__":

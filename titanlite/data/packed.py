@@ -22,7 +22,7 @@ from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.loss import IGNORED
 from titanlite.options import ConfigError, show
 
-FORMAT = 1  # of the token files; raised when what they hold changes
+FORMAT = 2  # of the token files; raised when what they hold changes
 
 
 def is_held_out(document: int, fraction: float) -> bool:
