@@ -76,10 +76,12 @@ def set_timeout(mesh: DeviceMesh, seconds: int) -> None:
     """Change how long collectives of the training's groups may take from now on. Other groups, such as the
     checkpoint's, keep theirs.
 
-    Private API: torch.distributed.distributed_c10d._set_pg_timeout (tried on torch 2.11, 2.13 and 2.15, on gloo).
+    torch.distributed.set_timeout since torch 2.15; before that, the same under the private name _set_pg_timeout (tried
+    on torch 2.11 and 2.13; all three on gloo).
     """
     if mesh.device_type == "cuda":  # collectives in flight keep the timeout they were started with
         torch.cuda.synchronize()
         dist.barrier()
+    set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in [dist.group.WORLD, *mesh.get_all_groups()]:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timedelta(seconds=seconds), group)
