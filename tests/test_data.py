@@ -626,15 +626,20 @@ def test_missing_files_are_refused(tmp_path, dataset, path, reason):
     ("texts", "text_key", "reason"),
     [
         (["one"], "no", 'no column "no"; set training.dataset_text_key to one of text, other, id'),
-        (["one"], "id", 'column "id" holds a int where a document\'s text is expected'),
+        (["one"], "id", 'column "id" holds a value of type int where a document\'s text is expected'),
         (["one", "two", None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
         ([None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
-        ([["one"]], "text", 'column "text" holds a list where a document\'s text is expected'),
+        ([["one"]], "text", 'column "text" holds a value of type list where a document\'s text is expected'),
     ],
 )
 def test_a_column_that_is_no_text_is_refused(tmp_path, kind, texts, text_key, reason):
     file = write(tmp_path / f"a.{kind}", texts)
     assert list(refusals(kind, file, text_key=text_key)) == [f'training.dataset_path = "{file}": {reason}'] * 2
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "a.json").touch()
+    assert list(refusals("json", tmp_path)) == [f'training.dataset_path = "{tmp_path}": has no documents'] * 2
 
 
 @pytest.mark.parametrize("what", ["loaded", "read"])

@@ -92,7 +92,7 @@ def load_stream(source: Source) -> tuple[Any, str, str]:
 def text_of(source: Source, column: str, value: Any) -> str:
     """A document's text, or a ConfigError if the column holds something else."""
     if not isinstance(value, str):
-        what = "no text (null)" if value is None else f"a {type(value).__name__}"
+        what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ConfigError([f"{_where(source)}: column {show(column)} holds {what} where a document's text is expected"])
     return value
 
@@ -119,6 +119,8 @@ def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
     try:
         loaded = datasets.load_dataset(**options, streaming=streaming)
         columns = loaded.column_names or list(next(iter(loaded)))  # a stream may learn them from its first row
+    except StopIteration:
+        raise ConfigError([f"{_where(source)}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own
         raise _refused(source, "cannot be loaded", error) from None
     if column not in columns:
@@ -145,11 +147,10 @@ def reading(source: Source, rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _refused(source: Source, what: str, error: BaseException) -> ConfigError:
-    if isinstance(error, ConfigError):
-        return error
     while error.__cause__ is not None:  # `datasets` wraps what says something
         error = error.__cause__
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
     hint = (
         ""
         if source.dataset in FILES
