@@ -52,8 +52,8 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     model = build.build_model(config, device_mesh, device)
     optimizer = build.build_optimizer(config, model)
     parameters = list(model.parameters())
-    peak_flops, peak_source = metrics.peak_flops(device, getattr(torch, training.mixed_precision_param))
-    say(introduction(config, model, sequences, held_out, peak_source))
+    peak = metrics.Peak(device, getattr(torch, training.mixed_precision_param))
+    say(introduction(config, model, sequences, held_out, peak.source))
 
     # Where to start: after the newest checkpoint, or from given weights, or from the initial ones
     last_step, skipped, data_state, checkpointer = 0, 0, None, None
@@ -88,7 +88,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         device,
         tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
         flops_per_token=build.count_flops_per_token(config, model),
-        peak_flops=peak_flops,
+        peak=peak,
     )
     with contextlib.ExitStack() as stack:
         profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(config, rank)]

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
-from titanlite import config
+from titanlite import config, metrics
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -165,6 +165,14 @@ def test_tensorboard_has_the_same_values(runs, folder):
         assert points == [(row["step"], pytest.approx(row[tag], rel=1e-6)) for row in found]  # float32 there
     (text,) = events.Tensors("config/text_summary")
     assert b"global_batch_size = 8" in text.tensor_proto.string_val[0]
+
+
+def test_a_peak_measured_in_a_slow_moment_is_measured_again():
+    peak = metrics.Peak(torch.device("cpu"), torch.float32)
+    true, peak.flops = peak.flops, peak.flops / 100
+    assert 0.02 < peak.share(true / 2) < 5, "half of the true rate is not 50 times the peak"
+    peak.flops = 100 * true
+    assert peak.share(true) == 0.01, "far below the peak, nothing is measured"
 
 
 def test_largest_loss_is_the_worst_ranks(runs):
