@@ -1,14 +1,17 @@
 """The table of layouts: each computes what one process computes, in float64 to 1e-12."""
 
 import contextlib
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite import config, init, parity
+from titanlite import build, config, init, parity
 from titanlite.parallel import fsdp
+from titanlite.step import forward_backward
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -101,6 +104,36 @@ BROKEN = {
     "mean of means": _mean_of_means,
 }
 
+
+def collectives(job: config.Config) -> dict[str, int]:
+    """How many collectives of each kind the forward and backward of one step start on this rank."""
+    launch = config.Launch.from_environment(n_devices=0)
+    model = build.build_model(job, build.build_mesh(job, CPU), CPU)
+    loader = build.build_loader(job, parity._sequences(job), rank=launch.rank, device=CPU, state=None)
+    with CountCollectives() as counted:
+        forward_backward(
+            model,
+            loader.next(),
+            device=CPU,
+            reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
+            reduce_gradients=job.parallelism.fsdp_reduce_gradients,
+        )
+    loader.close()
+    return dict(counted.calls)
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name, *_ = str(function).split(".")
+        if namespace == "c10d":
+            self.calls[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +195,27 @@ def test_equals_one_process(ranks, tmp_path, world_size, options, microsteps):
 def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, world_size, options, first):
     found = compare(ranks, tmp_path, world_size, options, broken)
     assert next(what for what, d in found.items() if d > 1e-6) == first
+
+
+UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output head
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathers", "scatters", "reduces"),
+    [
+        ("replicate", 0, 0, UNITS),
+        ("ZeRO-1", UNITS, UNITS, 0),
+        ("ZeRO-2", UNITS, 3 * UNITS, 0),
+        ("ZeRO-3", 3 * (2 * UNITS - 1), 3 * UNITS, 0),  # the last unit is not gathered again for its backward
+    ],
+)
+def test_traffic_of_three_microsteps(ranks, tmp_path, layout, gathers, scatters, reduces):
+    """The table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
+    options = {f"parallelism__{key}": value for key, value in LAYOUTS[layout](2).items()}
+    job = resolve(tmp_path, config.Launch(0, 0, 2, 2, 0), training__global_batch_size=12, **options)
+    expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
+    for found in ranks(2).run(collectives, job=job):
+        assert found == {name: count for name, count in expected.items() if count}
 
 
 def test_the_clip_is_at_work(tmp_path):

@@ -60,8 +60,8 @@ def keep_freed_memory() -> None:
 
 
 def leave(status: int) -> None:
-    """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way (seen on torch
-    2.11 to 2.13 with four ranks), which would turn a finished run into a failed one."""
+    """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
+    would turn a finished run into a failed one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
