@@ -21,12 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import build, data, mesh, metrics, options, provenance
-from titanlite.config import USAGE, Config, Launch, check, load
-from titanlite.loss import count_valid, cross_entropy_sum
-from titanlite.model import Llama
+from titanlite.config import USAGE, Config, Launch, check, load, stage_modules
+from titanlite.loss import count_valid
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
-from titanlite.parallel import fsdp
-from titanlite.step import forward_backward
+from titanlite.step import forward_backward, validate
 
 
 class TrainingError(Exception):
@@ -47,13 +45,14 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             print(message, flush=True)
 
     # The parts
-    device_mesh = build.build_mesh(config, device)
+    layout = build.build_layout(config, device)
     sequences, held_out, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
-    model = build.build_model(config, device_mesh, device)
+    model, stages = build.build_model(config, layout, device)
+    runner, counts = build.build_runner(config, layout, stages, device), build.counts(layout, model)
     optimizer = build.build_optimizer(config, model)
     parameters = list(model.parameters())
     peak = metrics.Peak(device, getattr(torch, training.mixed_precision_param))
-    say(introduction(config, model, sequences, held_out, peak.source))
+    say(introduction(config, sequences, held_out, peak.source))
 
     # Where to start: after the newest checkpoint, or from given weights, or from the initial ones
     last_step, skipped, data_state, checkpointer = 0, 0, None, None
@@ -74,7 +73,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         checkpoint.load_weights(Path(config.checkpoint.initial_load_path), model)
         say(f"weights from {config.checkpoint.initial_load_path}")
 
-    loader = build.build_loader(config, sequences, rank=rank, device=device, state=data_state)
+    loader = build.build_loader(config, layout, sequences, device=device, state=data_state)
     reporter = None
     if rank == 0:
         reporter = metrics.Reporter(
@@ -87,7 +86,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     meter = metrics.Meter(
         device,
         tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
-        flops_per_token=build.count_flops_per_token(config, model),
+        flops_per_token=build.count_flops_per_token(config),
         peak=peak,
     )
     with contextlib.ExitStack() as stack:
@@ -101,12 +100,14 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             set_lr(optimizer, lr)
             loss_sum, valid = forward_backward(
                 model,
+                runner,
                 batch,
                 device=device,
+                counts=counts,
                 reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
                 reduce_gradients=config.parallelism.fsdp_reduce_gradients,
             )
-            norm = gradient_norm(parameters)
+            norm = gradient_norm(parameters, device)
 
             # One small sum tells all ranks the loss, and whether one of them was asked to stop.
             totals = torch.stack([loss_sum, torch.full_like(loss_sum, asked_to_stop())])
@@ -124,7 +125,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             optimizer.zero_grad()
             meter.step_done()
             if step == last_step + 1:
-                mesh.set_timeout(device_mesh, config.comm.train_timeout_seconds)
+                mesh.set_timeout(layout, config.comm.train_timeout_seconds)
 
             # Reports, validation, checkpoint
             ends = step == training.steps or stopping > 0
@@ -132,7 +133,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             if step % config.metrics.log_freq == 0 or step == last_step + 1 or ends:
                 values = {
                     "loss_metrics/global_avg_loss": loss,
-                    "loss_metrics/global_max_loss": largest_loss(loss_sum, batch),
+                    "loss_metrics/global_max_loss": largest_loss(loss_sum, batch, counts),
                     "grad_norm": norm_value,
                     "lr": lr,
                     "n_tokens_seen": loader.position * training.seq_len,
@@ -140,7 +141,9 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
                 }
             with meter.paused():
                 if held_out is not None and (step % config.validation.freq == 0 or ends):
-                    values[metrics.VALIDATION_LOSS] = validate(config, model, held_out, launch, device)
+                    batches = build.build_validation_batches(config, layout, held_out)
+                    batches = build.build_validation_batches(config, layout, held_out)
+                    values[metrics.VALIDATION_LOSS] = validate(model, runner, batches, device=device, counts=counts)
                 if reporter and values:
                     reporter.report(step, values, meter.seconds_per_step)
                 if checkpointer:
@@ -157,30 +160,10 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         checkpointer.close()
 
 
-@torch.no_grad()
-def validate(
-    config: Config, model: Llama, held_out: data.HeldOutSequences, launch: Launch, device: torch.device
-) -> float:
-    """Loss on the held-out sequences by the same rule as in training: token losses over valid tokens, nats."""
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for tokens, targets in data.validation_batches(
-        held_out,
-        rank=launch.rank,
-        n_ranks=launch.world_size,
-        local_batch_size=config.training.local_batch_size,
-        steps=config.validation.steps,
-    ):
-        totals[0] += cross_entropy_sum(model(tokens.to(device)), targets.to(device))
-        totals[1] += count_valid([targets], device)
-    fsdp.reshard(model)
-    dist.all_reduce(totals)
-    return (totals[0] / totals[1]).item()
-
-
-def largest_loss(loss_sum: Tensor, batch: data.Batch) -> float:
+def largest_loss(loss_sum: Tensor, batch: data.Batch, counts: bool) -> float:
     """The largest of the ranks' own mean losses."""
-    own = loss_sum / count_valid([targets for _, targets in batch], loss_sum.device)
-    own.nan_to_num_(nan=-math.inf)  # a rank without a valid token has none
+    own = loss_sum / count_valid([microbatch.targets for microbatch in batch], loss_sum.device)
+    own = own.nan_to_num(nan=-math.inf) if counts else torch.full_like(own, -math.inf)  # no valid token: no loss
     dist.all_reduce(own, dist.ReduceOp.MAX)
     return own.item()
 
@@ -197,30 +180,37 @@ def why_not_finite(step: int, loss: float, norm: float, loss_sum: Tensor) -> str
 
 def introduction(
     config: Config,
-    model: Llama,
     sequences: data.Sequences,
     held_out: data.HeldOutSequences | None,
     peak_source: str,
 ) -> str:
     """The first lines of a run: what trains on what, in which precision, over which ranks."""
-    training, parallelism, size = config.training, config.parallelism, config.model
-    batch = training.global_batch_size
-    microstep = training.local_batch_size * parallelism.data_parallel_replicate_degree
-    microstep *= parallelism.data_parallel_shard_degree
+    training, size = config.training, config.model
+    batch, microstep = training.global_batch_size, training.local_batch_size * build.data_ranks(config)
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {size.flavor}: {size.n_layers} layers, dim {size.dim}, {size.n_heads} heads, "
         f"{size.n_kv_heads} kv heads, ffn {size.ffn_dim}, vocabulary {size.vocab_size}; "
-        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+        f"{sum(build.parameter_sizes(config).values()):,} parameters",
         f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
-        f"mesh       dp_replicate {parallelism.data_parallel_replicate_degree} x dp_shard "
-        f"{parallelism.data_parallel_shard_degree}",
+        f"mesh       {build.describe_mesh(config)}",
+        *pipeline_lines(config),
         f"data       {training.dataset}: {sequences}; validation: {held_out or 'none'}",
         f"step       {batch} sequences x {training.seq_len} tokens in {batch // microstep} microstep(s)",
         f"MFU        of {peak_source}; 6N + 12LDT operations a token",
     ]
     return "\n".join(lines)
+
+
+def pipeline_lines(config: Config) -> list[str]:
+    """The schedule, and the modules of each stage."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return []
+    parts = " | ".join(part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]}" for part in stage_modules(config))
+    microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    return [f"pipeline   {parallelism.pipeline_parallel_schedule}, {microbatches} microbatch(es), stages {parts}"]
 
 
 def main(argv: list[str]) -> None:

@@ -5,15 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ranks import Pool
+from titanlite.ranks import Pool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, not failed, where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, not failed, where there is none; those marked `nightly` run when asked for."""
+    skips = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if "nightly" not in config.getoption("markexpr"):
+        skips["nightly"] = "many ranks: pytest -m nightly"
+    for item in items:
+        for mark, reason in skips.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

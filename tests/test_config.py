@@ -102,7 +102,7 @@ FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
     '"llama3_405b", "gpt_175b"'
 )
-RESHARD = 'one of "always", "never", or a whole number at least 2'
+RESHARD = 'one of "default", "always", "never", or a whole number at least 2'
 
 WRONG_VALUES = f"""
 job.dump_folder = 3; job.description = true; job.description = 2020-01-01; job.description = ["a", "b"]
@@ -114,6 +114,7 @@ profiling.save_traces_folder = 3; profiling.save_memory_snapshot_folder = 3
 model.tie_embeddings = 1; training.streaming = "yes"; training.shuffle = 0; training.shuffle = "true"
 training.enable_cpu_offload = 1; checkpoint.enable = "on"; metrics.enable_tensorboard = 1; validation.enable = 1
 profiling.enable_profiling = 1; profiling.enable_memory_snapshot = 1; debug.deterministic = 1
+training.document_mask = 1; parallelism.disable_loss_parallel = "true"; parallelism.enable_async_tensor_parallel = 1
 > true or false
 model.dim = 0; model.n_layers = 0; model.n_heads = 0; model.n_kv_heads = 0; model.ffn_dim = 0; model.vocab_size = 0
 model.rope_original_seq_len = 0; training.streams = 0; training.seq_len = 0; training.local_batch_size = 0
@@ -121,13 +122,20 @@ training.steps = 0; training.steps = 10.0; training.steps = "10"; training.steps
 training.steps = 2020-01-01; parallelism.data_parallel_replicate_degree = 0; checkpoint.interval = 0
 parallelism.data_parallel_replicate_degree = -1; metrics.log_freq = 0; validation.freq = 0
 comm.init_timeout_seconds = 0; comm.train_timeout_seconds = 2.5; comm.train_timeout_seconds = 0
+parallelism.tensor_parallel_degree = 0; parallelism.tensor_parallel_degree = -1
+parallelism.pipeline_parallel_degree = 0; parallelism.pipeline_parallel_degree = 2.0
+parallelism.pipeline_parallel_microbatch_size = 0; parallelism.pipeline_parallel_microbatch_size = -1
+parallelism.context_parallel_degree = 0; parallelism.context_parallel_degree = true
+parallelism.context_parallel_ulysses_degree = 0; parallelism.context_parallel_ulysses_degree = "all"
 > a whole number at least 1
 training.nonfinite_steps_allowed = -1; lr_scheduler.warmup_steps = -1; checkpoint.keep_latest_k = -1
-comm.trace_buf_size = -1
+comm.trace_buf_size = -1; parallelism.pipeline_parallel_first_stage_less_layers = -1
+parallelism.pipeline_parallel_last_stage_less_layers = 0.5
 > a whole number at least 0
 training.global_batch_size = 0; training.global_batch_size = -2; training.global_batch_size = 8.0
 training.global_batch_size = true; lr_scheduler.total_steps = 0; parallelism.data_parallel_shard_degree = 0
-checkpoint.load_step = 0; validation.steps = 0
+checkpoint.load_step = 0; validation.steps = 0; parallelism.pipeline_parallel_stages_per_rank = 0
+parallelism.pipeline_parallel_stages_per_rank = -2; parallelism.pipeline_parallel_stages_per_rank = "auto"
 > {COUNT_OR_AUTO}
 profiling.profile_freq = 3
 > a whole number at least 4
@@ -176,10 +184,20 @@ optimizer.implementation = "loop"
 lr_scheduler.decay_type = "exponential"
 > one of "linear", "sqrt", "cosine"
 parallelism.fsdp_reshard_after_forward = 1; parallelism.fsdp_reshard_after_forward = true
-parallelism.fsdp_reshard_after_forward = "2"; parallelism.fsdp_reshard_after_forward = "default"
+parallelism.fsdp_reshard_after_forward = "2"; parallelism.fsdp_reshard_after_forward = -1
 > {RESHARD}
 parallelism.fsdp_reduce_gradients = "always"
 > one of "each_microstep", "last_microstep"
+parallelism.pipeline_parallel_schedule = "1f1b"; parallelism.pipeline_parallel_schedule = "ZeroBubble"
+> one of "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+parallelism.pipeline_parallel_balance = "flops"
+> one of "layers", "parameters"
+parallelism.module_fqns_per_model_part = 3; parallelism.module_fqns_per_model_part = "layers.0"
+parallelism.module_fqns_per_model_part = ["layers.0"]; parallelism.module_fqns_per_model_part = [["layers.0", 1]]
+parallelism.module_fqns_per_model_part = [["norm"], "output"]; parallelism.module_fqns_per_model_part = [[["norm"]]]
+> a list of lists of strings
+parallelism.context_parallel_kernel = "sdpa"; parallelism.context_parallel_kernel = true
+> one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
 checkpoint.async_mode = "async_with_pinned_mem"
 > one of "disabled", "async"
 """
@@ -199,6 +217,9 @@ model.n_layers = 1; training.global_batch_size = -1; training.max_norm = 1e-30; 
 training.nonfinite_steps_allowed = 0; lr_scheduler.warmup_steps = 0; lr_scheduler.decay_ratio = -1
 lr_scheduler.total_steps = 10_000; lr_scheduler.min_lr_factor = 0.0; lr_scheduler.min_lr_factor = 1.0
 parallelism.fsdp_reshard_after_forward = 2; parallelism.fsdp_reshard_after_forward = "never"
+parallelism.fsdp_reshard_after_forward = "default"; parallelism.tensor_parallel_degree = 1
+parallelism.pipeline_parallel_stages_per_rank = -1; parallelism.pipeline_parallel_microbatch_size = 1
+parallelism.context_parallel_degree = 1; parallelism.module_fqns_per_model_part = []
 checkpoint.keep_latest_k = 0; validation.fraction = 0.0; profiling.profile_freq = 4; comm.trace_buf_size = 0
 debug.seed = 0; debug.seed = 0x7fffffffffffffff
 > as it is written
@@ -338,6 +359,172 @@ $ --training.steps=6
 > {file}: lr_scheduler.total_steps = 5: expected at least training.steps = 6; the schedule has no value after its
     horizon
 
+## tensor
+[parallelism]; tensor_parallel_degree = 2
+[model]; n_heads = 1; n_kv_heads = 1
+> {file}: parallelism.tensor_parallel_degree = 2: expected a divisor of model.n_heads = 1, which the ranks share
+> {file}: parallelism.tensor_parallel_degree = 2: expected a divisor of model.n_kv_heads = 1, which the ranks share
+$ --parallelism.tensor_parallel_degree=16
+> command line: parallelism.tensor_parallel_degree = 16: expected a divisor of model.n_kv_heads = 8, which the ranks
+    share
+[parallelism]; tensor_parallel_degree = 4
+[model]; ffn_dim = 770; vocab_size = 270
+> {file}: parallelism.tensor_parallel_degree = 4: expected a divisor of model.ffn_dim = 770, which the ranks share
+> {file}: parallelism.tensor_parallel_degree = 4: expected a divisor of model.vocab_size = 270, which the ranks share
+parallelism.tensor_parallel_degree = 4; training.seq_len = 30
+> {file}: training.seq_len = 30: expected a multiple of 4, to be cut evenly over context parallel 1 x tensor parallel 4
+
+## context
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 3
+> {file}: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of parallelism.context_parallel_degree =
+    4, of which it is the inner part
+parallelism.context_parallel_ulysses_degree = 2
+> {file}: parallelism.context_parallel_ulysses_degree = 2: expected a divisor of parallelism.context_parallel_degree =
+    1, of which it is the inner part
+# heads of the model, and of a tensor-parallel rank
+[parallelism]; context_parallel_degree = 32; context_parallel_ulysses_degree = 32
+> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 16 heads that a tensor-parallel
+    rank has (model.n_heads = 16); the other ranks can be in the ring
+> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 8 kv heads that a tensor-parallel
+    rank has (model.n_kv_heads = 8); the other ranks can be in the ring
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 4; tensor_parallel_degree = 4
+> {file}: parallelism.context_parallel_ulysses_degree = 4: expected a divisor of the 2 kv heads that a tensor-parallel
+    rank has (model.n_kv_heads = 8); the other ranks can be in the ring
+# a ring, without and with Ulysses inside; Ulysses alone; each of them with tensor parallelism
+training.seq_len = 6; parallelism.context_parallel_degree = 2
+> {file}: training.seq_len = 6: expected a multiple of 4, to be cut evenly over context parallel 2 x tensor parallel 1
+    (a ring needs two chunks a rank)
+training.seq_len = 12
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 2
+> {file}: training.seq_len = 12: expected a multiple of 8, to be cut evenly over context parallel 4 x tensor parallel 1
+    (a ring needs two chunks a rank)
+training.seq_len = 7
+[parallelism]; context_parallel_degree = 2; context_parallel_ulysses_degree = 2
+> {file}: training.seq_len = 7: expected a multiple of 2, to be cut evenly over context parallel 2 x tensor parallel 1
+training.seq_len = 6
+[parallelism]; context_parallel_degree = 2; context_parallel_ulysses_degree = 2; tensor_parallel_degree = 2
+> {file}: training.seq_len = 6: expected a multiple of 4, to be cut evenly over context parallel 2 x tensor parallel 2
+training.seq_len = 12
+[parallelism]; context_parallel_degree = 2; tensor_parallel_degree = 4
+> {file}: training.seq_len = 12: expected a multiple of 8, to be cut evenly over context parallel 2 x tensor parallel 4
+    (a ring needs two chunks a rank)
+$ --parallelism.context_parallel_degree=3
+> {file}: training.seq_len = 2048 (default): expected a multiple of 6, to be cut evenly over context parallel 3 x tensor
+    parallel 1 (a ring needs two chunks a rank)
+
+## pipeline
+model.tie_embeddings = true; parallelism.pipeline_parallel_degree = 2
+> {file}: model.tie_embeddings = true: a pipeline has the embedding and the output head on two stages; set false
+model.flavor = "llama3_1b"
+$ --parallelism.pipeline_parallel_degree=2
+> {file}: model.tie_embeddings = true (default): a pipeline has the embedding and the output head on two stages; set
+    false
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 2
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 2: expected 1 under "1F1B", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 2; pipeline_parallel_schedule = "GPipe"
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 2: expected 1 under "GPipe", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 1
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 1: expected at least 2 under "LoopedBFS", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 1
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 1: expected at least 2 under "InterleavedZeroBubble", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 1
+$ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 1: expected 2 under "ZBVZeroBubble", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 3
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+> {file}: parallelism.pipeline_parallel_stages_per_rank = 3: expected 2 under "DualPipeV", or -1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 3
+> {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
+[parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 4
+> {file}: parallelism.pipeline_parallel_microbatch_size = 4: "1F1B" needs at least as many microbatches as its 4 stages,
+    and there are 2 of local_batch_size 8 / microbatch size 4; make it smaller or the local batch larger, or set the
+    schedule "GPipe"
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 4
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+> {file}: parallelism.pipeline_parallel_microbatch_size = 4: "DualPipeV" needs at least as many microbatches as its 4
+    stages, and there are 2 of local_batch_size 8 / microbatch size 4; make it smaller or the local batch larger, or set
+    the schedule "GPipe"
+training.local_batch_size = 5; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=Interleaved1F1B
+> {file}: parallelism.pipeline_parallel_microbatch_size = 1 (default): "Interleaved1F1B" runs microbatches in 2 rounds
+    of equal size, and there are 5 of local_batch_size 5 / microbatch size 1; make their number a multiple of
+    parallelism.pipeline_parallel_degree = 2
+training.local_batch_size = 14
+[parallelism]; pipeline_parallel_degree = 3; pipeline_parallel_microbatch_size = 2
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+> {file}: parallelism.pipeline_parallel_microbatch_size = 2: "InterleavedZeroBubble" runs microbatches in 2 rounds of
+    equal size, and there are 7 of local_batch_size 14 / microbatch size 2; make their number a multiple of
+    parallelism.pipeline_parallel_degree = 3
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+> {file}: parallelism.fsdp_reshard_after_forward = "always": "InterleavedZeroBubble" computes gradients of inputs and of
+    weights apart and needs the weights gathered in between; set "never" or "default"
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = 2
+$ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
+> {file}: parallelism.fsdp_reshard_after_forward = 2: "ZBVZeroBubble" computes gradients of inputs and of weights apart
+    and needs the weights gathered in between; set "never" or "default"
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+> {file}: parallelism.fsdp_reshard_after_forward = "always": "DualPipeV" computes gradients of inputs and of weights
+    apart and needs the weights gathered in between; set "never" or "default"
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reduce_gradients = "last_microstep"
+> {file}: parallelism.fsdp_reduce_gradients = "last_microstep": a pipeline reduces gradients once a microstep, after its
+    last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
+
+## stages
+parallelism.pipeline_parallel_degree = 7
+> {file}: parallelism.pipeline_parallel_degree = 7: 7 stages need at least as many layers, and model.n_layers = 6
+parallelism.pipeline_parallel_degree = 2; model.n_layers = 3
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+> {file}: parallelism.pipeline_parallel_degree = 2: 4 stages need at least as many layers, and model.n_layers = 3
+parallelism.pipeline_parallel_degree = 2; model.n_layers = 5
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS --parallelism.pipeline_parallel_stages_per_rank=3
+> {file}: parallelism.pipeline_parallel_degree = 2: 6 stages need at least as many layers, and model.n_layers = 5
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_balance = "parameters"
+pipeline_parallel_first_stage_less_layers = 2; pipeline_parallel_last_stage_less_layers = 0
+> {file}: parallelism.pipeline_parallel_first_stage_less_layers = 2: read only when
+    parallelism.pipeline_parallel_balance is "layers"; remove it
+> {file}: parallelism.pipeline_parallel_last_stage_less_layers = 0: read only when
+    parallelism.pipeline_parallel_balance is "layers"; remove it
+model.n_layers = 2
+[parallelism]; module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+pipeline_parallel_degree = 2; pipeline_parallel_balance = "parameters"
+pipeline_parallel_first_stage_less_layers = 2; pipeline_parallel_last_stage_less_layers = 0
+> {file}: parallelism.pipeline_parallel_balance = "parameters": parallelism.module_fqns_per_model_part names the stages'
+    modules; remove one of the two
+> {file}: parallelism.pipeline_parallel_first_stage_less_layers = 2: parallelism.module_fqns_per_model_part names the
+    stages' modules; remove one of the two
+> {file}: parallelism.pipeline_parallel_last_stage_less_layers = 0: parallelism.module_fqns_per_model_part names the
+    stages' modules; remove one of the two
+# lists, layers, order and names of modules
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1","norm","output"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0", "layers.1", "norm", "output"]]:
+    expected 2 lists, one a stage, got 1
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","output"]]
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "output"]]: expected 4 lists, one a stage, got 2
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings"],["layers.0","layers.1","norm","output"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings"], ["layers.0", "layers.1", "norm",
+    "output"]]: expected at least one layer in each stage
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.1"],["layers.0","norm","output"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.1"], ["layers.0", "norm",
+    "output"]]: expected tok_embeddings, every layers.N in order, norm, output; got "layers.1" where "layers.0" belongs
+model.n_layers = 3; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","head"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "head"]]: expected tok_embeddings, every layers.N in order, norm, output; got "norm" where "layers.2" belongs
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","head"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "head"]]: expected tok_embeddings, every layers.N in order, norm, output; got "head" where "output" belongs
+
 ## argument
 $ --training --training. --steps=3 --.steps=3 -- --training=3 -training.steps=3
 > command line: --training: expected --section.key=value
@@ -367,6 +554,17 @@ $ --training.dtype=float16 --training.global_batch_size=8.0 --comm.trace_buf_siz
 > command line: training.dtype = "float16": expected one of "float32", "bfloat16", "float64"
 > command line: optimizer.lr = "8e-4": expected a number above 0
 > command line: comm.trace_buf_size = -1: expected a whole number at least 0
+# a list is TOML: its strings need quotes
+$ --parallelism.module_fqns_per_model_part=[[layers.0]]
+> command line: parallelism.module_fqns_per_model_part = "[[layers.0]]": expected a list of lists of strings
+$ --parallelism.module_fqns_per_model_part=[["layers.0"],3]
+> command line: parallelism.module_fqns_per_model_part = [["layers.0"], 3]: expected a list of lists of strings
+$ --parallelism.module_fqns_per_model_part --parallelism.tensor_parallel_degree --parallelism.context_parallel_kernel
+> command line: --parallelism.module_fqns_per_model_part: expected a value; write
+    --parallelism.module_fqns_per_model_part=VALUE
+> command line: --parallelism.tensor_parallel_degree: expected a value; write --parallelism.tensor_parallel_degree=VALUE
+> command line: --parallelism.context_parallel_kernel: expected a value; write
+    --parallelism.context_parallel_kernel=VALUE
 
 ## several
 [training]; steps = 0; shufle = true; dataset = "text"; global_batch_size = 12
@@ -393,6 +591,15 @@ training.steps = 0; optimizer.beta1 = 2
 $ --training.steps=-5
 > command line: training.steps = -5: expected a whole number at least 1
 > {file}: optimizer.beta1 = 2: expected a number at least 0 and below 1
+# of each parallelism
+training.seq_len = 30
+[parallelism]; tensor_parallel_degree = 16; pipeline_parallel_degree = 7; pipeline_parallel_microbatch_size = 3
+context_parallel_degree = 4; context_parallel_ulysses_degree = 3
+> {file}: parallelism.tensor_parallel_degree = 16: expected a divisor of model.n_kv_heads = 8, which the ranks share
+> {file}: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of parallelism.context_parallel_degree =
+    4, of which it is the inner part
+> {file}: parallelism.pipeline_parallel_degree = 7: 7 stages need at least as many layers, and model.n_layers = 6
+> {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
 
 ## silent rule
 model.dim = 0; model.n_heads = 24
@@ -431,6 +638,44 @@ training.dtype = "f64"; training.mixed_precision_param = "bfloat16"
 > {file}: training.dtype = "f64": expected one of "float32", "bfloat16", "float64"
 training = 3; lr_scheduler.total_steps = 5
 > {file}: training = 3: expected a section, written [training]
+[parallelism]; tensor_parallel_degree = 0; disable_loss_parallel = true; enable_async_tensor_parallel = true
+context_parallel_degree = 8; context_parallel_ulysses_degree = 16
+> {file}: parallelism.tensor_parallel_degree = 0: expected a whole number at least 1
+> {file}: parallelism.context_parallel_ulysses_degree = 16: expected a divisor of parallelism.context_parallel_degree =
+    8, of which it is the inner part
+[parallelism]; tensor_parallel_degree = "x"; context_parallel_degree = 16; context_parallel_ulysses_degree = 16
+> {file}: parallelism.tensor_parallel_degree = "x": expected a whole number at least 1
+model.n_kv_heads = 0; parallelism.tensor_parallel_degree = 16
+> {file}: model.n_kv_heads = 0: expected a whole number at least 1
+model.flavor = "llama"; parallelism.tensor_parallel_degree = 32
+> {file}: model.flavor = "llama": expected {flavors}
+[parallelism]; context_parallel_degree = 0; context_parallel_ulysses_degree = 2; context_parallel_kernel = "math"
+> {file}: parallelism.context_parallel_degree = 0: expected a whole number at least 1
+[parallelism]; context_parallel_degree = 3; context_parallel_ulysses_degree = "all"
+> {file}: parallelism.context_parallel_ulysses_degree = "all": expected a whole number at least 1
+training.seq_len = "long"; parallelism.context_parallel_degree = 3
+> {file}: training.seq_len = "long": expected a whole number at least 1
+[parallelism]; pipeline_parallel_degree = 0; pipeline_parallel_schedule = "GPipe"; pipeline_parallel_balance = "layers"
+module_fqns_per_model_part = [["x"]]
+> {file}: parallelism.pipeline_parallel_degree = 0: expected a whole number at least 1
+[parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_schedule = "BFS"; pipeline_parallel_stages_per_rank = 2
+module_fqns_per_model_part = [["x"]]
+> {file}: parallelism.pipeline_parallel_schedule = "BFS": expected one of "GPipe", "1F1B", "Interleaved1F1B",
+    "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+model.n_layers = 0; training.local_batch_size = 0
+[parallelism]; pipeline_parallel_degree = 7; pipeline_parallel_microbatch_size = 3
+> {file}: model.n_layers = 0: expected a whole number at least 1
+> {file}: training.local_batch_size = 0: expected a whole number at least 1
+model.tie_embeddings = 1; model.n_layers = 32; training.local_batch_size = 8
+[parallelism]; pipeline_parallel_degree = 16; pipeline_parallel_microbatch_size = "all"
+> {file}: model.tie_embeddings = 1: expected true or false
+> {file}: parallelism.pipeline_parallel_microbatch_size = "all": expected a whole number at least 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_balance = 3
+pipeline_parallel_schedule = "DualPipeV"; fsdp_reshard_after_forward = "sometimes"; fsdp_reduce_gradients = "seldom"
+> {file}: parallelism.fsdp_reshard_after_forward = "sometimes": expected one of "default", "always", "never", or a
+    whole number at least 2
+> {file}: parallelism.fsdp_reduce_gradients = "seldom": expected one of "each_microstep", "last_microstep"
+> {file}: parallelism.pipeline_parallel_balance = 3: expected one of "layers", "parameters"
 
 ## syntax
 [training]; steps =; seq_len = 3
@@ -460,6 +705,76 @@ parallelism.data_parallel_replicate_degree = 8
 parallelism.fsdp_reshard_after_forward = 4; parallelism.data_parallel_replicate_degree = 2
 @ ranks=8 devices=0
 > {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2 for 4 shards
+# shards are over the context-parallel ranks too, and not over the tensor-parallel ones
+[parallelism]; fsdp_reshard_after_forward = 4; context_parallel_degree = 2
+@ ranks=4 devices=0
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2 for 4 shards
+[parallelism]; fsdp_reshard_after_forward = 2; tensor_parallel_degree = 2
+@ ranks=4 devices=0
+> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "always", "never" for 2 shards
+[parallelism]; fsdp_reshard_after_forward = 3; context_parallel_degree = 4; data_parallel_replicate_degree = 2
+@ ranks=16 devices=0
+> {file}: parallelism.fsdp_reshard_after_forward = 3: expected one of "always", "never", 2, 4 for 8 shards
+parallelism.fsdp_reshard_after_forward = 2
+@ ranks=1 devices=0
+> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "always", "never" for 1 shard
+# one degree that does not divide the ranks
+parallelism.context_parallel_degree = 4
+@ ranks=6 devices=0
+> {file}: parallelism.context_parallel_degree = 4: expected a divisor of the 6 ranks that the launch has; start a
+    multiple of 4
+$ --parallelism.tensor_parallel_degree=2
+@ ranks=1 devices=0
+> command line: parallelism.tensor_parallel_degree = 2: expected a divisor of the 1 rank that the launch has; start a
+    multiple of 2
+parallelism.pipeline_parallel_degree = 3
+@ ranks=8 devices=8
+> {file}: parallelism.pipeline_parallel_degree = 3: expected a divisor of the 8 ranks that the launch has; start a
+    multiple of 3
+# several, with the shards that remain and with as many as are given
+[parallelism]; pipeline_parallel_degree = 2; tensor_parallel_degree = 2
+@ ranks=6 devices=0
+> {file}: parallelism.pipeline_parallel_degree = 2: pipeline 2 x replicate 1 x tensor 2 needs a multiple of 4 ranks, and
+    the launch has 6
+[parallelism]; context_parallel_degree = 2
+$ --parallelism.data_parallel_replicate_degree=3
+@ ranks=8 devices=8
+> command line: parallelism.data_parallel_replicate_degree = 3: replicate 3 x context 2 needs a multiple of 6 ranks, and
+    the launch has 8
+[parallelism]; pipeline_parallel_degree = 2; data_parallel_replicate_degree = 2; context_parallel_degree = 2
+tensor_parallel_degree = 4; data_parallel_shard_degree = 2
+@ ranks=32 devices=0
+> {file}: parallelism.data_parallel_shard_degree = 2: pipeline 2 x replicate 2 x shard 2 x context 2 x tensor 4 needs 64
+    ranks, and the launch has 32; start 64 (./run_train.sh does, without NGPU), or set the degrees to the ranks there
+    are
+parallelism.tensor_parallel_degree = 2; parallelism.data_parallel_shard_degree = 4
+@ ranks=4 devices=8
+> {file}: parallelism.data_parallel_shard_degree = 4: replicate 1 x shard 4 x tensor 2 needs 8 ranks, and the launch has
+    4; start 8 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
+# ranks that share sequences count once
+parallelism.tensor_parallel_degree = 2; training.global_batch_size = 24
+@ ranks=4 devices=0
+> {file}: training.global_batch_size = 24: expected a multiple of local_batch_size x data-parallel ranks = 8 x 2 = 16
+[parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; data_parallel_replicate_degree = 3
+$ --training.global_batch_size=32
+@ ranks=12 devices=0
+> command line: training.global_batch_size = 32: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 =
+    24
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streams = 4
+[parallelism]; tensor_parallel_degree = 2; context_parallel_degree = 2
+@ ranks=12 devices=0
+> {file}: training.streams = 4: expected a multiple of the data-parallel degree 3, so that each rank has whole streams
+# what the devices can do
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "flash"
+@ ranks=2 devices=0
+> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
+training.document_mask = true; parallelism.context_parallel_kernel = "cpu"
+@ ranks=1 devices=1
+> {file}: parallelism.context_parallel_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+    CUDA
+[parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
+@ ranks=2 devices=0
+> {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
 training.dataset = "c4"; training.streaming = true; training.shuffle = false
 @ ranks=3 devices=0
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
@@ -473,10 +788,25 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
     start 4
     (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 > command line: parallelism.fsdp_reshard_after_forward = 3: expected one of "always", "never", 2 for 4 shards
-> command line: training.global_batch_size = 24: expected a multiple of local_batch_size x ranks = 8 x 4 = 32
+> command line: training.global_batch_size = 24: expected a multiple of local_batch_size x data-parallel ranks = 8 x 4 =
+    32
 > {file}: training.streams = 6: expected a multiple of the data-parallel degree 4, so that each rank has whole
     streams
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
+# and with each parallelism
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.global_batch_size = 40
+[parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; tensor_parallel_degree = 2
+data_parallel_shard_degree = 3; fsdp_reshard_after_forward = 4; enable_async_tensor_parallel = true
+context_parallel_kernel = "cudnn"
+@ ranks=8 devices=0
+> {file}: parallelism.data_parallel_shard_degree = 3: pipeline 2 x replicate 1 x shard 3 x context 2 x tensor 2 needs 24
+    ranks, and the launch has 8; start 24 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2, 3 for 6 shards
+> {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
+> {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
+    whole streams
+> {file}: parallelism.context_parallel_kernel = "cudnn": expected one of "auto", "cpu", "math" on a CPU
+> {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
 training.global_batch_size = 16
 @ ranks=9 devices=8
 > {file}: 9 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
@@ -503,6 +833,13 @@ $ --parallelism.data_parallel_replicate_degree=3
 @ devices=8
 > command line: parallelism.data_parallel_replicate_degree = 3: expected a divisor of the 8 ranks that the
     launch has; start a multiple of 3
+$ --parallelism.pipeline_parallel_degree=2 --parallelism.tensor_parallel_degree=2
+@ devices=6
+> command line: parallelism.pipeline_parallel_degree = 2: pipeline 2 x replicate 1 x tensor 2 needs a multiple of 4
+    ranks, and the launch has 6
+$ --parallelism.context_parallel_degree=3 --training.seq_len=12 --parallelism.data_parallel_shard_degree=3
+@ NNODES=2 devices=0
+> {file}: 9 ranks cannot be dealt evenly to NNODES = 2 hosts
 $ --parallelism.data_parallel_shard_degree=4
 @ NGPU=3 devices=8
 > command line: parallelism.data_parallel_shard_degree = 4: replicate 1 x shard 4 needs 4 ranks, and the launch has 3;
@@ -517,14 +854,20 @@ $ --parallelism.data_parallel_shard_degree=4
 """
 
 
+def read_given(given: list[str]) -> tuple[str, list[str], dict[str, str]]:
+    """The file, the arguments and the launch of a case."""
+    args = [argument for row in given if row.startswith("$ ") for argument in row[2:].split()]
+    launch = dict(item.split("=") for row in given if row.startswith("@ ") for item in row[2:].split())
+    toml = "\n".join(row.replace("; ", "\n") for row in given if not row.startswith(("$ ", "@ ")))
+    return toml, args, launch
+
+
 @pytest.mark.parametrize(
     ("given", "lines"),
     [pytest.param(given, lines, id=f"{title}: {' '.join(given)}") for title, given, lines in read(TABLE)],
 )
 def test_wrong_config(folder: Folder, given: list[str], lines: list[str]):
-    args = [argument for row in given if row.startswith("$ ") for argument in row[2:].split()]
-    launch = dict(item.split("=") for row in given if row.startswith("@ ") for item in row[2:].split())
-    toml = "\n".join(row.replace("; ", "\n") for row in given if not row.startswith(("$ ", "@ ")))
+    toml, args, launch = read_given(given)
     if not launch:
         return folder.refused(lambda: folder.load(toml, *args), lines)
     loaded, devices = folder.load(toml, *args), int(launch["devices"])
@@ -533,6 +876,59 @@ def test_wrong_config(folder: Folder, given: list[str], lines: list[str]):
         folder.refused(lambda: config.check(loaded, ranks), lines)
     else:
         folder.refused(lambda: config.ranks_per_host(loaded, launch, devices), lines)
+
+
+ABSENT = """
+parallelism.disable_loss_parallel = true; parallelism.enable_async_tensor_parallel = true
+> parallelism.tensor_parallel_degree is above 1; set that, or remove it
+parallelism.context_parallel_kernel = "math"
+> parallelism.context_parallel_degree is above 1 or training.document_mask is true; remove it
+parallelism.pipeline_parallel_schedule = "GPipe"; parallelism.pipeline_parallel_microbatch_size = 3
+parallelism.pipeline_parallel_stages_per_rank = 2; parallelism.pipeline_parallel_balance = "parameters"
+parallelism.pipeline_parallel_first_stage_less_layers = 0; parallelism.pipeline_parallel_last_stage_less_layers = 2
+parallelism.module_fqns_per_model_part = [["layers.0"], ["layers.1"]]
+> parallelism.pipeline_parallel_degree is above 1; set that, or remove it
+"""
+
+
+@pytest.mark.parametrize(("assignment", "users"), read_values(ABSENT))
+def test_option_of_an_absent_axis(folder: Folder, assignment: str, users: str):
+    """Where its degree is not given, the option does nothing, which its user did not know; a given degree of 1 turns
+    the axis of a file off."""
+    folder.refused(lambda: folder.load(assignment), [f"{{file}}: {assignment}: read only when {users}"])
+    (key, value), degree = assignment.split(" = "), users.split()[0]
+    for loaded in (
+        folder.load(f"{assignment}\n{degree} = 1"),
+        folder.load(f"{assignment}\n{degree} = 2", f"--{degree}=1"),
+    ):
+        resolved = config.check(loaded, on(1, devices=1))
+        assert of(resolved, key) == of(loaded.config, key) == options.tomllib.loads(f"value = {value}")["value"]
+
+
+def test_kernel_is_read_under_a_document_mask(folder: Folder):
+    toml = "training.document_mask = true\nparallelism.context_parallel_kernel = 'math'"
+    assert config.check(folder.load(toml), on(1)).parallelism.context_parallel_kernel == "math"
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_v_shaped_schedule_on_a_cpu_needs_a_torch_that_sends_to_no_rank_itself(folder: Folder, schedule: str):
+    toml = f"parallelism.pipeline_parallel_degree = 2\nparallelism.pipeline_parallel_schedule = '{schedule}'"
+    loaded = folder.load(toml)
+    interleaved = folder.load(toml.replace(schedule, "InterleavedZeroBubble"))
+    absent = folder.load(toml, "--parallelism.pipeline_parallel_degree=1")
+    line = (
+        f'{{file}}: parallelism.pipeline_parallel_schedule = "{schedule}": torch 2.11 lets a V-shaped schedule\'s rank '
+        'send to itself, which gloo cannot; use torch 2.13, or "InterleavedZeroBubble"'
+    )
+    for version in "2.11.0", "2.11.1+cpu", "2.11.0a0+git1234567":
+        with patch("importlib.metadata.version", return_value=version):
+            folder.refused(lambda: config.check(loaded, on(2)), [line])
+            config.check(loaded, on(2, devices=2))
+            config.check(interleaved, on(2))
+            config.check(absent, on(2))
+    for version in "2.12.0", "2.13.0+cpu", "3.0.0":
+        with patch("importlib.metadata.version", return_value=version):
+            config.check(loaded, on(2))
 
 
 def test_a_second_line_in_an_override_is_not_dropped(folder: Folder):
@@ -617,6 +1013,195 @@ def test_right_config_loads_and_its_resolved_form_loads_to_the_same(folder: Fold
     assert folder.load(resolved.toml()).config == resolved
 
 
+# Neighbours of the wrong configs above. `>` gives the degrees that are resolved: pipeline x replicate x shard x context
+# (of that Ulysses) x tensor.
+RIGHT_PARALLELISMS = """
+## tensor
+parallelism.tensor_parallel_degree = 8; model.ffn_dim = 776; parallelism.disable_loss_parallel = true
+@ ranks=8 devices=0
+> 1 x 1 x 1 x 1 (1) x 8
+parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
+@ ranks=4 devices=4
+> 1 x 1 x 2 x 1 (1) x 2
+parallelism.tensor_parallel_degree = 4; training.seq_len = 32
+@ ranks=4 devices=0
+> 1 x 1 x 1 x 1 (1) x 4
+
+## context
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 2
+@ ranks=4 devices=0
+> 1 x 1 x 1 x 4 (2) x 1
+# as many as there are key heads; the others are in the ring
+[parallelism]; context_parallel_degree = 32; context_parallel_ulysses_degree = 8
+@ ranks=32 devices=0
+> 1 x 1 x 1 x 32 (8) x 1
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 2; tensor_parallel_degree = 4
+@ ranks=16 devices=0
+> 1 x 1 x 1 x 4 (2) x 4
+training.seq_len = 8; parallelism.context_parallel_degree = 2
+@ ranks=2 devices=0
+> 1 x 1 x 1 x 2 (1) x 1
+training.seq_len = 16
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 2
+@ ranks=4 devices=0
+> 1 x 1 x 1 x 4 (2) x 1
+# without a ring, one chunk a rank
+training.seq_len = 6
+[parallelism]; context_parallel_degree = 2; context_parallel_ulysses_degree = 2
+@ ranks=2 devices=0
+> 1 x 1 x 1 x 2 (2) x 1
+training.seq_len = 4
+[parallelism]; context_parallel_degree = 2; context_parallel_ulysses_degree = 2; tensor_parallel_degree = 2
+@ ranks=4 devices=0
+> 1 x 1 x 1 x 2 (2) x 2
+training.seq_len = 8
+[parallelism]; context_parallel_degree = 2; tensor_parallel_degree = 4
+@ ranks=8 devices=0
+> 1 x 1 x 1 x 2 (1) x 4
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cpu"
+@ ranks=2 devices=0
+> 1 x 1 x 1 x 2 (1) x 1
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cudnn"
+@ ranks=2 devices=2
+> 1 x 1 x 1 x 2 (1) x 1
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "math"
+@ ranks=2 devices=0
+> 1 x 1 x 1 x 2 (1) x 1
+
+## pipeline
+model.tie_embeddings = false; parallelism.pipeline_parallel_degree = 2
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 1; pipeline_parallel_schedule = "GPipe"
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 3
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_stages_per_rank = 2
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+@ ranks=2 devices=2
+> 2 x 1 x 1 x 1 (1) x 1
+# as many microbatches as stages; fewer under a schedule that may
+[parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 2
+@ ranks=4 devices=0
+> 4 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 2
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+@ ranks=2 devices=2
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 4; pipeline_parallel_schedule = "GPipe"
+@ ranks=4 devices=0
+> 4 x 1 x 1 x 1 (1) x 1
+# rounds of equal size; less than two rounds
+training.local_batch_size = 6; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=Interleaved1F1B
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+training.local_batch_size = 10
+[parallelism]; pipeline_parallel_degree = 3; pipeline_parallel_microbatch_size = 2
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+@ ranks=3 devices=0
+> 3 x 1 x 1 x 1 (1) x 1
+# other schedules take any number
+training.local_batch_size = 5; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "never"
+$ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
+@ ranks=2 devices=2
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"; pipeline_parallel_balance = "layers"
+@ ranks=4 devices=0
+> 2 x 1 x 2 x 1 (1) x 1
+# no pipeline
+[parallelism]; fsdp_reduce_gradients = "last_microstep"; fsdp_reshard_after_forward = "never"
+@ ranks=2 devices=0
+> 1 x 1 x 2 x 1 (1) x 1
+model.tie_embeddings = true; model.n_layers = 1; parallelism.pipeline_parallel_degree = 1
+@ ranks=2 devices=0
+> 1 x 1 x 2 x 1 (1) x 1
+
+## stages
+parallelism.pipeline_parallel_degree = 6
+@ ranks=6 devices=0
+> 6 x 1 x 1 x 1 (1) x 1
+parallelism.pipeline_parallel_degree = 2; model.n_layers = 4
+$ --parallelism.pipeline_parallel_schedule=LoopedBFS
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_balance = "parameters"
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2
+pipeline_parallel_first_stage_less_layers = 2; pipeline_parallel_last_stage_less_layers = 0
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+model.n_layers = 2
+[parallelism]; module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+pipeline_parallel_degree = 2
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+
+## launch
+[parallelism]; fsdp_reshard_after_forward = 2; context_parallel_degree = 2
+@ ranks=4 devices=0
+> 1 x 1 x 2 x 2 (1) x 1
+[parallelism]; fsdp_reshard_after_forward = 4; context_parallel_degree = 8
+@ ranks=8 devices=0
+> 1 x 1 x 1 x 8 (1) x 1
+[parallelism]; pipeline_parallel_degree = 2; data_parallel_replicate_degree = 2; context_parallel_degree = 2
+tensor_parallel_degree = 4; data_parallel_shard_degree = 2
+@ ranks=64 devices=0
+> 2 x 2 x 2 x 2 (1) x 4
+[parallelism]; pipeline_parallel_degree = 2; data_parallel_replicate_degree = 2; context_parallel_degree = 2
+tensor_parallel_degree = 4
+@ ranks=96 devices=0
+> 2 x 2 x 3 x 2 (1) x 4
+parallelism.tensor_parallel_degree = 2; training.global_batch_size = 32
+@ ranks=4 devices=0
+> 1 x 1 x 2 x 1 (1) x 2
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streams = 3
+[parallelism]; tensor_parallel_degree = 2; context_parallel_degree = 2
+@ ranks=12 devices=0
+> 1 x 1 x 3 x 2 (1) x 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "degrees"),
+    [
+        pytest.param(given, degrees, id=f"{title}: {' '.join(given)}")
+        for title, given, (degrees,) in read(RIGHT_PARALLELISMS)
+    ],
+)
+def test_right_parallelism(folder: Folder, given: list[str], degrees: str):
+    toml, args, launch = read_given(given)
+    resolved = config.check(folder.load(toml, *args), on(int(launch["ranks"]), devices=int(launch["devices"])))
+    pipeline, replicate, shard, context, ulysses, tensor = (
+        of(resolved, key) for key in (PIPELINE, REPLICATE, SHARD, CONTEXT, ULYSSES, TENSOR)
+    )
+    assert degrees == f"{pipeline} x {replicate} x {shard} x {context} ({ulysses}) x {tensor}"
+    assert folder.load(resolved.toml()).config == resolved
+
+
+def test_list_of_lists_in_a_file_and_on_the_command_line(folder: Folder):
+    parts = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+    toml = "model.n_layers = 2\nparallelism.pipeline_parallel_degree = 2\n"
+    key, on_lines = "parallelism.module_fqns_per_model_part", options.show(parts).replace("], ", "],\n  ")
+    for loaded in (
+        folder.load(f"{toml}{key} = {on_lines}"),
+        folder.load(toml, f"--{key}={options.show(parts)}"),
+        folder.load(toml, f"--{key}={parts}"),  # Python's single quotes are TOML too
+        folder.load(f"{toml}{key} = [['norm']]", f"--{key}={options.show(parts)}"),
+    ):
+        assert loaded.config.parallelism.module_fqns_per_model_part == parts
+    assert folder.load(f"{toml}{key} = {on_lines}", f"--{key}=[]").config.parallelism.module_fqns_per_model_part == []
+    assert Config().parallelism.module_fqns_per_model_part == []
+
+
 def test_a_byte_order_mark_is_read_over(folder: Folder):
     """Windows editors write one."""
     assert folder.load("\ufefftraining.steps = 3").config.training.steps == 3
@@ -693,6 +1278,13 @@ def test_overrides_may_stand_before_the_file(folder: Folder):
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 RESHARD_KEY = "parallelism.fsdp_reshard_after_forward"
+KERNEL = "parallelism.context_parallel_kernel"
+CONTEXT = "parallelism.context_parallel_degree"
+ULYSSES = "parallelism.context_parallel_ulysses_degree"
+TENSOR = "parallelism.tensor_parallel_degree"
+PIPELINE = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+STAGES = "parallelism.pipeline_parallel_stages_per_rank"
 
 RESOLVED_KEYS = (
     *(REPLICATE, SHARD, "training.global_batch_size", "training.mixed_precision_param"),
@@ -716,15 +1308,57 @@ RESOLVED = {  # config, launch, values of RESOLVED_KEYS
     "given horizon":    ("lr_scheduler.total_steps = 10_001", on(1),    (1, 1, 8, "float32", "float32", 10_001)),
     "accumulation":     ("training.global_batch_size = 96", on(2),      (1, 2, 96, "float32", "float32", 10_000)),
 }
+
+RESOLVED_PARALLELISM_KEYS = (SHARD, "training.global_batch_size", RESHARD_KEY, KERNEL, STAGES)
+BF16, F64 = "training.dtype = 'bfloat16'", "training.dtype = 'float64'"
+F32 = "training.mixed_precision_param = 'float32'"
+PP2, CP2, TP2 = f"{PIPELINE} = 2\n", f"{CONTEXT} = 2\n", f"{TENSOR} = 2\n"
+RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
+    "one CPU rank":        ("", on(1),                                      (1, 8, "always", "cpu", 1)),
+    "bfloat16":            ("", on(1, devices=1),                           (1, 8, "always", "flash", 1)),
+    "bfloat16 weights":    (BF16, on(1, devices=1),                         (1, 8, "always", "flash", 1)),
+    "float32":             (F32, on(1, devices=1),                          (1, 8, "always", "efficient", 1)),
+    "float64":             (F64, on(1, devices=1),                          (1, 8, "always", "math", 1)),
+    "bfloat16 on CPU":     (BF16, on(1),                                    (1, 8, "always", "cpu", 1)),
+    "float64 on CPU":      (F64, on(1),                                     (1, 8, "always", "cpu", 1)),
+    "given kernel":        (f"{CP2}{KERNEL} = 'cudnn'", on(2, devices=2),   (1, 8, "always", "cudnn", 1)),
+    "given kernel on CPU": (f"{CP2}{KERNEL} = 'math'", on(2),               (1, 8, "always", "math", 1)),
+    "given reshard":       (f"{RESHARD_KEY} = 'never'", on(2),              (2, 16, "never", "cpu", 1)),
+    "default written out": (f"{RESHARD_KEY} = 'default'", on(2),            (2, 16, "always", "cpu", 1)),
+    "tensor":              (TP2, on(8),                                     (4, 32, "always", "cpu", 1)),
+    "context":             (CP2, on(8),                                     (4, 32, "always", "cpu", 1)),
+    "context groups":      (f"{CP2}{RESHARD_KEY} = 4", on(8),               (4, 32, 4, "cpu", 1)),
+    "pipeline":            (PP2, on(8),                                     (4, 32, "never", "cpu", 1)),
+    "pipeline, default":   (f"{PP2}{RESHARD_KEY} = 'default'", on(8),       (4, 32, "never", "cpu", 1)),
+    "pipeline, always":    (f"{PP2}{RESHARD_KEY} = 'always'", on(8),        (4, 32, "always", "cpu", 1)),
+    "pipeline groups":     (f"{PP2}{RESHARD_KEY} = 2", on(8),               (4, 32, 2, "cpu", 1)),
+    "all axes":            (f"{PP2}{CP2}{TP2}{REPLICATE} = 2", on(48),      (3, 48, "never", "cpu", 1)),
+    "GPipe":               (f"{PP2}{SCHEDULE} = 'GPipe'", on(2),            (1, 8, "never", "cpu", 1)),
+    "1F1B":                (f"{PP2}{SCHEDULE} = '1F1B'", on(2),             (1, 8, "never", "cpu", 1)),
+    "Interleaved1F1B":     (f"{PP2}{SCHEDULE} = 'Interleaved1F1B'", on(2),  (1, 8, "never", "cpu", 2)),
+    "LoopedBFS":           (f"{PP2}{SCHEDULE} = 'LoopedBFS'", on(2),        (1, 8, "never", "cpu", 2)),
+    "zero bubble":         (f"{PP2}{SCHEDULE} = 'InterleavedZeroBubble'", on(2), (1, 8, "never", "cpu", 2)),
+    "ZBVZeroBubble":       (f"{PP2}{SCHEDULE} = 'ZBVZeroBubble'", on(2, devices=2), (1, 8, "never", "flash", 2)),
+    "DualPipeV":           (f"{PP2}{SCHEDULE} = 'DualPipeV'", on(2, devices=2), (1, 8, "never", "flash", 2)),
+    "given stages":        (f"{PP2}{SCHEDULE} = 'LoopedBFS'\n{STAGES} = 3", on(2), (1, 8, "never", "cpu", 3)),
+}
 # fmt: on
 
 
-@pytest.mark.parametrize(("toml", "launch", "values"), RESOLVED.values(), ids=RESOLVED)
-def test_launch_resolves(folder: Folder, toml: str, launch: Launch, values: tuple[Any, ...]):
+@pytest.mark.parametrize(
+    ("toml", "launch", "values"),
+    [
+        pytest.param(toml, launch, dict(zip(keys, values, strict=True)), id=name)
+        for keys, table in ((RESOLVED_KEYS, RESOLVED), (RESOLVED_PARALLELISM_KEYS, RESOLVED_PARALLELISM))
+        for name, (toml, launch, values) in table.items()
+    ],
+)
+def test_launch_resolves(folder: Folder, toml: str, launch: Launch, values: dict[str, Any]):
     loaded = folder.load(toml)
     resolved = config.check(loaded, launch)
-    assert tuple(of(resolved, key) for key in RESOLVED_KEYS) == values
-    changed = {key.replace(".", "__"): of(resolved, key) for key in RESOLVED_KEYS}
+    assert {key: of(resolved, key) for key in values} == values
+    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS}
+    changed = {key.replace(".", "__"): of(resolved, key) for key in keys}
     assert resolved == loaded.config.replace(**changed)  # nothing else has changed
 
 
@@ -764,10 +1398,18 @@ def test_wrong_torchrun_environment(folder: Folder, name: str, value: str, least
         pytest.param((f"--{REPLICATE}=2",), {}, 8, 8, id="replicas on GPUs"),
         pytest.param((f"--{REPLICATE}=2", f"--{SHARD}=3"), {}, 8, 6, id="both degrees"),
         pytest.param((f"--{REPLICATE}=2",), {"NNODES": "2", "NGPU": "2"}, 0, 2, id="replicas, NGPU, two hosts"),
+        pytest.param((f"--{TENSOR}=4",), {}, 0, 4, id="tensor on a CPU"),
+        pytest.param((f"--{TENSOR}=4",), {}, 8, 8, id="tensor on GPUs"),
+        pytest.param((f"--{PIPELINE}=2", f"--{CONTEXT}=2", f"--{TENSOR}=2"), {}, 0, 8, id="three axes on a CPU"),
+        pytest.param((f"--{PIPELINE}=2", f"--{CONTEXT}=2"), {"NNODES": "2"}, 0, 2, id="two axes over two CPU hosts"),
+        pytest.param((f"--{PIPELINE}=2", f"--{TENSOR}=2", f"--{SHARD}=3"), {}, 16, 12, id="two axes and shards"),
+        pytest.param((f"--{PIPELINE}=2", f"--{SHARD}=8"), {"NNODES": "2"}, 8, 8, id="a pipeline over two hosts"),
     ],
 )
 def test_ranks_per_host(folder: Folder, args: tuple[str, ...], environment: dict[str, str], n_devices: int, here: int):
-    assert config.ranks_per_host(folder.load("", *args), environment, n_devices) == here
+    loaded, hosts = folder.load("", *args), int(environment.get("NNODES") or 1)
+    assert config.ranks_per_host(loaded, environment, n_devices) == here
+    assert config.ranks_wanted(loaded, environment, n_devices) == here * hosts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -824,7 +1466,10 @@ HELP = {
     "  --training.shuffle   true or false; default true",
     f"  --training.global_batch_size   {COUNT_OR_AUTO}; default -1",
     "  --lr_scheduler.decay_ratio   -1, or a number at least 0 and at most 1; default -1",
-    f'  --parallelism.fsdp_reshard_after_forward   {RESHARD}; default "always"',
+    f'  --parallelism.fsdp_reshard_after_forward   {RESHARD}; default "default"',
+    "  --parallelism.tensor_parallel_degree   a whole number at least 1; default 1",
+    '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
+    "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
     "  --profiling.profile_freq   a whole number at least 4; default 10",
 }
 

@@ -1,5 +1,6 @@
 """Data does not depend on the layout: one order of packed sequences for any ranks, microsteps and resumes."""
 
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from titanlite.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_
 from titanlite.loss import IGNORED
 from titanlite.options import ConfigError
 
-Sequence = tuple[list[int], list[int]]  # inputs and targets
+Sequence = tuple[list[int], list[int], list[int]]  # inputs, targets and positions in documents
 T = 16
 BYTES = ByteTokenizer()
 MANY: Any = SimpleNamespace(bos=69_998, eos=69_999, vocab_size=70_000, identity="many", encode=BYTES.encode)
@@ -55,10 +56,10 @@ def refusal(call: Callable[[], Any]) -> str:
     return line
 
 
-def whole(sequence: tuple[np.ndarray, np.ndarray]) -> Sequence:
-    inputs, targets = sequence
-    assert inputs.dtype == targets.dtype == np.int64
-    return inputs.tolist(), targets.tolist()
+def whole(sequence: packed.Sequence) -> Sequence:
+    inputs, targets, documents = sequence
+    assert inputs.dtype == targets.dtype == documents.dtype == np.int64
+    return inputs.tolist(), targets.tolist(), documents.tolist()
 
 
 def some_texts(count: int = 60) -> list[str]:
@@ -76,6 +77,11 @@ def built_in_texts() -> list[str]:
 def flat(texts: list[str], tokenizer: Any = BYTES) -> list[int]:
     """Tokens of documents with their marks, end to end."""
     return [int(token) for tokens in encode_documents(tokenizer, texts) for token in tokens]
+
+
+def counted(texts: list[str], tokenizer: Any = BYTES) -> list[int]:
+    """The position of each of these tokens in its document."""
+    return [position for tokens in encode_documents(tokenizer, texts) for position in range(len(tokens))]
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ def check_packing(tokens: np.ndarray, seq_len: int) -> None:
     stream = tokens.tolist()
     assert sequences.n_sequences == (len(stream) - 1) // seq_len
     for index in range(sequences.n_sequences):
-        inputs, targets = whole(sequences[index])
+        inputs, targets, _ = whole(sequences[index])
         places = range(index * seq_len, (index + 1) * seq_len)
         assert inputs == [stream[place] for place in places]
         assert targets == [IGNORED if stream[place] == BYTES.eos else stream[place + 1] for place in places]
@@ -221,16 +227,21 @@ def test_packing():
 
 @pytest.mark.parametrize("broken", ["targets not shifted", "inputs one late", "end marks forgotten", "windows apart"])
 def test_broken_packing_goes_red(monkeypatch, broken):
-    real, get = packed.inputs_and_targets, PackedSequences.__getitem__
+    real, get = packed.cut_sequence, PackedSequences.__getitem__
+
+    def not_shifted(tokens: np.ndarray, tokenizer: Any) -> packed.Sequence:
+        sequence = real(tokens, tokenizer)
+        return sequence._replace(targets=sequence.inputs)
+
     if broken == "windows apart":
         monkeypatch.setattr(PackedSequences, "__getitem__", lambda self, index: get(self, index * 2))
     else:
         functions = {
-            "targets not shifted": lambda tokens, tokenizer: (real(tokens, tokenizer)[0],) * 2,
+            "targets not shifted": not_shifted,
             "inputs one late": lambda tokens, tokenizer: real(np.roll(tokens, -1), tokenizer),
             "end marks forgotten": lambda tokens, tokenizer: real(tokens, UNMARKED),
         }
-        monkeypatch.setattr(packed, "inputs_and_targets", functions[broken])
+        monkeypatch.setattr(packed, "cut_sequence", functions[broken])
     with pytest.raises(AssertionError):
         check_packing(np.array(flat(some_texts()), np.uint16), T)
 
@@ -238,9 +249,90 @@ def test_broken_packing_goes_red(monkeypatch, broken):
 def test_one_mark_for_begin_and_end(assets):
     """As GPT-2 has. What follows it as an end is ignored; what follows it as a begin is the text's first token."""
     tokenizer, texts = assets.open(bos_token="</s>", eos_token="</s>"), ["one", "another", "a third"]
-    _, targets = packed.inputs_and_targets(np.array(flat(texts, tokenizer)), tokenizer)
-    learned = [token for token in targets.tolist() if token != IGNORED]
+    _, targets, documents = whole(packed.cut_sequence(np.array(flat(texts, tokenizer)), tokenizer))
+    learned = [token for token in targets if token != IGNORED]
     assert learned == [token for text in texts for token in [*tokenizer.encode([text])[0].tolist(), tokenizer.eos]]
+    assert documents == counted(texts, tokenizer)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("ends", "positions"),
+    [
+        ([0, 0, 0, 0, 0], [0, 1, 2, 3, 4]),
+        ([0, 1, 0, 0, 0], [0, 1, 0, 1, 2]),
+        ([1, 0, 0, 0, 0], [0, 0, 1, 2, 3]),
+        ([0, 0, 0, 0, 1], [0, 1, 2, 3, 4]),
+        ([0, 0, 0, 1, 0], [0, 1, 2, 3, 0]),
+        ([1, 0, 0, 0, 1], [0, 0, 1, 2, 3]),
+        ([0, 1, 1, 1, 0], [0, 1, 0, 0, 0]),
+        ([1, 1, 0, 1, 1], [0, 0, 0, 1, 0]),
+        ([1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        ([0], [0]),
+        ([1], [0]),
+        ([], []),
+    ],
+)
+def test_positions_in_documents(ends, positions):
+    found = packed.positions_in_documents(np.array(ends, bool))
+    assert found.dtype == np.int64
+    assert found.tolist() == positions
+
+
+def check_documents(texts: list[str], seq_len: int, tokenizer: Any = BYTES) -> None:
+    """A token's position is that in its document or, if that began before the sequence, in the sequence."""
+    tokens, positions = np.array(flat(texts, tokenizer)), counted(texts, tokenizer)
+    sequences = PackedSequences(tokens, seq_len=seq_len, tokenizer=tokenizer, shuffle=False, seed=0)
+    for index in range(sequences.n_sequences):
+        start = index * seq_len
+        expected = [min(positions[start + i], i) for i in range(seq_len)]
+        assert whole(sequences[index])[2] == expected, "other positions"
+
+
+NOT_EMPTY = [text for text in some_texts() if text]
+
+
+def test_documents_of_packed_sequences():
+    begins = counted(some_texts())[::T]
+    assert begins.count(0) > 1, "sequences that begin with a document"
+    assert sum(position > T for position in begins) > 1, "sequences without a begin"
+    for seq_len in (1, 2, 7, T, 50, len(flat(some_texts())) - 1):
+        check_documents(some_texts(), seq_len)
+    check_documents(["", "", "", "abc", "", "d" * 3 * T], T)
+
+
+@pytest.mark.parametrize("marks", [{}, {"bos_token": None}, {"bos_token": "</s>"}], ids=["two", "end alone", "one"])
+def test_documents_by_other_marks(assets, marks):
+    """No empty ones: where there is one mark for both, nothing tells that of their begin from an end."""
+    tokenizer = assets.open(**{"eos_token": "</s>"} | marks)
+    assert (tokenizer.bos == tokenizer.eos) == (marks.get("bos_token") == "</s>")
+    for seq_len in (1, 2, 7, T):
+        check_documents(NOT_EMPTY, seq_len, tokenizer)
+
+
+BROKEN_POSITIONS: dict[str, Callable[..., Any]] = {
+    "restart one token late": lambda real, ends: real(np.append(False, ends[:-1])),
+    "restart one token early": lambda real, ends: real(np.append(ends[1:], False)),
+    "no restart": lambda real, ends: np.arange(len(ends)),
+    "numbers of documents": lambda real, ends: np.cumsum(ends) - ends,
+    "counted from the end": lambda real, ends: real(ends[::-1])[::-1],
+    "counted from 1": lambda real, ends: real(ends) + 1,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_POSITIONS)
+def test_broken_positions_go_red(monkeypatch, broken):
+    real = packed.positions_in_documents
+    monkeypatch.setattr(packed, "positions_in_documents", lambda ends: BROKEN_POSITIONS[broken](real, ends))
+    with pytest.raises(AssertionError, match="other positions"):
+        check_documents(some_texts(), T)
+
+
+def test_a_begin_taken_for_an_end_goes_red(monkeypatch, assets):
+    tokenizer, real = assets.open(bos_token="</s>", eos_token="</s>"), packed.cut_sequence
+    end_alone = SimpleNamespace(bos=None, eos=tokenizer.eos)
+    monkeypatch.setattr(packed, "cut_sequence", lambda tokens, _: real(tokens, end_alone))
+    with pytest.raises(AssertionError, match="other positions"):
+        check_documents(NOT_EMPTY, T, tokenizer)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9])
@@ -260,8 +352,9 @@ def test_validation_takes_every_target_once(length, n_ranks):
         batches = [list(data.validation_batches(sequences, rank=rank, **options)) for rank in range(n_ranks)]
         assert len({len(own) for own in batches}) == 1, "every rank must take as many batches"
         seen: Counter[int] = Counter()
-        for tokens, targets in (batch for own in batches for batch in own):
-            assert tokens.shape == targets.shape == (size, T)
+        for tokens, targets, positions, documents in (batch for own in batches for batch in own):
+            assert tokens.shape == targets.shape == positions.shape == (size, T)
+            assert documents is None
             valid = targets != IGNORED
             assert (targets[valid] == tokens[valid] + 1).all()
             assert (tokens[~valid] == 0).all()
@@ -275,9 +368,26 @@ def test_validation_ends_documents_and_stops_after_some_steps():
     options = {"rank": 0, "n_ranks": 1, "local_batch_size": 2}
     every, first = (list(data.validation_batches(sequences, **options, steps=steps)) for steps in (-1, 2))
     assert len(every) == -(-(len(tokens) - 1) // (2 * T))
-    n_targets = sum(int((targets != IGNORED).sum()) for _, targets in every)
+    n_targets = sum(int((batch.targets != IGNORED).sum()) for batch in every)
     assert n_targets == len(tokens) - 20, "every token is a target but the first of each document"
-    assert [targets.tolist() for _, targets in first] == [targets.tolist() for _, targets in every[:2]]
+    assert [batch.targets.tolist() for batch in first] == [batch.targets.tolist() for batch in every[:2]]
+
+
+def test_padding_continues_the_last_document_and_is_ignored():
+    texts = ["", *some_texts(3)]
+    tokens, positions = flat(texts), counted(texts)
+    for length in range(2, len(tokens) + 1):
+        sequences = HeldOutSequences(np.array(tokens[:length], np.uint16), seq_len=T, tokenizer=BYTES)
+        assert sequences.n_sequences == -(-(length - 1) // T)
+        *_, (inputs, targets, documents) = (whole(sequences[index]) for index in range(sequences.n_sequences))
+        start = T * (sequences.n_sequences - 1)
+        n, last = length - 1 - start, min(positions[length - 2], length - 2 - start)
+        assert inputs == tokens[start : length - 1] + [0] * (T - n)
+        assert targets[n:] == [IGNORED] * (T - n)
+        assert documents[:n] == [min(positions[start + i], i) for i in range(n)]
+        assert documents[n:] == [last + 1 + i for i in range(T - n)]
+        for index in (sequences.n_sequences, sequences.n_sequences + 7):
+            assert whole(sequences[index]) == ([0] * T, [IGNORED] * T, list(range(T))), "nothing but padding"
 
 
 # The files of tokens -------------------------------------------------------------------------------------------------
@@ -377,7 +487,7 @@ def make_packed(n_sequences: int = 10, seed: int = 42, shuffle: bool = True) -> 
 
 
 def places(sequences: PackedSequences, indices: range) -> list[int]:
-    return [int(sequences[index][0][0]) // T for index in indices]
+    return [int(sequences[index].inputs[0]) // T for index in indices]
 
 
 def test_an_epochs_order_is_a_permutation():
@@ -403,10 +513,13 @@ def open_loader(sequences: Any, **others: Any) -> data.Loader:
 
 
 def sequences_of(batch: data.Batch, local_batch_size: int) -> list[Sequence]:
-    for tokens, targets in batch:
-        assert tokens.shape == targets.shape == (local_batch_size, T)
-        assert tokens.dtype == targets.dtype == torch.int64
-    return [pair for tokens, targets in batch for pair in zip(tokens.tolist(), targets.tolist(), strict=True)]
+    """Of microbatches with a document mask."""
+    for tokens, targets, positions, documents in batch:
+        assert tokens.shape == targets.shape == positions.shape == (local_batch_size, T)
+        assert tokens.dtype == targets.dtype == positions.dtype == torch.int64
+        assert torch.equal(documents, positions)
+    parts = ([part.tolist() for part in microbatch[:3]] for microbatch in batch)
+    return [sequence for microbatch in parts for sequence in zip(*microbatch, strict=True)]
 
 
 def consume(
@@ -415,6 +528,7 @@ def consume(
     """What all ranks train on in some steps, each step's sequences in their global order, and the ranks' states (not of
     streams: those are gathered, which takes a pool of ranks)."""
     options = {"n_ranks": n_ranks, "local_batch_size": size, "global_batch_size": batch, "state": state}
+    options["cut"] = data.Cut(document_mask=True)
     loaders = [open_loader(make(), rank=rank, **options) for rank in range(n_ranks)]
     try:
         consumed = []
@@ -493,7 +607,7 @@ class Counted:
     def read(self, first: int, stride: int, streams: dict[int, Any]) -> Iterator[Any]:
         while self.count != self.fails_at:
             self.count += 1
-            yield (np.full(T, first), np.full(T, first)), None
+            yield packed.Sequence(*(np.full(T, first) for _ in packed.Sequence._fields)), None
             first += stride
         raise OSError("the disk is gone")
 
@@ -530,6 +644,143 @@ def test_an_error_is_raised_where_the_batch_is_waited_for_each_time():
     assert loader.state()["next_sequence"] == 4
     loader.close()
     assert not loader._thread.is_alive()
+
+
+# What of each sequence a rank takes ----------------------------------------------------------------------------------
+
+OWN, RING = np.array([14, 3, 4, 9, 0]), np.array([11, 0, 3, 4, 15, 14, 9, 2])
+CUTS = {"plain": data.Cut(OWN, RING), "masked": data.Cut(OWN, RING, document_mask=True)}
+EVERYTHING = np.arange(T)
+
+
+def expected_parts(sequences: Any, indices: list[int], size: int, cut: data.Cut) -> list[list[Any]]:
+    """The parts of the microbatches of some sequences, their elements taken one by one."""
+    microbatches = []
+    for first in range(0, len(indices), size):
+        rows = [whole(sequences[index]) for index in indices[first : first + size]]
+        inputs, targets, documents = ([[row[part][i] for i in cut.own] for row in rows] for part in range(3))
+        if cut.document_mask:
+            positions = [documents, [[row[2][i] for i in cut.ring] for row in rows]]
+        else:
+            positions = [[[int(i) for i in cut.own]] * size, None]
+        microbatches.append([inputs, targets, *positions])
+    return microbatches
+
+
+def parts_of(microbatches: list[data.Microbatch], size: int, cut: data.Cut) -> list[list[Any]]:
+    for microbatch in microbatches:
+        assert isinstance(microbatch, data.Microbatch)
+        for part, indices in zip(microbatch, [cut.own] * 3 + [cut.ring], strict=True):
+            if part is not None:
+                assert part.dtype == torch.int64
+                assert part.shape == (size, len(indices))
+                assert part.is_contiguous(), "not contiguous"
+    return [[part if part is None else part.tolist() for part in microbatch] for microbatch in microbatches]
+
+
+def check_training(cut: data.Cut, size: int = 3) -> None:
+    """Two data-parallel ranks, two steps of twelve sequences."""
+    tokens = np.array(flat(some_texts()))
+    sequences = PackedSequences(tokens, seq_len=T, tokenizer=BYTES, shuffle=True, seed=0)
+    options = {"n_ranks": 2, "local_batch_size": size, "global_batch_size": 12, "cut": cut}
+    for rank in range(2):
+        loader = open_loader(sequences, rank=rank, **options)
+        microbatches = [*loader.next(), *loader.next()]
+        loader.close()
+        expected = expected_parts(sequences, list(range(rank, 24, 2)), size, cut)
+        assert parts_of(microbatches, size, cut) == expected, "another cut"
+
+
+def check_validation(cut: data.Cut, size: int = 3) -> None:
+    """Two data-parallel ranks and a whole split, which ends in padding."""
+    sequences = HeldOutSequences(np.array(flat(some_texts(20))), seq_len=T, tokenizer=BYTES)
+    n_padded = 2 * size * -(-sequences.n_sequences // (2 * size))
+    options = {"n_ranks": 2, "local_batch_size": size, "steps": -1, "cut": cut}
+    for rank in range(2):
+        microbatches = list(data.validation_batches(sequences, rank=rank, **options))
+        expected = expected_parts(sequences, list(range(rank, n_padded, 2)), size, cut)
+        assert parts_of(microbatches, size, cut) == expected, "another cut"
+
+
+@pytest.mark.parametrize("check", [check_training, check_validation])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_rank_takes_its_cut_of_each_sequence(check, cut):
+    for size in (1, 3):
+        check(cut, size)
+    check(cut._replace(own=EVERYTHING))
+    check(cut._replace(own=EVERYTHING, ring=EVERYTHING))
+
+
+def test_a_rank_takes_everything_unless_told_otherwise():
+    sequences, cut = make_packed(), data.Cut(EVERYTHING, EVERYTHING)
+    held_out = HeldOutSequences(sequences.tokens, seq_len=T, tokenizer=UNMARKED)
+    loader = open_loader(sequences, local_batch_size=2)
+    batch = loader.next()
+    loader.close()
+    assert parts_of(batch, 2, cut) == expected_parts(sequences, [0, 1, 2, 3], 2, cut)
+    batches = list(data.validation_batches(held_out, rank=0, n_ranks=1, local_batch_size=2, steps=2))
+    assert parts_of(batches, 2, cut) == expected_parts(held_out, [0, 1, 2, 3], 2, cut)
+
+
+def _positions_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    return stack(rows, cut)._replace(positions=torch.arange(len(cut.own)).repeat(len(rows), 1))
+
+
+def _next_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    found = stack(rows, cut)
+    return found._replace(targets=found.tokens.roll(-1, dims=1))
+
+
+def _documents_of_own(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    return stack(rows, cut._replace(ring=cut.own[np.arange(len(cut.ring)) % len(cut.own)]))
+
+
+def _mask_forgotten(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    return stack(rows, cut)._replace(positions=stack(rows, cut._replace(document_mask=False)).positions)
+
+
+def _mask_unasked(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    return stack(rows, cut._replace(document_mask=True))._replace(documents=None)
+
+
+def _columns_first(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+    """As numpy leaves what it takes by an array of indices."""
+    return data.Microbatch(*(part if part is None else part.T.contiguous().T for part in stack(rows, cut)))
+
+
+BROKEN_CUTS: dict[Callable[..., data.Microbatch], str] = {
+    _positions_in_cut: "plain",
+    _next_in_cut: "plain",
+    _documents_of_own: "masked",
+    _mask_forgotten: "masked",
+    _mask_unasked: "plain",
+    _columns_first: "plain",
+}
+
+
+@pytest.mark.parametrize("check", [check_training, check_validation])
+@pytest.mark.parametrize("broken", BROKEN_CUTS)
+def test_a_broken_cut_goes_red(monkeypatch, broken, check):
+    stack = functools.partial(data._stack, pin=False)
+    monkeypatch.setattr(data, "_stack", lambda rows, cut, pin: broken(stack, rows, cut))
+    with pytest.raises(AssertionError, match="not contiguous" if broken is _columns_first else "another cut"):
+        check(CUTS[BROKEN_CUTS[broken]])
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_ranks_that_share_sequences_take_each_token_once(document_mask):
+    """Whichever tokens each of four takes; the target of a token is what follows it, whoever takes that."""
+    shares = np.split(np.random.RandomState(0).permutation(T), (3, 4, 11))
+    cuts = [data.Cut(own, EVERYTHING, document_mask) for own in shares]
+    loaders = [open_loader(make_packed(), local_batch_size=2, cut=cut) for cut in cuts]
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for _ in range(5):
+        for loader in loaders:
+            for microbatch in loader.next():
+                seen.update(zip(*(part.flatten().tolist() for part in microbatch[:3]), strict=True))
+    for loader in loaders:
+        loader.close()
+    assert seen == Counter({(token, token + 1, token % T): 2 for token in range(10 * T)}), "two epochs"
 
 
 # Sources -------------------------------------------------------------------------------------------------------------
@@ -783,15 +1034,16 @@ class Expected:
     """The sequences of the streams, packed by hand: stream n has the n-th share of the files, over and over."""
 
     def __init__(self, kind: str):
-        tokens = [np.array(flat(file_texts(kind, number))) for number in range(FILES)]
-        share = FILES // STREAMS[kind]
-        self.streams = [np.concatenate(tokens[first : first + share]) for first in range(0, FILES, share)]
+        files, share = [file_texts(kind, number) for number in range(FILES)], FILES // STREAMS[kind]
+        texts = [[text for file in files[i : i + share] for text in file] for i in range(0, FILES, share)]
+        self.streams, self.positions = ([np.array(of(own)) for own in texts] for of in (flat, counted))
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> packed.Sequence:
         window, number = divmod(index, len(self.streams))
         tokens, places = self.streams[number], np.arange(window * T, (window + 1) * T)
         inputs, targets = tokens[places % len(tokens)], tokens[(places + 1) % len(tokens)]
-        return inputs, np.where(inputs == BYTES.eos, IGNORED, targets)
+        documents = np.minimum(self.positions[number][places % len(tokens)], np.arange(T))
+        return packed.Sequence(inputs, np.where(inputs == BYTES.eos, IGNORED, targets), documents)
 
 
 def make_streamed(kind: str, folder: Path) -> Callable[[], StreamedSequences]:
@@ -806,10 +1058,13 @@ def test_streams_do_not_depend_on_the_ranks(folders, kind):
         assert consumed == in_steps(Expected(kind), 8, 40)
 
 
-def run_in_rank(kind: str, folder: Path, steps: int, state: Any, batch: int) -> list[dict[str, Any]]:
+def run_in_rank(
+    kind: str, folder: Path, steps: int, state: Any, batch: int, data_ranks: list[int] | None
+) -> list[dict[str, Any]]:
     """The state after each step, through JSON."""
-    options = {"rank": dist.get_rank(), "n_ranks": dist.get_world_size(), "global_batch_size": batch, "state": state}
-    loader = open_loader(make_streamed(kind, folder)(), **options)
+    data_ranks = list(range(dist.get_world_size())) if data_ranks is None else data_ranks
+    options = {"rank": data_ranks[dist.get_rank()], "n_ranks": max(data_ranks) + 1}
+    loader = open_loader(make_streamed(kind, folder)(), **options, global_batch_size=batch, state=state)
     states = []
     for _ in range(steps):
         loader.next()
@@ -818,9 +1073,22 @@ def run_in_rank(kind: str, folder: Path, steps: int, state: Any, batch: int) -> 
     return states
 
 
-def states_of(pool: Any, kind: str, folder: Path, steps: int, state: Any = None, batch: int = BATCH) -> list[Any]:
-    """The state after each step of a run in a pool of ranks: where a run stands is gathered from all."""
-    first, *others = pool.run(run_in_rank, kind=kind, folder=folder, steps=steps, state=state, batch=batch)
+def states_of(
+    pool: Any,
+    kind: str,
+    folder: Path,
+    steps: int,
+    state: Any = None,
+    batch: int = BATCH,
+    data_ranks: list[int] | None = None,
+) -> list[Any]:
+    """The state after each step of a run in a pool of ranks: where a run stands is gathered from all.
+
+    Args:
+        data_ranks: the data-parallel rank that each is or, with others, shares.
+    """
+    options = {"steps": steps, "state": state, "batch": batch, "data_ranks": data_ranks}
+    first, *others = pool.run(run_in_rank, kind=kind, folder=folder, **options)
     assert all(found == first for found in others)
     return first
 
@@ -860,6 +1128,18 @@ def test_a_resumed_run_saves_states_that_are_as_good(ranks, saved, folders, kind
             check_continuation(kind, folders[kind], resumed, n_ranks=2)
 
 
+@pytest.mark.parametrize("data_ranks", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["neighbours", "strides"])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_ranks_that_share_a_data_parallel_rank_save_the_same_states(ranks, saved, folders, kind, data_ranks):
+    pool, folder = ranks(4), folders[kind]
+    assert states_of(pool, kind, folder, STEPS, data_ranks=data_ranks) == saved[kind, 2]
+    after_six = states_of(pool, kind, folder, 3, batch=2, data_ranks=data_ranks)[-1]
+    assert after_six == states_of(ranks(2), kind, folder, 3, batch=2)[-1]
+    for state in (saved[kind, 4][6], after_six):
+        resumed = states_of(pool, kind, folder, 5, state, data_ranks=data_ranks)
+        assert resumed == states_of(ranks(2), kind, folder, 5, state)
+
+
 @pytest.mark.parametrize("broken", ["one token off", "one document off", "one sequence off", "a stale stream"])
 def test_a_state_that_is_off_goes_red(monkeypatch, saved, folders, broken):
     real, state = StreamedSequences._documents, json.loads(json.dumps(saved["json", 2][9]))
@@ -886,12 +1166,12 @@ def test_a_document_of_many_sequences_goes_on_within(tmp_path):
     sequences = open_stream(source("json", write(tmp_path / "a.jsonl", texts)), seq_len=seq_len)
     expected = np.tile(flat(texts), 3)
     states = []
-    for index, ((inputs, _), (_, state)) in zip(range(120), sequences.read(0, 1, {}), strict=False):
-        assert np.array_equal(inputs, expected[index * seq_len : (index + 1) * seq_len])
+    for index, (sequence, (_, state)) in zip(range(120), sequences.read(0, 1, {}), strict=False):
+        assert np.array_equal(sequence.inputs, expected[index * seq_len : (index + 1) * seq_len])
         states.append(json.loads(json.dumps(state)))
     for index in (0, 20, 45, 46, 47, 70, 95):
-        (inputs, _), _ = next(sequences.read(index + 1, 1, {0: states[index]}))
-        assert np.array_equal(inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
+        sequence, _ = next(sequences.read(index + 1, 1, {0: states[index]}))
+        assert np.array_equal(sequence.inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
 
 
 def test_streams_without_a_file_or_without_documents_are_refused(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
-SEE_THE_WHOLE_CONFIG = {"train.py", "titanlite/build.py", "titanlite/parity.py", "titanlite/config.py"}
+SEE_THE_WHOLE_CONFIG = {"train.py", "titanlite/build.py", "titanlite/parity.py"}
+SEE_THE_WHOLE_CONFIG |= {"titanlite/config.py", "titanlite/rules.py"}
 
 
 def names_used(source: str) -> set[str]:

@@ -4,30 +4,52 @@ train.py, the plan and the parity proof all build their run here, so what they p
 with them this is the only file that sees the whole Config: the parts take the values they need, by keyword.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import data, profiling
-from titanlite.config import Config
+from titanlite import data, mesh, profiling
+from titanlite.config import Config, stage_modules
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
-from titanlite.mesh import init_mesh
+from titanlite.loss import cross_entropy_sum
+from titanlite.mesh import Layout
 from titanlite.model import Llama, flops_per_token
 from titanlite.optimizer import init_optimizer
 from titanlite.options import ConfigError
 from titanlite.parallel import parallelize
+from titanlite.parallel.context import local_positions
+from titanlite.parallel.pipeline import Pipeline
+from titanlite.stages import rank_of_stage
+from titanlite.step import Whole
 
 
-def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    return init_mesh(
+def build_layout(config: Config, device: torch.device) -> Layout:
+    parallelism = config.parallelism
+    return mesh.build_layout(
         device.type,
-        dp_replicate=config.parallelism.data_parallel_replicate_degree,
-        dp_shard=config.parallelism.data_parallel_shard_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        ring=parallelism.ring_degree,
+        ulysses=parallelism.context_parallel_ulysses_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
+
+
+def describe_mesh(config: Config) -> str:
+    """The degrees, outermost first."""
+    parallelism = config.parallelism
+    ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
+    inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
+    return (
+        f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
+        f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
+        f"tp {parallelism.tensor_parallel_degree}"
     )
 
 
@@ -36,31 +58,93 @@ def model_dimensions(config: Config) -> dict[str, int | float | bool]:
     return config.model.model_dump(exclude={"flavor", "hf_assets_path"})
 
 
-def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Llama:
-    """The model, cut over the mesh and with its initial weights."""
-    training = config.training
+def meta_model(config: Config, only: Collection[str] | None = None) -> Llama:
+    """The model, or the named modules of it, without memory for its weights."""
     with torch.device("meta"):
-        model = Llama(**model_dimensions(config), max_seq_len=training.seq_len).to(getattr(torch, training.dtype))
-    parallelize(
-        model,
-        mesh,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cpu_offload=training.enable_cpu_offload,
+        model = Llama(**model_dimensions(config), max_seq_len=config.training.seq_len, only=only)
+    return model.to(getattr(torch, config.training.dtype))
+
+
+def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
+    """All modules that this rank has, cut over the mesh and with their initial weights, under their names in the whole
+    model; and the pipeline stages that they make up, by number: without a pipeline one, which is the model itself."""
+    training, parallelism = config.training, config.parallelism
+    stages: dict[int, Llama] = {}
+    names = [None]
+    if parallelism.pipeline_parallel_degree > 1:
+        names = stage_modules(config)
+    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(names))
+    for number, (only, rank) in enumerate(zip(names, ranks, strict=True)):
+        if rank != layout.mesh.get_local_rank("pp"):
+            continue
+        stage = stages[number] = meta_model(config, only)
+        parallelize(
+            stage,
+            layout,
+            loss_parallel=not parallelism.disable_loss_parallel,
+            attention_kernel=parallelism.context_parallel_kernel,
+            document_mask=training.document_mask,
+            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cpu_offload=training.enable_cpu_offload,
+        )
+        stage.materialize(device, weights_on_cpu=training.enable_cpu_offload)
+        init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
+    model, *others = stages.values()
+    if others:
+        model = meta_model(config, only=())
+        for stage in stages.values():
+            model.layers.update(stage.layers)
+            model.tok_embeddings = model.tok_embeddings or stage.tok_embeddings
+            model.norm, model.output = model.norm or stage.norm, model.output or stage.output
+            stage.rope = next(iter(stages.values())).rope  # one table for all
+    return model, stages
+
+
+def build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
+    """How a microbatch passes through the stages of this rank and of others."""
+    parallelism, training, model = config.parallelism, config.training, config.model
+    tensor, loss_parallel = parallelism.tensor_parallel_degree, not parallelism.disable_loss_parallel
+    group = layout.mesh["tp"].get_group() if tensor > 1 and loss_parallel else None
+    token_loss = functools.partial(cross_entropy_sum, group=group)
+    if parallelism.pipeline_parallel_degree == 1:
+        return Whole(stages[0], token_loss)
+    size, n_tokens = (
+        parallelism.pipeline_parallel_microbatch_size,
+        training.seq_len // parallelism.context_parallel_degree,
     )
-    model.materialize(device, weights_on_cpu=training.enable_cpu_offload)
-    init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
-    return model
+    return Pipeline(
+        stages,
+        n_stages=parallelism.n_stages,
+        group=layout.mesh["pp"].get_group(),
+        schedule=parallelism.pipeline_parallel_schedule,
+        n_microbatches=training.local_batch_size // size,
+        hidden_shape=(size, n_tokens // tensor, model.dim),
+        logits_shape=(size, n_tokens, model.vocab_size // (tensor if loss_parallel else 1)),
+        dtype=getattr(torch, training.mixed_precision_param),
+        device=device,
+        token_loss=token_loss,
+    )
+
+
+def counts(layout: Layout, model: Llama) -> bool:
+    """Whether this rank's losses count: of the ranks that work on the same tokens, one speaks for all."""
+    return model.output is not None and layout.mesh.get_local_rank("tp") == 0
 
 
 def build_optimizer(config: Config, model: Llama) -> torch.optim.Optimizer:
     return init_optimizer(model, **config.optimizer.model_dump())
 
 
-def count_flops_per_token(config: Config, model: Llama) -> int:
+def parameter_sizes(config: Config) -> dict[str, int]:
+    """Elements of each parameter of the whole model."""
+    return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
+
+
+def count_flops_per_token(config: Config) -> int:
     return flops_per_token(
-        ((name, parameter.numel()) for name, parameter in model.named_parameters()),
+        parameter_sizes(config).items(),
         n_layers=config.model.n_layers,
         dim=config.model.dim,
         seq_len=config.training.seq_len,
@@ -113,18 +197,52 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
     return sequences, held_out, identity
 
 
+def data_ranks(config: Config) -> int:
+    """How many ranks, or groups of ranks, take sequences of their own."""
+    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+
+
+def build_cut(config: Config, layout: Layout) -> data.Cut:
+    """Which tokens of each sequence this rank works on."""
+    parallelism, ring_rank = (
+        config.parallelism,
+        layout.context_rank // config.parallelism.context_parallel_ulysses_degree,
+    )
+    positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
+    return data.Cut(
+        own=positions(ulysses=parallelism.context_parallel_ulysses_degree, rank=layout.context_rank).numpy(),
+        ring=positions(ulysses=1, rank=ring_rank).numpy(),
+        document_mask=config.training.document_mask,
+    )
+
+
 def build_loader(
-    config: Config, sequences: data.Sequences, *, rank: int, device: torch.device, state: dict | None
+    config: Config, layout: Layout, sequences: data.Sequences, *, device: torch.device, state: dict | None
 ) -> data.Loader:
     """This rank's batches from where a saved run stood (`state`), or from the first."""
     return data.Loader(
         sequences,
-        rank=rank,
-        n_ranks=config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree,
+        rank=layout.data_rank,
+        n_ranks=data_ranks(config),
         local_batch_size=config.training.local_batch_size,
         global_batch_size=config.training.global_batch_size,
+        cut=build_cut(config, layout),
         pin=device.type == "cuda",
         state=state,
+    )
+
+
+def build_validation_batches(
+    config: Config, layout: Layout, held_out: data.HeldOutSequences
+) -> Iterator[data.Microbatch]:
+    """This rank's batches of one pass over the validation split."""
+    return data.validation_batches(
+        held_out,
+        rank=layout.data_rank,
+        n_ranks=data_ranks(config),
+        local_batch_size=config.training.local_batch_size,
+        steps=config.validation.steps,
+        cut=build_cut(config, layout),
     )
 
 

@@ -13,20 +13,23 @@ Option names follow torchtitan 0.2.2 (its last release with TOML files) where an
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
 from pydantic import Field, model_validator
 
-from titanlite import options
+from titanlite import options, rules
 from titanlite.options import ConfigError, Loaded, Refusals, Section, show
 from titanlite.sizes import SIZES
+from titanlite.stages import ONE_STAGE, V_SHAPED, Schedule, deal, module_names
 
 # Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
 Count = Annotated[int, Field(ge=1)]
@@ -111,11 +114,14 @@ class Training(Section):
     """Where the tokens of a dataset are kept between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""
+    document_mask: bool = False
+    """Attend only within a document, and count positions from its beginning; false: across all documents of a packed
+    sequence."""
     local_batch_size: Count = 8
-    """Sequences that a data-parallel rank takes a microstep."""
+    """Sequences that a data-parallel rank takes a microstep. A pipeline cuts them into microbatches."""
     global_batch_size: Union[Literal[-1], Count] = -1
-    """Sequences of an optimizer step over all ranks; more than local_batch_size x ranks accumulates gradients. -1: no
-    accumulation."""
+    """Sequences of an optimizer step over all ranks; more than local_batch_size x data-parallel ranks accumulates
+    gradients. -1: no accumulation."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
     max_norm: Positive = 1.0
@@ -166,16 +172,62 @@ class LRScheduler(Section):
 
 
 class Parallelism(Section):
+    """Degrees multiply to the number of ranks: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
+
     data_parallel_replicate_degree: Count = 1
     """Replicas of the sharded model; above 1 with a shard degree above 1 this is hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Count] = -1
-    """Ranks that each weight is sharded over; -1: the ranks that remain."""
-    fsdp_reshard_after_forward: Union[Literal["always", "never"], Annotated[int, Field(ge=2)]] = "always"
+    """Ranks that each weight is sharded over, besides the context-parallel ones; -1: the ranks that remain."""
+    fsdp_reshard_after_forward: Union[Literal["default", "always", "never"], Annotated[int, Field(ge=2)]] = "default"
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
-    gather them once a step (ZeRO-1, ZeRO-2); N: keep them cut over groups of N ranks in between."""
+    gather them once a step (ZeRO-1, ZeRO-2); N: keep them cut over groups of N ranks in between. default: always, and
+    never in a pipeline, whose every microbatch would gather them again."""
     fsdp_reduce_gradients: Literal["each_microstep", "last_microstep"] = "each_microstep"
     """When accumulating, reduce-scatter gradients in each microstep (ZeRO-2, ZeRO-3: gradients are kept sharded), or
     once, in the last (ZeRO-1, replicate: less traffic, gradients are kept whole)."""
+    tensor_parallel_degree: Count = 1
+    """Ranks that share each layer's heads, channels and vocabulary, and, between the layers, its sequence."""
+    disable_loss_parallel: bool = False
+    """Gather the logits of tensor-parallel ranks instead of computing the loss from their parts of the vocabulary."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallel's collectives with its matrix products (needs compile.enable on CUDA)."""
+    pipeline_parallel_degree: Count = 1
+    """Ranks that the layers are dealt to."""
+    pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
+    """Order in which a pipeline's ranks take forwards and backwards of microbatches."""
+    pipeline_parallel_microbatch_size: Count = 1
+    """Sequences of a pipeline's microbatch, cut from local_batch_size."""
+    pipeline_parallel_stages_per_rank: Union[Literal[-1], Count] = -1
+    """Stages of a rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
+    pipeline_parallel_balance: Literal["layers", "parameters"] = "layers"
+    """What stages are made equal in."""
+    pipeline_parallel_first_stage_less_layers: CountOrZero = 1
+    """How many layers the embedding counts as, when stages are balanced by layers."""
+    pipeline_parallel_last_stage_less_layers: CountOrZero = 1
+    """How many layers the norm and the output head count as, when stages are balanced by layers."""
+    module_fqns_per_model_part: list[list[str]] = Field(default=[])
+    """The modules of each stage by name, in order (tok_embeddings, layers.0, ..., norm, output), instead of balancing
+    them; empty: balance them."""
+    context_parallel_degree: Count = 1
+    """Ranks that share each sequence."""
+    context_parallel_ulysses_degree: Count = 1
+    """How many of these trade sequence for heads (Ulysses); the others pass keys and values around a ring."""
+    context_parallel_kernel: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Attention kernel under context parallelism or a document mask; auto: cpu on a CPU; on CUDA flash for bfloat16,
+    efficient for float32, math for float64."""
+
+    @property
+    def n_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        per_rank = self.pipeline_parallel_stages_per_rank
+        if per_rank == -1:
+            per_rank = 1 if self.pipeline_parallel_schedule in ONE_STAGE else 2
+        return self.pipeline_parallel_degree * per_rank
+
+    @property
+    def ring_degree(self) -> int:
+        """Ranks that pass keys and values around."""
+        return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
 
 
 class Checkpoint(Section):
@@ -284,124 +336,28 @@ def load(argv: list[str]) -> Loaded[Config]:
     Raises:
         ConfigError: with every problem found.
     """
-    return options.load(Config, argv, usage=USAGE, rules=_rules)
+    return options.load(Config, argv, usage=USAGE, rules=rules.between_options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules between options
-
-
-def _rules(config: Config, given: set[str]) -> Refusals:
-    """What single types cannot say. `given` holds the keys that were set to something else than the default."""
-    refuse = Refusals()
-    _model_rules(config.model, refuse)
-    _data_rules(config.training, config.validation, given, refuse)
-    _step_rules(config.training, config.lr_scheduler, refuse)
-    return refuse
-
-
-def _model_rules(model: Model, refuse: Refusals) -> None:
-    if model.dim % model.n_heads:
-        refuse(
-            "model.n_heads",
-            f"expected a divisor of model.dim = {model.dim}; each head takes dim / n_heads of it",
-            *("model.dim", "model.flavor"),
+def stage_modules(config: Config) -> list[list[str]]:
+    """Names of the modules of each pipeline stage, in order."""
+    parallelism, model = config.parallelism, config.model
+    if parallelism.module_fqns_per_model_part:
+        return parallelism.module_fqns_per_model_part
+    names, n_stages = module_names(model.n_layers), parallelism.n_stages
+    if parallelism.pipeline_parallel_balance == "layers":
+        ends = (
+            parallelism.pipeline_parallel_first_stage_less_layers,
+            parallelism.pipeline_parallel_last_stage_less_layers,
         )
-    elif model.dim // model.n_heads % 2:
-        refuse(
-            "model.n_heads",
-            f"expected an even head size, got {model.dim} / {model.n_heads} = {model.dim // model.n_heads}; rotary "
-            "embedding turns pairs",
-            *("model.dim", "model.flavor"),
-        )
-    if model.n_heads % model.n_kv_heads:
-        refuse(
-            "model.n_kv_heads",
-            f"expected a divisor of model.n_heads = {model.n_heads}; each key head serves a group of query heads",
-            *("model.n_heads", "model.flavor"),
-        )
-    if model.rope_scaling_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        refuse(
-            "model.rope_low_freq_factor",
-            f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}",
-            *("model.rope_high_freq_factor", "model.rope_scaling_factor", "model.flavor"),
-        )
-
-
-FILES = ("text", "json", "parquet")  # datasets that are files at a path
-
-
-def _data_rules(training: Training, validation: Validation, given: set[str], refuse: Refusals) -> None:
-    dataset = training.dataset
-
-    def only_for(key: str, *users: str) -> None:
-        if key in given and dataset not in users:
-            names = " or ".join(show(name) for name in users)
-            refuse(key, f"read only when training.dataset is {names}; remove it", "training.dataset")
-
-    if dataset in (*FILES, "hub") and not training.dataset_path:
-        what = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
-        refuse("training.dataset_path", f"training.dataset = {show(dataset)} needs {what}", "training.dataset")
-    only_for("training.dataset_path", *FILES, "hub")
-    only_for("training.dataset_config", "hub")
-    only_for("training.dataset_split", "hub")
-    only_for("training.dataset_text_key", "json", "parquet", "hub")
-    only_for("training.text_sample_by", "text")
-    only_for("validation.dataset_path", *FILES)
-    only_for("validation.dataset_split", "hub")
-
-    own_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
-    split_keys = ("training.dataset", "validation.dataset_path", "validation.dataset_split")
-    if training.streaming:
-        if dataset == "pydoc_topics":
-            refuse("training.streaming", "the built-in text is in memory; set false", "training.dataset")
-        if training.shuffle:
-            refuse(
-                "training.shuffle",
-                "a stream cannot be drawn in a random order that survives a stop and a resume exactly; set false "
-                "(documents come in their files' order), or training.streaming = false",
-                "training.streaming",
-            )
-        if "validation.fraction" in given:
-            refuse("validation.fraction", "a stream has no documents to hold out; remove it", "training.streaming")
-        if validation.enable and not own_split:
-            refuse(
-                "validation.enable",
-                "a stream has no documents to hold out; set validation.dataset_path (files) or "
-                "validation.dataset_split (hub), or training.streaming = false",
-                "training.streaming",
-                *split_keys,
-            )
+        costs = [ends[0], *[1] * model.n_layers, 0, ends[1]]
     else:
-        if "training.streams" in given:
-            refuse("training.streams", "read only when training.streaming is true; remove it", "training.streaming")
-        if own_split and "validation.fraction" in given:
-            refuse("validation.fraction", "the dataset has a validation split of its own; remove it", *split_keys)
-        if validation.enable and not own_split and not validation.fraction:
-            keys = ("validation.enable", "training.streaming", *split_keys)
-            refuse("validation.fraction", "validation.enable needs documents: set it above 0", *keys)
-
-
-def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals) -> None:
-    if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
-        refuse(
-            "training.global_batch_size",
-            f"expected a multiple of training.local_batch_size = {training.local_batch_size}",
-            "training.local_batch_size",
-        )
-    for key in ("mixed_precision_param", "mixed_precision_reduce"):
-        if training.dtype == "float64" and getattr(training, key) not in ("auto", "float64"):
-            refuse(
-                f"training.{key}",
-                'training.dtype = "float64" computes and reduces in float64; set "auto"',
-                "training.dtype",
-            )
-    if lr_scheduler.total_steps != -1 and lr_scheduler.total_steps < training.steps:
-        refuse(
-            "lr_scheduler.total_steps",
-            f"expected at least training.steps = {training.steps}; the schedule has no value after its horizon",
-            "training.steps",
-        )
+        head_size = model.dim // model.n_heads
+        attention = 2 * model.dim * head_size * (model.n_heads + model.n_kv_heads)
+        layer = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+        matrix = model.dim * model.vocab_size
+        costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
+    return deal(names, costs, n_stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -461,53 +417,71 @@ def check(loaded: Loaded[Config], launch: Launch) -> Config:
         )
 
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    others = _other_degrees(parallelism)
+    product = math.prod(others.values())
     if shard == -1:
-        shard = max(world // replicate, 1)
-        if world % replicate:
+        shard = max(world // product, 1)
+        if world % product:
+            degrees = {name: degree for name, degree in others.items() if degree > 1}
+            ((name, _),) = [*degrees.items()][:1]
             refuse(
-                "parallelism.data_parallel_replicate_degree",
-                f"expected a divisor of the {_ranks(world)} that the launch has; start a multiple of {replicate}",
+                f"parallelism.{name}",
+                f"expected a divisor of the {_ranks(world)} that the launch has; start a multiple of {product}"
+                if len(degrees) == 1
+                else f"{_product(parallelism, '')} needs a multiple of {product} ranks, and the launch has {world}",
             )
-    elif replicate * shard != world:
+    elif product * shard != world:
         refuse(
             "parallelism.data_parallel_shard_degree",
-            f"replicate {replicate} x shard {shard} needs {_ranks(replicate * shard)}, and the launch has {world}; "
-            f"start {replicate * shard} (./run_train.sh does, without NGPU), or set the degrees to the ranks there are",
+            f"{_product(parallelism, f' x shard {shard}')} needs {_ranks(product * shard)}, and the launch has {world};"
+            f" start {product * shard} (./run_train.sh does, without NGPU), or set the degrees to the ranks there are",
         )
-    ranks = replicate * shard
+    data_ranks, shards = replicate * shard, shard * parallelism.context_parallel_degree
     group = parallelism.fsdp_reshard_after_forward
-    if isinstance(group, int) and (shard % group or group >= shard):
-        choices = ['"always"', '"never"', *(str(size) for size in range(2, shard) if shard % size == 0)]
+    if isinstance(group, int) and (shards % group or group >= shards):
+        choices = ['"default"', '"always"', '"never"', *(str(size) for size in range(2, shards) if shards % size == 0)]
         refuse(
             "parallelism.fsdp_reshard_after_forward",
-            f"expected one of {', '.join(choices)} for {shard} {'shard' if shard == 1 else 'shards'}",
+            f"expected one of {', '.join(choices)} for {shards} {'shard' if shards == 1 else 'shards'}",
         )
-    microstep = training.local_batch_size * ranks
+    microstep = training.local_batch_size * data_ranks
     global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
     if global_batch_size % microstep:
+        name = "ranks" if data_ranks == world else "data-parallel ranks"
         refuse(
             "training.global_batch_size",
-            f"expected a multiple of local_batch_size x ranks = {training.local_batch_size} x {ranks} = {microstep}",
+            f"expected a multiple of local_batch_size x {name} = {training.local_batch_size} x {data_ranks} = "
+            f"{microstep}",
         )
-    if training.streaming and training.streams % ranks:
+    if training.streaming and training.streams % data_ranks:
         refuse(
             "training.streams",
-            f"expected a multiple of the data-parallel degree {ranks}, so that each rank has whole streams",
+            f"expected a multiple of the data-parallel degree {data_ranks}, so that each rank has whole streams",
         )
+    param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
+    if param == "auto":
+        param = "bfloat16" if launch.n_devices and training.dtype == "float32" else training.dtype
+    if reduce == "auto":
+        reduce = "float64" if training.dtype == "float64" else "float32"
+    _device_rules(config, launch, param, refuse)
     if config.profiling.enable_memory_snapshot and not launch.n_devices:
         refuse("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false")
     problems += loaded.lines(refuse)
     if problems:
         raise ConfigError(problems)
 
-    param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
-    if param == "auto":
-        param = "bfloat16" if launch.n_devices and training.dtype == "float32" else training.dtype
-    if reduce == "auto":
-        reduce = "float64" if training.dtype == "float64" else "float32"
+    reshard, kernel = parallelism.fsdp_reshard_after_forward, parallelism.context_parallel_kernel
+    if reshard == "default":
+        reshard = "never" if parallelism.pipeline_parallel_degree > 1 else "always"
+    if kernel == "auto":
+        kernel = KERNELS_ON_CUDA[param][0] if launch.n_devices else "cpu"
     horizon = config.lr_scheduler.total_steps
     return config.replace(
         parallelism__data_parallel_shard_degree=shard,
+        parallelism__fsdp_reshard_after_forward=reshard,
+        parallelism__context_parallel_kernel=kernel,
+        parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
+        parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         training__global_batch_size=global_batch_size,
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=reduce,
@@ -515,8 +489,67 @@ def check(loaded: Loaded[Config], launch: Launch) -> Config:
     )
 
 
+def _other_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """All degrees but the shards'."""
+    names = ("pipeline_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
+    return {name: getattr(parallelism, name) for name in (*names, "tensor_parallel_degree")}
+
+
+def _product(parallelism: Parallelism, shard: str) -> str:
+    """The degrees that multiply to the number of ranks, in words; those of 1 but replicas' are left out."""
+    pipeline, replicate, context, tensor = _other_degrees(parallelism).values()
+    words = [f"pipeline {pipeline}"] if pipeline > 1 else []
+    words.append(f"replicate {replicate}{shard}")
+    words += [f"{name} {degree}" for name, degree in (("context", context), ("tensor", tensor)) if degree > 1]
+    return " x ".join(words)
+
+
+KERNELS_ON_CUDA = {
+    "bfloat16": ("flash", "cudnn", "efficient", "math"),
+    "float32": ("efficient", "math"),
+    "float64": ("math",),
+}
+"""By the type that the model computes in, the default first."""
+
+
+def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) -> None:
+    """What depends on the kind of device. `param`: the type that the model computes in."""
+    parallelism = config.parallelism
+    kernel = parallelism.context_parallel_kernel
+    choices = ("auto", *(KERNELS_ON_CUDA[param] if launch.n_devices else ("cpu", "math")))
+    if kernel not in choices and (parallelism.context_parallel_degree > 1 or config.training.document_mask):
+        where = f"CUDA in {param}" if launch.n_devices else "a CPU"
+        names = ", ".join(show(choice) for choice in choices)
+        refuse("parallelism.context_parallel_kernel", f"expected one of {names} on {where}")
+    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not launch.n_devices:
+        refuse("parallelism.enable_async_tensor_parallel", "needs CUDA, and this run is on a CPU; set false")
+    version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED and not launch.n_devices and version < (2, 12):
+        refuse(
+            "parallelism.pipeline_parallel_schedule",
+            f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
+            'a newer one, or "InterleavedZeroBubble"',
+        )
+
+
+def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
+    """How many ranks a launch of a config has over all hosts: what the degrees ask for; where the shards are what
+    remains, one a device; or NGPU a host.
+
+    Args:
+        environment: of which NGPU and NNODES are read.
+    """
+    hosts = _number(environment, "NNODES", 1)
+    if environment.get("NGPU"):
+        return hosts * _number(environment, "NGPU", 1)
+    parallelism = loaded.config.parallelism
+    product, shard = math.prod(_other_degrees(parallelism).values()), parallelism.data_parallel_shard_degree
+    return product * shard if shard != -1 else max(product, hosts * max(n_devices, 1))
+
+
 def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """How many ranks run_train.sh starts on this host: NGPU, else what the degrees ask for, else one a device.
+    """How many ranks run_train.sh starts on this host.
 
     Args:
         environment: of which NGPU and NNODES are read.
@@ -524,15 +557,11 @@ def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_dev
     Raises:
         ConfigError: if the degrees and the hosts do not fit together or `check` refuses the resulting launch.
     """
-    hosts = _number(environment, "NNODES", 1)
-    parallelism = loaded.config.parallelism
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    wanted = replicate * shard if shard != -1 else max(replicate, hosts * max(n_devices, 1))
-    if wanted % hosts and not environment.get("NGPU"):
+    hosts, wanted = _number(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
+    if wanted % hosts:
         raise ConfigError([f"{loaded.file}: {_ranks(wanted)} cannot be dealt evenly to NNODES = {hosts} hosts"])
-    here = _number(environment, "NGPU", 1) if environment.get("NGPU") else wanted // hosts
-    check(loaded, Launch(0, 0, here * hosts, here, n_devices))
-    return here
+    check(loaded, Launch(0, 0, wanted, wanted // hosts, n_devices))
+    return wanted // hosts
 
 
 def count_devices() -> int:

@@ -1,7 +1,9 @@
-"""Process groups up and down, and the one DeviceMesh whose axes every parallelism takes its ranks from."""
+"""Process groups up and down, and the one mesh of ranks that every parallelism takes its own from."""
 
 import contextlib
 import ctypes
+import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -67,21 +69,62 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def init_mesh(device_type: str, *, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """The mesh of all ranks; the last axis is made of neighbouring ranks, so it gets the fastest links."""
-    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+AXES = ("pp", "dp_replicate", "fsdp", "tp")
+"""Of the one mesh, outermost first: neighbouring ranks have the fastest links, and the axes that talk most come last.
+fsdp is what weights are sharded over, dp_shard x ring x ulysses: the ranks that use the same weights for other tokens,
+be they of other sequences (dp_shard) or other pieces of the same ones (context parallel, ring x ulysses)."""
 
 
-def set_timeout(mesh: DeviceMesh, seconds: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The mesh of all ranks and where this one stands."""
+
+    mesh: DeviceMesh
+    ring_group: dist.ProcessGroup | None
+    """Ranks that pass keys and values around; None: there is no other rank in it."""
+    ulysses_group: dist.ProcessGroup | None
+    """Ranks that trade heads for sequence; None: there is no other rank in it."""
+    data_rank: int
+    """Number of this rank among the data-parallel ones; those that share it work on the same sequences."""
+    context_rank: int
+    """Number of this rank among those that share its sequences by pieces: ring rank x ulysses + ulysses rank."""
+
+
+def build_layout(
+    device_type: str, *, pp: int, dp_replicate: int, dp_shard: int, ring: int, ulysses: int, tp: int
+) -> Layout:
+    """Arrange all ranks. Every rank must call it.
+
+    Args:
+        device_type: of the devices, "cuda" or "cpu".
+        The others are ranks along each axis; their product is the number of ranks.
+    """
+    sizes = (pp, dp_replicate, dp_shard * ring * ulysses, tp)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    grid = torch.arange(math.prod(sizes)).reshape(pp, dp_replicate, dp_shard, ring, ulysses, tp)
+
+    def group_along(axis: int) -> dist.ProcessGroup | None:
+        if grid.shape[axis] == 1:
+            return None
+        members = grid.movedim(axis, -1).reshape(-1, grid.shape[axis])
+        return dist.new_subgroups_by_enumeration(members.tolist())[0]
+
+    replicate_rank, fsdp_rank = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("fsdp")
+    shard_rank, context_rank = divmod(fsdp_rank, ring * ulysses)
+    return Layout(mesh, group_along(3), group_along(4), replicate_rank * dp_shard + shard_rank, context_rank)
+
+
+def set_timeout(layout: Layout, seconds: int) -> None:
     """Change how long collectives of the training's groups may take from now on. Other groups, such as the
     checkpoint's, keep theirs.
 
     torch.distributed.set_timeout since torch 2.15; before that, the same under the private name _set_pg_timeout (tried
     on torch 2.11 and 2.13; all three on gloo).
     """
-    if mesh.device_type == "cuda":  # collectives in flight keep the timeout they were started with
+    if layout.mesh.device_type == "cuda":  # collectives in flight keep the timeout they were started with
         torch.cuda.synchronize()
         dist.barrier()
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in [dist.group.WORLD, *mesh.get_all_groups()]:
-        set_group_timeout(timedelta(seconds=seconds), group)
+    for group in [dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group]:
+        if group is not None:
+            set_group_timeout(timedelta(seconds=seconds), group)

@@ -9,7 +9,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,25 @@ def rotate(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
 class InnerAttention(nn.Module):
     """Causal softmax(q k^T / sqrt K) v: the one part of attention that mixes positions, so that it can be replaced."""
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-        """Returns [B, T, H, K]. Head h attends with key head h * G // H."""
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Head h attends with key head h * G // H.
+
+        Args:
+            documents_BT: position of each token in its document, int64 in host memory: tokens attend only within
+                theirs. None: a sequence is one document.
+
+        Returns:
+            [B, T, H, K].
+        """
+        if documents_BT is not None:
+            return torch.stack(
+                [
+                    torch.cat(
+                        [self(*(x[start:end].unsqueeze(0) for x in row)).squeeze(0) for start, end in bounds(documents)]
+                    )
+                    for *row, documents in zip(q_BTHK, k_BTGK, v_BTGK, documents_BT, strict=True)
+                ]
+            )
         out_BHTK = F.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2),
             k_BTGK.transpose(1, 2),
@@ -65,6 +82,12 @@ class InnerAttention(nn.Module):
             enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
         )
         return out_BHTK.transpose(1, 2)
+
+
+def bounds(documents_T: Tensor) -> list[tuple[int, int]]:
+    """First token and end of each document of a sequence, from the positions of its tokens in their documents."""
+    starts = [0, *((documents_T[1:] == 0).nonzero().flatten() + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(documents_T)], strict=True))
 
 
 class Attention(nn.Module):
@@ -77,12 +100,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_size, dim, bias=False)
         self.inner = InnerAttention()
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         # -1 heads: a rank may hold only some of them.
         q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_size))
         k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_size))
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_size))
-        out_BTHK = self.inner(rotate(q_BTHK, rope_TK), rotate(k_BTGK, rope_TK), v_BTGK)
+        out_BTHK = self.inner(rotate(q_BTHK, rope_TK), rotate(k_BTGK, rope_TK), v_BTGK, documents_BT)
         return self.wo(out_BTHK.flatten(-2))
 
 
@@ -107,19 +130,20 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim=dim, ffn_dim=ffn_dim)
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK)
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK, documents_BT)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
 class Llama(nn.Module):
-    """The whole model, or a stage of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
+    """The whole model, or a part of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
 
     Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
     constructor itself draws no weights.
 
     Args:
         max_seq_len: positions that the rotary table holds.
+        only: names of the modules to have (tok_embeddings, layers.N, norm, output); None: all.
         The others are the dimensions of titanlite/sizes.py.
     """
 
@@ -140,8 +164,13 @@ class Llama(nn.Module):
         rope_low_freq_factor: float,
         rope_high_freq_factor: float,
         rope_original_seq_len: int,
+        only: Collection[str] | None = None,
     ):
         super().__init__()
+
+        def has(name: str) -> bool:
+            return only is None or name in only
+
         self.max_seq_len = max_seq_len
         self.rope_frequencies = rope_frequencies(
             dim // n_heads,
@@ -152,17 +181,23 @@ class Llama(nn.Module):
             original_seq_len=rope_original_seq_len,
         )
         self.register_buffer("rope", torch.empty(max_seq_len, dim // n_heads // 2, dtype=torch.complex64), False)
-        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.tok_embeddings = nn.Embedding(vocab_size, dim) if has("tok_embeddings") else None
         # Keyed by number, so that a layer keeps its name when the model is cut into stages.
         self.layers = nn.ModuleDict(
             {
                 str(layer): Block(dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim, norm_eps=norm_eps)
                 for layer in range(n_layers)
+                if has(f"layers.{layer}")
             }
         )
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.output = nn.Linear(dim, vocab_size, bias=False)
+        self.norm = nn.RMSNorm(dim, eps=norm_eps) if has("norm") else None
+        self.output = nn.Linear(dim, vocab_size, bias=False) if has("output") else None
         self.tied = tie_embeddings
+        self.tie()
+
+    def tie(self) -> None:
+        """Have the output head use the embedding's weight, in a model that is meant so. What replaces a module's
+        weights by others unties them."""
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -174,23 +209,25 @@ class Llama(nn.Module):
             weights_on_cpu: for offloaded weights, which visit `device` only for their turn.
         """
         self.to_empty(device="cpu" if weights_on_cpu else device)
-        if self.tied:
-            self.output.weight = self.tok_embeddings.weight
+        self.tie()
         table = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype)
         self.rope = table.to(device)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Args:
             tokens: [B, T] token numbers; on a stage without embedding, the previous stage's [B, T, D].
-            positions: [T] or [B, T] position of each token, by default 0 .. T-1.
+            positions: [T] or [B, T] position of each token for the rotation, by default 0 .. T-1.
+            documents: see InnerAttention.
 
         Returns:
             Logits [B, T, V]; on a stage without output head, [B, T, D].
         """
         rope_TK = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
+        if documents is not None:
+            documents = documents.cpu()  # once here, not in each layer
         x_BTD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for block in self.layers.values():
-            x_BTD = block(x_BTD, rope_TK)
+            x_BTD = block(x_BTD, rope_TK, documents)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         return self.output(x_BTD) if self.output is not None else x_BTD

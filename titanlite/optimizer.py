@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -67,18 +68,39 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients together, as if there were one device; a plain scalar, the same on every rank."""
+def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """2-norm of all gradients of the model, of all pipeline stages and shards, as if there were one device; a float64
+    scalar on `device`, the same on every rank. Every rank must call it: one number is summed over all of them."""
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, norm_type=2.0)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_copies(gradient), []).append(_local(gradient))
+    for copies, shards in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(shards, 2)).to(device, torch.float64)
+        squares += norms.square().sum() / copies
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def _copies(tensor: Tensor) -> int:
+    """How many ranks hold the same as this one: of a shard that lies on n ranks, each counts 1/n of its square."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"expected shards or copies, got {tensor.placements}: its ranks' parts are not summed yet")
+    return math.prod(tensor.device_mesh.size(axis) for axis, p in enumerate(tensor.placements) if p.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by a scalar, shard by shard."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [_local(gradient) for gradient in gradients]
     torch._foreach_mul_(local, factor.to(local[0].device))
 
 

@@ -1,11 +1,24 @@
 """Hold a config's layout against one process: loss, gradient norm, every gradient, every weight.
 
+    python -m titanlite.parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]
+    torchrun ... -m titanlite.parity CONFIG.toml [...]            on the ranks and devices of the launch
+
+The model is shrunk, the layout is not: as many ranks as the config asks for, cut as it says, with the same schedule,
+microbatches and precision settings, on a model that fits. Alone, the command starts the ranks on this machine's CPUs.
+Prints what differs by how much, and exits with 0 only if nothing differs by more than rounding can explain.
+
 `run` takes some steps with the same parts and the same functions as train.py, cut over the ranks of the launch.
 `run_alone` takes the same steps in one process with none of them: plain tensors, the whole global batch in one forward,
 torch's own clipping. Equal means that the layout computes what the model means.
 """
 
+import argparse
 import dataclasses
+import logging
+import math
+import os
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite import build, mesh
-from titanlite.config import Config, Launch
+from titanlite import build, mesh, options
+from titanlite.checkpoint import Checkpointer
+from titanlite.config import Config, ConfigError, Launch, Loaded, check, load, ranks_wanted
+from titanlite.data.packed import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy_sum
-from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
-from titanlite.step import forward_backward
+from titanlite.ranks import Pool
+from titanlite.step import forward_backward, validate
 
 
 @dataclasses.dataclass
@@ -34,6 +49,9 @@ class Trace:
     gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     """A step's gradients before clipping."""
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """After the last step."""
+    validation: float = math.nan
+    """Loss on the batch that follows, without gradients."""
 
 
 class ProofSequences:
@@ -43,75 +61,101 @@ class ProofSequences:
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Sequence:
         generator = np.random.RandomState((self.seed, index))
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
-        targets = tokens[1:].copy()
+        ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
+        targets = np.where(ends, IGNORED, tokens[1:])
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
-        return tokens[:-1], targets
+        return Sequence(tokens[:-1], targets, positions_in_documents(ends))
 
-    def read(
-        self, first: int, stride: int, streams: dict[int, Any]
-    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+    def read(self, first: int, stride: int, streams: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
         """As data.PackedSequences.read."""
         while True:
             yield self[first], None
             first += stride
 
 
-def _sequences(config: Config) -> ProofSequences:
+def proof_sequences(config: Config) -> ProofSequences:
     return ProofSequences(vocab_size=config.model.vocab_size, seq_len=config.training.seq_len, seed=config.debug.seed)
 
 
-def run(config: Config, launch: Launch, *, steps: int) -> Trace:
-    """Take some steps over all ranks of the process group. Every rank must call it, and each gets the trace.
+def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
+    """Take some steps over all ranks of the process group. Every rank must call it, and each gets the trace of all
+    modules.
 
     Args:
         config: as `config.check` resolved it.
+        checkpointer: go on from its newest checkpoint, to which `steps` are added, and save after the last one.
     """
     device = mesh.device_of(launch)
-    model = build.build_model(config, build.build_mesh(config, device), device)
+    layout = build.build_layout(config, device)
+    model, stages = build.build_model(config, layout, device)
+    runner, counts = build.build_runner(config, layout, stages, device), build.counts(layout, model)
     optimizer = build.build_optimizer(config, model)
-    loader = build.build_loader(config, _sequences(config), rank=launch.rank, device=device, state=None)
+    saved = checkpointer.resume(-1, model, optimizer) if checkpointer else None
+    last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
+    loader = build.build_loader(config, layout, proof_sequences(config), device=device, state=state)
     parameters = list(model.parameters())
-    trace = Trace(initial=_whole(dict(model.named_parameters())))
-    for step in range(1, steps + 1):
+
+    def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of all pipeline stages."""
+        parts: list[dict[str, Tensor]] = [{}] * layout.mesh["pp"].size()
+        dist.all_gather_object(parts, _whole(tensors), layout.mesh["pp"].get_group())
+        gathered = {name: tensor for part in parts for name, tensor in part.items()}
+        return {name: gathered[name] for name in sorted(gathered, key=_depth)}
+
+    trace = Trace(initial=whole(dict(model.named_parameters())))
+    for step in range(last_step + 1, last_step + steps + 1):
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
         loss_sum, valid = forward_backward(
             model,
+            runner,
             loader.next(),
             device=device,
+            counts=counts,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             reduce_gradients=config.parallelism.fsdp_reduce_gradients,
         )
         dist.all_reduce(loss_sum)
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, device)
         trace.losses.append((loss_sum / valid).item())
         trace.norms.append(norm.item())
-        trace.gradients.append(_whole({name: p.grad for name, p in model.named_parameters()}))
+        trace.gradients.append(whole({name: p.grad for name, p in model.named_parameters()}))
         scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
         optimizer.step()
         optimizer.zero_grad()
+    trace.weights = whole(dict(model.named_parameters()))
+    if checkpointer:
+        checkpointer.save(last_step + steps, model, optimizer, {"data": loader.state()})
+    trace.validation = validate(model, runner, loader.next(), device=device, counts=counts)
     loader.close()
-    trace.weights = _whole(dict(model.named_parameters()))
     return trace
 
 
 def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take the same steps in this process alone, without FSDP, accumulation or anything distributed."""
-    training, dtype = config.training, getattr(torch, config.training.dtype)
-    with torch.device("meta"):
-        model = Llama(**build.model_dimensions(config), max_seq_len=training.seq_len).to(dtype)
+    training = config.training
+    model = build.meta_model(config)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
-    sequences, batch_size = _sequences(config), training.global_batch_size
+    sequences, batch_size = proof_sequences(config), training.global_batch_size
+    compute = getattr(torch, training.mixed_precision_param)
+
+    def loss_of_step(step: int) -> Tensor:
+        """Mean over the valid tokens of the whole global batch."""
+        rows = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
+        tokens, targets, documents = (torch.from_numpy(np.stack(p)).to(device) for p in zip(*rows, strict=True))
+        places = (documents, documents) if training.document_mask else (None, None)
+        weights = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+        logits = torch.func.functional_call(model, weights, (tokens, *places))
+        return cross_entropy_sum(logits, targets) / (targets != IGNORED).sum()
+
     trace = Trace(initial=_whole(dict(model.named_parameters())))
     for step in range(1, steps + 1):
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
-        rows = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
-        tokens, targets = (torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*rows, strict=True))
-        loss = cross_entropy_sum(model(tokens), targets) / (targets != IGNORED).sum()
+        loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()
         trace.losses.append(loss.item())
@@ -119,13 +163,23 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
         trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item())
         optimizer.step()
     trace.weights = _whole(dict(model.named_parameters()))
+    with torch.no_grad():
+        trace.validation = loss_of_step(steps + 1).item()
     return trace
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU, gathered where they are shards."""
+    # It warns that gathering over two axes of a mesh takes two collectives, which nobody waits for here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gathered = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: tensor.detach().cpu().clone() for name, tensor in gathered.items()}
+
+
+def _depth(name: str) -> int:
+    """How deep in the model a parameter's module is, for an order that does not depend on stages."""
+    first, *others = name.split(".")
+    return {"tok_embeddings": -1, "layers": int(others[0]) if first == "layers" else 0}.get(first, 2**31)
 
 
 def differences(one: Trace, other: Trace) -> dict[str, float]:
@@ -139,13 +193,211 @@ def differences(one: Trace, other: Trace) -> dict[str, float]:
             difference = (a[name] - b[name]).abs().max().item() if same_shape else float("inf")
             found[f"{what} {name}"] = difference if difference == difference else float("inf")
 
+    def scalars(what: str, **pairs: tuple[float, float]) -> None:
+        a, b = ({k: torch.tensor(pair[i], dtype=torch.float64) for k, pair in pairs.items()} for i in (0, 1))
+        compare(what, a, b)
+
     compare("initial weight", one.initial, other.initial)
     for step, (a, b) in enumerate(zip(one.gradients, other.gradients, strict=True), 1):
-        scalars = [
-            {"loss": torch.tensor(trace.losses[step - 1]), "norm": torch.tensor(trace.norms[step - 1])}
-            for trace in (one, other)
-        ]
-        compare(f"step {step}", *scalars)
+        losses, norms = zip(one.losses, other.losses, strict=True), zip(one.norms, other.norms, strict=True)
+        scalars(f"step {step}", loss=[*losses][step - 1], norm=[*norms][step - 1])
         compare(f"step {step} gradient", a, b)
     compare("final weight", one.weights, other.weights)
+    scalars("validation", loss=(one.validation, other.validation))
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+ALLOWED_IN_FLOAT64 = 1e-11
+"""float64 has 1.1e-16. A gradient sums at most some thousand terms, in another order: 1e-13 of its size. AdamW divides
+by the gradient's own size, so that error is at most magnified to that share of a step of lr = 1e-2, for gradients that
+are not themselves rounding."""
+ALLOWED_ROUNDINGS = 8
+"""In float32 and bfloat16: how many times farther from one process a layout may be than that process, by rounding
+alone, is from the same process in float64. Two roundings of one size differ by twice that; the largest of many
+thousands of elements, and sums over ranks in one more rounding each, take the rest."""
+GIB_A_RANK = 0.15
+"""Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
+
+
+def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str]]:
+    """The same layout on a model, a sequence and a batch as small as it allows; and what was changed, in words.
+
+    What is kept: all degrees and the schedule, stages named one by one, whether gradients are accumulated, whether
+    query heads share key heads, whether embeddings are tied, whether documents are masked, the optimizer.
+    """
+    config, parallelism = loaded.config, loaded.config.parallelism
+    model, training = config.model, config.training
+    tensor, ulysses = parallelism.tensor_parallel_degree, parallelism.context_parallel_ulysses_degree
+    context = parallelism.context_parallel_degree
+    n_kv_heads = tensor * ulysses * min(2, model.n_kv_heads // (tensor * ulysses))
+    n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
+    n_layers = model.n_layers
+    if not parallelism.module_fqns_per_model_part:
+        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2))
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    local_batch_size = min(training.local_batch_size, 2)
+    if parallelism.pipeline_parallel_degree > 1:  # the least that keeps every rank busy; all schedules accept it
+        local_batch_size = min(microbatches, max(2 * parallelism.pipeline_parallel_degree, parallelism.n_stages))
+    data_ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    microsteps = training.global_batch_size // (training.local_batch_size * data_ranks)
+    small = {
+        "model__n_layers": n_layers,
+        "model__n_heads": n_heads,
+        "model__n_kv_heads": n_kv_heads,
+        "model__dim": 8 * n_heads,
+        "model__ffn_dim": 12 * max(tensor, 2),
+        "model__vocab_size": tensor * math.ceil(60 / tensor),
+        "training__seq_len": min(training.seq_len, math.lcm(2 * context, context * tensor) * 4),
+        "training__local_batch_size": local_batch_size,
+        "training__global_batch_size": local_batch_size * data_ranks * min(microsteps, 2),
+        "parallelism__pipeline_parallel_microbatch_size": 1,
+    }
+    changed = [
+        f"{name.replace('__', '.')} {_value(config, name)} -> {value}"
+        for name, value in small.items()
+        if _value(config, name) != value
+    ]
+    small |= {
+        "training__dtype": "float64" if dtype == "float64" else "float32",
+        "training__mixed_precision_param": "bfloat16" if dtype == "bfloat16" else "auto",
+        "training__mixed_precision_reduce": "auto",
+        "training__steps": 100,
+        "training__max_norm": 0.1,  # so that clipping is at work
+        "optimizer__lr": 1e-2,
+        "lr_scheduler__warmup_steps": 2,
+        "lr_scheduler__total_steps": -1,
+    }
+    return dataclasses.replace(loaded, config=config.replace(**small)), changed
+
+
+def _value(config: Config, name: str) -> Any:
+    section, key = name.split("__")
+    return getattr(getattr(config, section), key)
+
+
+def trace_of_rank_0(config: Config, n_devices: int, steps: int) -> Trace | None:
+    """What a rank of a pool does."""
+    launch = Launch.from_environment(n_devices)
+    trace = run(config, launch, steps=steps)
+    return trace if launch.rank == 0 else None
+
+
+def allowed(config: Config, alone: Trace, device: torch.device, *, steps: int) -> dict[str, float]:
+    """How much each thing compared may differ, by `differences`' names."""
+    if config.training.dtype == "float64":
+        return {what: ALLOWED_IN_FLOAT64 for what in differences(alone, alone)}
+    exact = config.replace(training__dtype="float64", training__mixed_precision_param="float64")
+    rounding = differences(alone, run_alone(exact, device, steps=steps))
+    for kind in ("loss", "norm"):  # a single number may be off by nothing, by chance: the worst of all steps counts
+        same = [what for what in rounding if what.split()[-1] == kind]
+        rounding |= dict.fromkeys(same, max(rounding[what] for what in same))
+    return {what: ALLOWED_ROUNDINGS * difference for what, difference in rounding.items()}
+
+
+def report(config: Config, alone: Trace, layout: Trace, bounds: dict[str, float]) -> bool:
+    """Print the table and the verdict; whether all is equal."""
+    found = differences(alone, layout)
+    bounds = {what: 0.0 if what.startswith("initial weight") else bound for what, bound in bounds.items()}
+    wrong = [what for what, difference in found.items() if difference > bounds.get(what, 0.0)]
+    steps = range(1, len(alone.losses) + 1)
+
+    def verdict(*names: str) -> str:
+        return "DIFFERS" if any(name in wrong for name in names) else "equal"
+
+    print(f"{'':40} {'one process':>18} {'layout':>18} {'difference':>11} {'allowed':>9}")
+    pairs = {f"step {step} loss": (alone.losses[step - 1], layout.losses[step - 1]) for step in steps}
+    pairs |= {f"step {step} norm": (alone.norms[step - 1], layout.norms[step - 1]) for step in steps}
+    pairs["validation loss"] = alone.validation, layout.validation
+    for name, (one, other) in pairs.items():
+        print(f"{name:40} {one:18.12f} {other:18.12f} {found[name]:11.1e} {bounds[name]:9.1e}  {verdict(name)}")
+    print(f"\n{'largest difference':40} {'initial weight':>18} {'gradients':>18} {'final weight':>11}")
+    for name in alone.initial:
+        gradients = [f"step {step} gradient {name}" for step in steps]
+        initial, final = f"initial weight {name}", f"final weight {name}"
+        largest = max(found[gradient] for gradient in gradients)
+        values = f"{found[initial]:18.1e} {largest:18.1e} {found[final]:11.1e}"
+        print(f"{name:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
+    if wrong:
+        first = wrong[0]
+        print(f"\nDIFFERENT: first in {first}, by {found[first]:.1e} where {bounds.get(first, 0):.1e} is rounding")
+    else:
+        largest = max(found, key=lambda what: found[what] / (bounds[what] or 1))
+        print(
+            f"\nequal: the largest difference, in {largest}, is {found[largest]:.1e} of {bounds[largest]:.1e} allowed"
+        )
+    return not wrong
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 equal, 1 different, 2 the config or the launch is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
+    arguments, others = parser.parse_known_args(argv)
+    steps, launched = arguments.steps, "WORLD_SIZE" in os.environ
+    n_devices = torch.cuda.device_count() if launched else 0
+    try:
+        loaded = load(others)
+        launch = Launch.from_environment(n_devices)
+        if not launched:
+            world = ranks_wanted(loaded, os.environ, n_devices=0)
+            launch = Launch(0, 0, world, world, 0)
+        resolved = check(_runnable(loaded, on_cpu=not n_devices), launch)
+        small, changed = shrink(dataclasses.replace(loaded, config=resolved), arguments.dtype)
+        config = check(small, launch)
+        if not launched:
+            _refuse_too_many(loaded, launch.world_size)
+    except ConfigError as error:
+        options.print_problems(error)
+        return 2
+    if launch.rank == 0:
+        print(
+            f"{loaded.file}: {build.describe_mesh(config)} = {launch.world_size} rank(s), {arguments.dtype}, "
+            f"{steps} steps"
+        )
+        print(f"shrunk: {', '.join(changed) or 'nothing'}\n", flush=True)
+    began = time.monotonic()
+    if launched:
+        with mesh.process_group(launch, timeout_seconds=600, trace_buf_size=0, dump_folder="."):
+            trace = run(config, launch, steps=steps)
+    else:
+        pool = Pool(launch.world_size, timeout_seconds=600)
+        trace = pool.run(trace_of_rank_0, config=config, n_devices=0, steps=steps)[0]
+        pool.close()
+    if launch.rank != 0:
+        return 0
+    device = mesh.device_of(launch)
+    alone = run_alone(config, device, steps=steps)
+    equal = report(config, alone, trace, allowed(config, alone, device, steps=steps))
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0 if equal else 1
+
+
+def _runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
+    """Without what a CPU lacks, so that a config for GPUs can be proven on one."""
+    if not on_cpu:
+        return loaded
+    lacking = {"parallelism__context_parallel_kernel": "auto", "parallelism__enable_async_tensor_parallel": False}
+    return dataclasses.replace(loaded, config=loaded.config.replace(**lacking, profiling__enable_memory_snapshot=False))
+
+
+def _refuse_too_many(loaded: Loaded[Config], world_size: int) -> None:
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if world_size * GIB_A_RANK > available:
+        raise ConfigError(
+            [
+                f"{loaded.file}: {world_size} ranks need about {world_size * GIB_A_RANK:.0f} GiB, and this machine has "
+                f"{available:.0f} free; lower a data-parallel degree on the command line, or start it with torchrun on "
+                "the machines that the config is for"
+            ]
+        )
+
+
+if __name__ == "__main__":
+    from titanlite import parity  # the functions under their true names, by which a pool's ranks find them
+
+    mesh.leave(parity.main(sys.argv[1:]))

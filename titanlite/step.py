@@ -1,19 +1,49 @@
-"""One optimizer step's gradients: what train.py runs and what parity.py proves are this same function."""
+"""One optimizer step's gradients, and the loss without them: what train.py runs and what parity.py proves are these
+same functions."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.data import Batch
-from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.data import Batch, Microbatch
+from titanlite.loss import count_valid
 from titanlite.parallel import fsdp
+from titanlite.parallel.pipeline import Pipeline
+
+
+class Whole:
+    """Runs a model that is not cut into stages; Pipeline's counterpart.
+
+    Args:
+        token_loss: sum of token losses from (logits, targets).
+    """
+
+    def __init__(self, model: nn.Module, token_loss: Callable[[Tensor, Tensor], Tensor]):
+        self.model, self.token_loss = model, token_loss
+
+    def forward_backward(self, batch: Microbatch, valid: Tensor) -> Tensor:
+        """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
+        logits = self.model(batch.tokens, batch.positions, batch.documents)
+        loss = self.token_loss(logits, batch.targets)
+        del logits  # not kept alive by this name through the backward
+        (loss / valid).backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def forward(self, batch: Microbatch) -> Tensor:
+        """Sum of the token losses."""
+        return self.token_loss(self.model(batch.tokens, batch.positions, batch.documents), batch.targets)
 
 
 def forward_backward(
     model: nn.Module,
+    runner: Whole | Pipeline,
     batch: Batch,
     *,
     device: torch.device,
+    counts: bool,
     reshard_after_forward: fsdp.Reshard,
     reduce_gradients: str,
 ) -> tuple[Tensor, Tensor]:
@@ -22,22 +52,50 @@ def forward_backward(
     The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and microsteps.
     Tokens are counted first, so each microstep's sum is divided by the final count and gradients only ever add up.
 
+    Args:
+        model: all modules that this rank has.
+        runner: how a microbatch passes through them.
+        counts: whether this rank's tokens and losses count. Several ranks may work on the same tokens; one of them,
+            which has the logits, speaks for them.
+
     Returns:
-        Sum of this rank's token losses (nats) and the global number of valid tokens, float64 scalars on `device`.
+        Sum of this rank's token losses (nats; 0 if they do not count) and the global number of valid tokens, float64
+        scalars on `device`.
     """
-    valid = count_valid([targets for _, targets in batch], device)
+    valid = count_valid([microbatch.targets for microbatch in batch], device) * counts
     dist.all_reduce(valid)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for index, (tokens, targets) in enumerate(batch):
+    for index, microbatch in enumerate(batch):
         fsdp.before_microstep(
             model,
             last=index == len(batch) - 1,
             reshard_after_forward=reshard_after_forward,
             reduce_gradients=reduce_gradients,
         )
-        logits = model(tokens.to(device, non_blocking=True))
-        loss = cross_entropy_sum(logits, targets.to(device, non_blocking=True))
-        del logits  # not kept alive by this name through the backward
-        (loss / valid).backward()
-        loss_sum += loss.detach()
-    return loss_sum, valid
+        loss_sum += runner.forward_backward(microbatch.to(device), valid)
+    return (loss_sum if counts else torch.zeros_like(loss_sum)), valid
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    runner: Whole | Pipeline,
+    batches: Iterable[Microbatch],
+    *,
+    device: torch.device,
+    counts: bool,
+) -> float:
+    """Loss by the same rule as in training: token losses over valid tokens, of all ranks, nats.
+
+    Args:
+        batches: this rank's, as many on every rank.
+        The others are those of `forward_backward`.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        totals[0] += runner.forward(batch.to(device))
+        totals[1] += count_valid([batch.targets], device)
+    fsdp.reshard(model)
+    totals = totals if counts else torch.zeros_like(totals)
+    dist.all_reduce(totals)
+    return (totals[0] / totals[1]).item()

@@ -5,7 +5,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,15 +13,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.data.documents import Source, load_documents, load_stream
-from titanlite.data.packed import HeldOutSequences, PackedSequences, token_files
+from titanlite.data.packed import HeldOutSequences, PackedSequences, Sequence, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.options import ConfigError, show
 
 Sequences = PackedSequences | StreamedSequences
 
-Batch = list[tuple[Tensor, Tensor]]
-"""A rank's microbatches of a step: (tokens [B, T], targets [B, T]), int64 in host memory."""
+
+class Microbatch(NamedTuple):
+    """What a rank works on at once: its share of the tokens of B sequences, int64."""
+
+    tokens: Tensor
+    """[B, T / context-parallel ranks]"""
+    targets: Tensor
+    """The tokens that follow them, IGNORED where there is nothing to predict."""
+    positions: Tensor
+    """Of the tokens, in their sequence or, with a document mask, in their document."""
+    documents: Tensor | None
+    """With a document mask: positions in their documents of all tokens that this rank's attention is computed for,
+    [B, T / ring ranks]."""
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """Copies on a device; without waiting, from pinned memory."""
+        return Microbatch(*(part if part is None else part.to(device, non_blocking=True) for part in self))
+
+
+Batch = list[Microbatch]
+"""A rank's microbatches of a step, in host memory."""
+
+
+class Cut(NamedTuple):
+    """Which tokens of every sequence a rank works on, as indices of them."""
+
+    own: Any = slice(None)
+    """Those it holds itself."""
+    ring: Any = slice(None)
+    """Those that it and its Ulysses group hold together."""
+    document_mask: bool = False
+    """Whether attention and positions end with each document."""
+
+
+WHOLE = Cut()
 
 
 def open_sequences(
@@ -93,10 +126,15 @@ def open_sequences(
     return train, HeldOutSequences(held_out, seq_len=seq_len, tokenizer=tokenizer), identity
 
 
-def _stack(rows: list[tuple[np.ndarray, np.ndarray]], pin: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of some sequences, int64 [B, T] each, in pinned memory if they are to go to a GPU."""
-    tensors = tuple(torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
-    return tuple(tensor.pin_memory() for tensor in tensors) if pin else tensors
+def _stack(rows: list[Sequence], cut: Cut, pin: bool) -> Microbatch:
+    """A rank's share of some sequences, in pinned memory if it is to go to a GPU."""
+    tokens, targets, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
+    positions = documents if cut.document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    parts = [part[:, cut.own] for part in (tokens, targets, positions)]
+    parts += [documents[:, cut.ring]] if cut.document_mask else []
+    tensors = [torch.from_numpy(np.array(part, order="C")) for part in parts]
+    tensors = [tensor.pin_memory() for tensor in tensors] if pin else tensors
+    return Microbatch(*tensors, *([] if cut.document_mask else [None]))
 
 
 class Loader:
@@ -109,6 +147,7 @@ class Loader:
         n_ranks: data-parallel ranks; `rank` is this one's number among them.
         local_batch_size: sequences of a microbatch.
         global_batch_size: sequences of a step, G.
+        cut: what of each sequence this rank takes.
         pin: put batches into pinned memory.
         state: what `state` returned when the run was saved, on any number of ranks.
         ahead: steps that are prepared before they are asked for.
@@ -122,23 +161,24 @@ class Loader:
         n_ranks: int,
         local_batch_size: int,
         global_batch_size: int,
+        cut: Cut = WHOLE,
         pin: bool,
         state: dict[str, Any] | None = None,
         ahead: int = 2,
     ):
         self.position = state["next_sequence"] if state else 0
-        self.n_ranks, self.global_batch_size = n_ranks, global_batch_size
+        self.rank, self.n_ranks, self.global_batch_size = rank, n_ranks, global_batch_size
         self._streams: dict[int, Any] = {int(number): s for number, s in state["streams"].items()} if state else {}
         reader = sequences.read(self.position + rank, n_ranks, dict(self._streams))
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self._closed = False
         n_microsteps = global_batch_size // (local_batch_size * n_ranks)
         self._thread = threading.Thread(
-            target=self._run_ahead, args=(reader, n_microsteps, local_batch_size, pin), name="data", daemon=True
+            target=self._run_ahead, args=(reader, n_microsteps, local_batch_size, cut, pin), name="data", daemon=True
         )
         self._thread.start()
 
-    def _run_ahead(self, reader: Iterator[Any], n_microsteps: int, local_batch_size: int, pin: bool) -> None:
+    def _run_ahead(self, reader: Iterator[Any], n_microsteps: int, local_batch_size: int, cut: Cut, pin: bool) -> None:
         try:
             while not self._closed:
                 batch, states = [], {}
@@ -149,7 +189,7 @@ class Loader:
                         rows.append(sequence)
                         if state is not None:
                             states[state[0]] = state[1]
-                    batch.append(_stack(rows, pin))
+                    batch.append(_stack(rows, cut, pin))
                 self._ready.put((batch, states))
         except Exception as error:  # raised again where the training waits for the batch
             self._ready.put(error)
@@ -177,26 +217,28 @@ class Loader:
         """Where the run stands in its data, over all ranks: plain JSON. Every rank must call it."""
         streams = {}
         if self._streams:
-            gathered: list[Any] = [None] * self.n_ranks
-            dist.all_gather_object(gathered, self._streams)
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, (self.rank, self._streams))
+            gathered = dict(everywhere)  # by data-parallel rank; those that share one have the same
             # A rank that resumed also holds old states of other ranks' streams; a stream's owner has the newest.
-            for number in sorted({number for states in gathered for number in states}):
-                owner = gathered[(number - self.position) % len(gathered)]
+            for number in sorted({number for states in gathered.values() for number in states}):
+                owner = gathered[(number - self.position) % self.n_ranks]
                 if number in owner:
                     streams[str(number)] = owner[number]
         return {"next_sequence": self.position, "streams": streams}
 
 
 def validation_batches(
-    sequences: HeldOutSequences, *, rank: int, n_ranks: int, local_batch_size: int, steps: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+    sequences: HeldOutSequences, *, rank: int, n_ranks: int, local_batch_size: int, steps: int, cut: Cut = WHOLE
+) -> Iterator[Microbatch]:
     """This rank's batches of one pass over the validation split: as many on every rank, the last ones padded.
 
     Args:
         steps: at most so many batches; -1: the whole split.
+        cut: what of each sequence this rank takes.
     """
     per_batch = n_ranks * local_batch_size
     n_batches = -(-sequences.n_sequences // per_batch)
     for batch in range(n_batches if steps == -1 else min(steps, n_batches)):
         indices = range(batch * per_batch + rank, (batch + 1) * per_batch, n_ranks)
-        yield _stack([sequences[index] for index in indices], pin=False)
+        yield _stack([sequences[index] for index in indices], cut, pin=False)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,15 +98,37 @@ def _build(folder: Path, documents: Documents, tokenizer: Tokenizer, fraction: f
     (folder / "tokens.json").write_text(json.dumps(made))
 
 
-def inputs_and_targets(tokens: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, int64 [T] each, of a packed sequence of T + 1 tokens. What follows the end of a document is
-    another document, which nothing before it foretells: that target is ignored."""
+class Sequence(NamedTuple):
+    """A packed sequence; int64 [T] each."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    """The token that follows, IGNORED where there is nothing to predict."""
+    documents: np.ndarray
+    """Position of each token in its document, or in the part of it that this sequence has."""
+
+
+def cut_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
+    """A packed sequence of T + 1 tokens. What follows the end of a document is another document, which nothing before
+    it foretells: that target is ignored."""
     inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
     ends = inputs == tokenizer.eos
     if tokenizer.bos is not None:
         ends &= targets == tokenizer.bos  # some tokenizers have one mark for both: that of a begin ends nothing
     targets[ends] = IGNORED
-    return inputs, targets
+    return Sequence(inputs, targets, positions_in_documents(ends))
+
+
+def positions_in_documents(ends: np.ndarray) -> np.ndarray:
+    """Positions that begin again at 0 after each token that ends a document.
+
+    Args:
+        ends: bool [T].
+    """
+    places = np.arange(len(ends))
+    begins = np.zeros(len(ends), np.int64)
+    begins[1:][ends[:-1]] = places[1:][ends[:-1]]
+    return places - np.maximum.accumulate(begins)
 
 
 class PackedSequences:
@@ -133,8 +155,8 @@ class PackedSequences:
     def __str__(self) -> str:
         return f"{self.n_sequences:,} packed sequences an epoch"
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of the sequence with a global index 0, 1, 2, ...; epochs follow one another."""
+    def __getitem__(self, index: int) -> Sequence:
+        """The sequence with a global index 0, 1, 2, ...; epochs follow one another."""
         epoch, position = divmod(index, self.n_sequences)
         if self.shuffle:
             if epoch != self._epoch:
@@ -143,11 +165,9 @@ class PackedSequences:
                 self._epoch, self._order = epoch, generator.permutation(self.n_sequences)
             position = int(self._order[position])
         start = position * self.seq_len
-        return inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
+        return cut_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
-    def read(
-        self, first: int, stride: int, streams: dict[int, Any]
-    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], None]]:
+    def read(self, first: int, stride: int, streams: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
         """Sequences first, first + stride, ..., without end, each with None: their index is all the state there is, and
         no stream has any."""
         while True:
@@ -165,11 +185,17 @@ class HeldOutSequences:
     def __str__(self) -> str:
         return f"{self.n_sequences:,} packed sequences"
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets; past the end, nothing but padding, so that every rank can take as many batches."""
-        inputs = targets = np.empty(0, np.int64)
+    def __getitem__(self, index: int) -> Sequence:
+        """The sequence with an index; past the end, nothing but padding, so that every rank can take as many batches.
+        Padding continues the last document."""
+        sequence = Sequence(*(np.empty(0, np.int64) for _ in Sequence._fields))
         if index < self.n_sequences:
             start = index * self.seq_len
-            inputs, targets = inputs_and_targets(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
-        missing = self.seq_len - len(inputs)
-        return np.pad(inputs, (0, missing)), np.pad(targets, (0, missing), constant_values=IGNORED)
+            sequence = cut_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
+        n, missing = len(sequence.inputs), self.seq_len - len(sequence.inputs)
+        last = sequence.documents[-1] if n else -1
+        return Sequence(
+            np.pad(sequence.inputs, (0, missing)),
+            np.pad(sequence.targets, (0, missing), constant_values=IGNORED),
+            np.append(sequence.documents, np.arange(last + 1, last + 1 + missing)),
+        )

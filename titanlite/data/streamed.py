@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.documents import Source, reading, text_of
-from titanlite.data.packed import inputs_and_targets
+from titanlite.data.packed import Sequence, cut_sequence
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.options import ConfigError
 
@@ -47,9 +47,7 @@ class StreamedSequences:
     def __str__(self) -> str:
         return f"{self.n_streams} streams of {self.dataset.num_shards} files"
 
-    def read(
-        self, first: int, stride: int, streams: dict[int, State]
-    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[int, State]]]:
+    def read(self, first: int, stride: int, streams: dict[int, State]) -> Iterator[tuple[Sequence, tuple[int, State]]]:
         """Sequences first, first + stride, ..., without end, each with the number of its stream and the stream's state
         after it.
 
@@ -62,7 +60,7 @@ class StreamedSequences:
             if number not in reading:
                 reading[number] = self._stream(number, streams.get(number, {"position": None, "used": 0}))
             tokens, state = next(reading[number])
-            yield inputs_and_targets(tokens, self.tokenizer), (number, state)
+            yield cut_sequence(tokens, self.tokenizer), (number, state)
             first += stride
 
     def _stream(self, number: int, start: State) -> Iterator[tuple[np.ndarray, State]]:

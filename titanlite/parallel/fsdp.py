@@ -25,10 +25,10 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> None:
-    """Shard every parameter over `dp_shard` and replicate it over `dp_replicate`, a block at a time.
+    """Shard every parameter of a model or a stage over `fsdp` and replicate it over `dp_replicate`, a block at a time.
 
     Args:
-        mesh: with the axes dp_replicate and dp_shard.
+        mesh: with the axes dp_replicate and fsdp.
         reshard_after_forward: see config.Parallelism.fsdp_reshard_after_forward.
         param_dtype: type in which weights are gathered and the model computes.
         reduce_dtype: type in which gradients are accumulated and reduced.
@@ -37,7 +37,7 @@ def apply_fsdp(
     replicated = mesh["dp_replicate"].size() > 1
     settings = {
         # Two axes are hybrid sharding; one of them may be of size 1.
-        "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
+        "mesh": mesh["dp_replicate", "fsdp"] if replicated else mesh["fsdp"],
         # Inputs are not cast: activations have the weights' type already, and the rotary table keeps its precision.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
@@ -46,11 +46,14 @@ def apply_fsdp(
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **settings)
     # The backward of the last unit comes at once, so gathering its weights twice would save no memory.
+    head = [module for module in (model.norm, model.output) if module is not None]
     if model.tied:
-        fully_shard([model.tok_embeddings, model.norm, model.output], reshard_after_forward=False, **settings)
+        fully_shard([model.tok_embeddings, *head], reshard_after_forward=False, **settings)
     else:
-        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
-        fully_shard([model.norm, model.output], reshard_after_forward=False, **settings)
+        if model.tok_embeddings is not None:
+            fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
+        if head:
+            fully_shard(head, reshard_after_forward=False, **settings)
     fully_shard(model, reshard_after_forward=reshard, **settings)
     for module in _units(model):
         # The loss is divided by the global number of tokens before the backward, so gradients are summed and nothing
@@ -73,9 +76,11 @@ def before_microstep(
         reshard_after_forward: "never" also keeps the weights gathered between microsteps.
         reduce_gradients: see config.Parallelism.fsdp_reduce_gradients.
     """
-    model.set_requires_gradient_sync(last or reduce_gradients == "each_microstep")
-    model.set_requires_all_reduce(last)  # over replicas, the shards' sums need to travel only once
-    model.set_reshard_after_backward(last or reshard_after_forward != "never")
+    for module in _units(model):
+        module.set_requires_gradient_sync(last or reduce_gradients == "each_microstep", recurse=False)
+        # over replicas, the shards' sums need to travel only once
+        module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or reshard_after_forward != "never", recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""A pool of gloo ranks that outlives the tests which use it: starting a rank costs seconds, a case milliseconds."""
+"""A pool of gloo ranks on this machine that outlives the calls which use it: starting a rank costs seconds, a call
+milliseconds. The parity proof and the tests run in such pools."""
 
 import multiprocessing
 import os
@@ -9,39 +10,47 @@ from datetime import timedelta
 from typing import Any
 
 TIMEOUT_SECONDS = 60
-"""Of a collective: a rank that failed leaves the others waiting this long."""
+"""Of a collective, unless told otherwise: a rank that failed leaves the others waiting this long."""
 
 
 class RankError(AssertionError):
-    """A case raised on some ranks; the message has their tracebacks."""
+    """A call raised on some ranks; the message has their tracebacks."""
 
 
 class Pool:
-    def __init__(self, world_size: int):
-        self.world_size, self.broken = world_size, False
-        context = multiprocessing.get_context("spawn")
+    """Args:
+    world_size: how many ranks.
+    timeout_seconds: of a collective.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: int = TIMEOUT_SECONDS):
+        self.world_size, self.timeout_seconds, self.broken = world_size, timeout_seconds, False
+        # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["titanlite.build"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             pipe, other_end = context.Pipe()
+            store = f"{self._folder.name}/store"
             process = context.Process(
-                target=_serve, args=(rank, world_size, f"{self._folder.name}/store", other_end), daemon=True
+                target=_serve, args=(rank, world_size, store, timeout_seconds, other_end), daemon=True
             )
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
 
-    def run(self, case: Callable[..., Any], **arguments: Any) -> list[Any]:
+    def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a module's function on every rank and return what each returned.
 
         Raises:
             RankError: if it raised on any rank; the pool is then closed, since the others may hang.
         """
         for pipe in self._pipes:
-            pipe.send((case, arguments))
+            pipe.send((call, arguments))
         results, errors = [], []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_SECONDS * 2 if not errors else 1):
+            if not pipe.poll(self.timeout_seconds * 2 if not errors else 1):
                 errors.append(f"rank {rank}: no answer")
                 continue
             try:
@@ -64,8 +73,8 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
-    """A rank: run the cases that arrive, one after the other."""
+def _serve(rank: int, world_size: int, store: str, timeout_seconds: int, pipe: Any) -> None:
+    """A rank: run the calls that arrive, one after the other."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     import torch
@@ -77,11 +86,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=timeout_seconds),
     )
     while True:
-        case, arguments = pipe.recv()
+        call, arguments = pipe.recv()
         try:
-            pipe.send((None, case(**arguments)))
+            pipe.send((None, call(**arguments)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))

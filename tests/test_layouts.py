@@ -1,0 +1,322 @@
+"""The table of layouts: pipeline x replicate x shard x context x tensor in every combination, with every schedule, each
+against one process: loss, norm, every gradient, every weight after three steps in float64 to 1e-11; initial weights bit
+for bit; the validation loss."""
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, compare, resolve, trace
+from titanlite import build, config, data, optimizer, parity
+from titanlite.checkpoint import Checkpointer
+from titanlite.parallel import fsdp, pipeline, tensor
+from titanlite.ranks import RankError
+
+TOLERANCE = parity.ALLOWED_IN_FLOAT64
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+# Five layers do not deal evenly to two stages; four key heads are as many as the largest tensor-parallel degree; a
+# sequence of 16 is cut into the fewest tokens a rank that cp 4 x tp 4 allows. Two microsteps, each of four sequences.
+MODEL = {"model__n_heads": 8, "model__n_kv_heads": 4, "model__n_layers": 5, "training__local_batch_size": 4}
+PP = {"pipeline_parallel_degree": 2}
+REPLICATE = {"data_parallel_replicate_degree": 2}
+SHARD = {"data_parallel_shard_degree": 2}
+CP = {"context_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2}
+ULYSSES = CP | {"context_parallel_ulysses_degree": 2}
+USP = {"context_parallel_degree": 4, "context_parallel_ulysses_degree": 2}
+DOCUMENTS = {"training__document_mask": True}
+OFFLOAD = {"training__enable_cpu_offload": True}
+TIED = {"model__tie_embeddings": True}
+ONE_MICROSTEP = {"microsteps": 1}
+AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
+
+
+def schedule(name: str, **others: Any) -> dict[str, Any]:
+    """A pipeline of two ranks whose stages have a layer each, or more."""
+    return PP | {"pipeline_parallel_schedule": name, "training__local_batch_size": 4} | others
+
+
+def product(*names: str) -> dict[str, Any]:
+    return {key: value for name in names for key, value in AXES[name].items()}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    # One axis
+    **{f"{name} 2": layout for name, layout in AXES.items()},
+    **{f"{name} 4": {key: 4 for key in layout} for name, layout in AXES.items()},
+    # Two and three axes
+    **{" x ".join(names): product(*names) for n in (2, 3) for names in itertools.combinations(AXES, n)},
+    # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others
+    **{f"{name} {degree}": schedule(name, pipeline_parallel_degree=degree, training__local_batch_size=8,
+                                    model__n_layers=9) for name in SCHEDULES for degree in (2, 4)},
+    **{f"{name} x {other}": schedule(name) | AXES[other] for name in SCHEDULES for other in ("shard", "cp", "tp")},
+    "GPipe, one microbatch": schedule("GPipe", pipeline_parallel_microbatch_size=4),
+    "GPipe, reshard always": schedule("GPipe", fsdp_reshard_after_forward="always") | SHARD,
+    "1F1B, reshard always": schedule("1F1B", fsdp_reshard_after_forward="always") | SHARD,
+    "Interleaved1F1B, reshard always": schedule("Interleaved1F1B", fsdp_reshard_after_forward="always") | SHARD,
+    "LoopedBFS, reshard always": schedule("LoopedBFS", fsdp_reshard_after_forward="always") | SHARD,
+    "Interleaved1F1B, three stages a rank": schedule("Interleaved1F1B", pipeline_parallel_stages_per_rank=3,
+                                                     model__n_layers=7),
+    "pp, balanced by parameters": PP | {"pipeline_parallel_balance": "parameters", "model__vocab_size": 600},
+    "pp, stages by name": PP | {"module_fqns_per_model_part": '[["tok_embeddings", "layers.0"], ["layers.1", '
+                                '"layers.2", "layers.3", "layers.4", "norm", "output"]]'},
+    "pp, CPU offload": PP | OFFLOAD,
+    "ZBVZeroBubble, CPU offload": schedule("ZBVZeroBubble") | OFFLOAD,
+    # Tensor parallel
+    "tp, logits gathered": TP | {"disable_loss_parallel": True},
+    "pp x tp, logits gathered": PP | TP | {"disable_loss_parallel": True},
+    "tp, tied embeddings": TP | TIED,
+    "shard x tp, tied embeddings": SHARD | TP | TIED,
+    "tp, CPU offload": TP | OFFLOAD,
+    "tp, one key head a head": TP | {"model__n_kv_heads": 8},
+    "tp, ZeRO-1": SHARD | TP | ZERO_1,
+    "tp, ZeRO-2": SHARD | TP | ZERO_2,
+    # Context parallel
+    "ulysses 2": ULYSSES,
+    "ulysses 4": {"context_parallel_degree": 4, "context_parallel_ulysses_degree": 4},
+    "ring 2 x ulysses 2": USP,
+    "ulysses x tp": ULYSSES | TP,
+    "pp x ulysses": PP | ULYSSES,
+    "cp, math kernel": CP | {"context_parallel_kernel": "math"},
+    "cp, one key head a head": CP | {"model__n_kv_heads": 8},
+    "cp, tied embeddings": CP | TIED,
+    "cp, CPU offload": CP | OFFLOAD,
+    "cp, ZeRO-1": CP | ZERO_1,
+    "cp 4, reshard to groups of 2": {"context_parallel_degree": 4, "fsdp_reshard_after_forward": 2},
+    # Documents
+    "documents": DOCUMENTS,
+    "documents, tp": DOCUMENTS | TP,
+    "documents, cp 2": DOCUMENTS | CP,
+    "documents, cp 4": DOCUMENTS | {"context_parallel_degree": 4},
+    "documents, ulysses 2": DOCUMENTS | ULYSSES,
+    "documents, ring 2 x ulysses 2": DOCUMENTS | USP,
+    "documents, pp": DOCUMENTS | PP,
+    "documents, cp x tp": DOCUMENTS | CP | TP,
+    "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
+}  # fmt: skip
+NIGHTLY = {
+    **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
+    "all five axes": product(*AXES),
+    "all five axes, ZBVZeroBubble, documents": schedule("ZBVZeroBubble") | product(*AXES) | DOCUMENTS,
+    "pp x ring x ulysses x tp": PP | USP | TP,
+}
+
+
+def world_size(layout: dict[str, Any]) -> int:
+    """How many ranks a layout has."""
+    return int(np.prod([value for key, value in layout.items() if key.endswith("_degree") and "ulysses" not in key]))
+
+
+def assert_equal(ranks: Any, tmp_path: Any, layout: dict[str, Any]) -> None:
+    options = MODEL | layout
+    data_ranks = options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1)
+    microsteps = options.pop("microsteps", 2)
+    options["training__global_batch_size"] = options["training__local_batch_size"] * data_ranks * microsteps
+    found = compare(ranks, tmp_path, world_size(layout), options)
+    assert {what: d for what, d in found.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for what, d in found.items() if what.startswith("initial weight")), "not bit for bit"
+    n_parameters = len([what for what in found if what.startswith("initial weight")])
+    assert n_parameters == 2 + options["model__n_layers"] * 9 + (not options.get("model__tie_embeddings"))
+    assert len(found) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_process(ranks, tmp_path, name):
+    assert_equal(ranks, tmp_path, LAYOUTS[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_large_layout_equals_one_process(ranks, tmp_path, name):
+    assert_equal(ranks, tmp_path, NIGHTLY[name])
+
+
+@pytest.mark.parametrize("layout", [CP, ULYSSES, PP, TP], ids=["ring", "ulysses", "pp", "tp"])
+def test_one_microstep(ranks, tmp_path, layout):
+    assert_equal(ranks, tmp_path, layout | ONE_MICROSTEP)
+
+
+def first_tokens_only(rank: int = 0) -> Any:
+    """Sequences of which only the first two tokens have a target, so that of a ring only rank 0 has any."""
+    real = parity.ProofSequences.__getitem__
+
+    def only_first(self: parity.ProofSequences, index: int) -> Any:
+        sequence = real(self, index)
+        sequence.targets[:2] = sequence.inputs[1:3]
+        sequence.targets[2:] = -100
+        return sequence
+
+    return mock.patch.object(parity.ProofSequences, "__getitem__", only_first)
+
+
+@pytest.mark.parametrize("layout", [{"context_parallel_degree": 4}, USP], ids=["ring 4", "ring 2 x ulysses 2"])
+def test_a_rank_without_a_valid_target(ranks, tmp_path, layout):
+    job = resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **{name_of(key): v for key, v in (MODEL | layout).items()})
+    (found, *_) = ranks(4).run(trace, job=job, broken=first_tokens_only)
+    with first_tokens_only():
+        alone = parity.run_alone(job, CPU, steps=STEPS)
+    assert {what: d for what, d in parity.differences(found, alone).items() if d > TOLERANCE} == {}
+
+
+def name_of(key: str) -> str:
+    return key if "__" in key else f"parallelism__{key}"
+
+
+# Broken on purpose ---------------------------------------------------------------------------------------------------
+
+
+def _logits_gathered_but_taken_for_parts(rank: int) -> Any:
+    return mock.patch.object(tensor, "OUTPUT_LOSS_PARALLEL", tensor.OUTPUT_GATHERED)
+
+
+def _rows_for_columns(rank: int) -> Any:
+    return mock.patch.dict(tensor.BLOCK, {"feed_forward.w2": ColwiseParallel()})
+
+
+def _zig_zag_off_by_one(rank: int) -> Any:
+    real = build.local_positions
+
+    def off(seq_len: int, *, ring: int, ulysses: int, rank: int) -> torch.Tensor:
+        return real(seq_len, ring=ring, ulysses=ulysses, rank=rank).roll(1)
+
+    return mock.patch.object(build, "local_positions", off)
+
+
+def _no_sum_over_context(rank: int) -> Any:
+    """Each rank keeps its own weights and gradients, as if its piece of a sequence were a sequence of its own."""
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))["alone"]
+    real = fsdp.fully_shard
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=alone, **others))
+
+
+def _gradients_scaled_by_microbatches(rank: int) -> Any:
+    real = pipeline.get_schedule_class
+
+    def scaling(name: str) -> Any:
+        kind = real(name)
+        make = kind.__init__
+        return type(name, (kind,), {"__init__": lambda s, *a, **k: make(s, *a, **k | {"scale_grads": True})})
+
+    return mock.patch.object(pipeline, "get_schedule_class", scaling)
+
+
+def _copies_counted_each(rank: int) -> Any:
+    return mock.patch.object(optimizer, "_copies", return_value=1)
+
+
+def _positions_not_offset(rank: int) -> Any:
+    real = data._stack
+
+    def local(*arguments: Any) -> data.Microbatch:
+        batch = real(*arguments)
+        return batch._replace(positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous())
+
+    return mock.patch.object(data, "_stack", local)
+
+
+def _documents_ignored(rank: int) -> Any:
+    real = data._stack
+    return mock.patch.object(data, "_stack", lambda *arguments: real(*arguments)._replace(documents=None))
+
+
+CP_DOCUMENTS = CP | DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("broken", "layout", "first"),
+    [
+        (_logits_gathered_but_taken_for_parts, TP, "step 1 loss"),
+        (_zig_zag_off_by_one, CP, "step 1 loss"),
+        (_no_sum_over_context, CP, "step 1 norm"),
+        (_gradients_scaled_by_microbatches, PP, "step 1 norm"),
+        (_gradients_scaled_by_microbatches, schedule("InterleavedZeroBubble"), "step 1 norm"),
+        (_copies_counted_each, TP, "step 1 norm"),
+        (_positions_not_offset, CP, "step 1 loss"),
+        (_positions_not_offset, ULYSSES, "step 1 loss"),
+        (_documents_ignored, CP_DOCUMENTS, "step 1 loss"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, layout, first):
+    found = compare(ranks, tmp_path, 2, MODEL | layout, broken)
+    assert next(what for what, d in found.items() if d > 10 * TOLERANCE) == first
+
+
+def test_a_plan_that_does_not_fit_raises(ranks, tmp_path):
+    with pytest.raises(RankError, match="reduction dim"):
+        compare(ranks, tmp_path, 2, MODEL | TP, _rows_for_columns)
+
+
+# The plan and the traffic --------------------------------------------------------------------------------------------
+
+
+def test_the_plan_covers_every_parameter_of_a_block():
+    """By the module that holds it: one that the plan forgot would be a plain tensor, whole on each rank."""
+    job = config.Config()
+    (block, *_) = build.meta_model(job).layers.values()
+    holders = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
+    assert holders <= set(tensor.BLOCK)
+    assert set(tensor.BLOCK) - holders == {"attention", "feed_forward"}, "the other entries gather the sequence"
+    ends = {name for name, _ in build.meta_model(job).named_children()} - {"layers"}
+    assert ends == {*tensor.ENDS, "output"}
+
+
+def placements(job: config.Config) -> dict[str, list[str]]:
+    """Where each parameter lies over the axes of the mesh, and its share of elements."""
+    layout = build.build_layout(job, CPU)
+    model, _ = build.build_model(job, layout, CPU)
+    return {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters()}
+
+
+def test_each_rank_holds_its_share_of_every_matrix(ranks, tmp_path):
+    options = {name_of(key): value for key, value in (MODEL | TP | SHARD).items()}
+    for shares in ranks(4).run(placements, job=resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **options)):
+        assert {share for name, share in shares.items() if "norm" not in name} == {1 / 4}
+        assert {share for name, share in shares.items() if "norm" in name} == {1 / 2}, "norms are whole over tp"
+
+
+# Resume under another layout -----------------------------------------------------------------------------------------
+
+FROM = PP | SHARD | CP
+TO = {
+    "one process": {},
+    "tp 4": {"tensor_parallel_degree": 4},
+    "pp 4, zero-bubble": schedule("InterleavedZeroBubble", pipeline_parallel_degree=2) | TP,
+    "HSDP x cp": REPLICATE | SHARD | CP,
+    "shard x ulysses x tp": SHARD | ULYSSES | TP,
+}
+
+
+def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> parity.Trace | None:
+    """Go on from what is in a folder for some steps, and save."""
+    launch = config.Launch.from_environment(n_devices=0)
+    checkpointer = Checkpointer(folder, identity={}, keep_latest_k=0, async_mode="disabled")
+    found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
+    checkpointer.close()
+    return found if launch.rank == 0 else None
+
+
+@pytest.mark.parametrize("name", TO)
+def test_resume_under_another_layout(ranks, tmp_path, name):
+    """Two steps under one layout, two under another, as four in one process."""
+    traces = []
+    for layout in (FROM, TO[name]):
+        n = world_size(layout)
+        options = {name_of(key): value for key, value in (MODEL | layout).items()} | {"training__global_batch_size": 16}
+        job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
+        found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=tmp_path / "checkpoint", steps=2)
+        traces.append(found)
+    alone = parity.run_alone(job, CPU, steps=4)
+    assert traces[0].losses + traces[1].losses == pytest.approx(alone.losses, abs=TOLERANCE)
+    assert traces[0].norms + traces[1].norms == pytest.approx(alone.norms, abs=TOLERANCE)
+    assert traces[1].validation == pytest.approx(alone.validation, abs=TOLERANCE)
+    for weight, expected in alone.weights.items():
+        assert (traces[1].weights[weight] - expected).abs().max() < TOLERANCE
+    assert alone.losses[0] != pytest.approx(alone.losses[2], abs=1e-3), "steps differ, so going on too early would show"

@@ -1,0 +1,210 @@
+"""Stages are as equal as a cut can make them, in what the config says, and lie on the ranks where torch has them."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from titanlite import build, config
+from titanlite.config import Config
+from titanlite.sizes import SIZES
+from titanlite.stages import ONE_STAGE, Schedule, deal, module_names, rank_of_stage
+
+Stages = list[list[str]]
+
+
+def sums(costs: Sequence[int], parts: Stages) -> list[int]:
+    """Cost of each stage."""
+    left = iter(costs)
+    return [sum(itertools.islice(left, len(part))) for part in parts]
+
+
+def cuts(names: list[str], n_stages: int) -> Iterator[Stages]:
+    """Every cut that leaves each stage a layer."""
+    for ends in itertools.combinations(range(1, len(names)), n_stages - 1):
+        parts = [names[start:end] for start, end in itertools.pairwise([0, *ends, len(names)])]
+        if all(any(name.startswith("layers.") for name in part) for part in parts):
+            yield parts
+
+
+def random_cases(number: int) -> Iterator[tuple[list[int], int]]:
+    """Costs of a model's modules, some of them nothing, and how many stages it has."""
+    generator = random.Random(0)
+    for _ in range(number):
+        n_layers = generator.randint(1, 8)
+        yield [generator.randint(0, 9) for _ in module_names(n_layers)], generator.randint(1, n_layers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cuts
+
+
+def test_module_names():
+    assert module_names(2) == ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+
+
+def test_stages_are_the_modules_in_order_each_with_a_layer():
+    for costs, n_stages in random_cases(2000):
+        names = module_names(len(costs) - 3)
+        parts = deal(names, costs, n_stages)
+        assert len(parts) == n_stages
+        assert list(itertools.chain(*parts)) == names
+        assert all(any(name.startswith("layers.") for name in part) for part in parts)
+
+
+def test_no_cut_has_a_smaller_largest_stage():
+    for costs, n_stages in random_cases(2000):
+        names = module_names(len(costs) - 3)
+        least = min(max(sums(costs, parts)) for parts in cuts(names, n_stages))
+        assert max(sums(costs, deal(names, costs, n_stages))) == least, (costs, n_stages)
+
+
+def evenness(costs: Sequence[int], parts: Stages) -> tuple[int, int]:
+    return max(sums(costs, parts)), sum(cost**2 for cost in sums(costs, parts))
+
+
+def test_of_the_cuts_with_the_smallest_largest_stage_none_is_more_even():
+    # 9 | 9 | 1 has the smallest largest of the first three stages, but the last is 17 whatever they are: 5 | 4 | 10.
+    hard = [([3, 2, 4, 9, 1, 4, 6, 7], 4)]
+    for costs, n_stages in [*hard, *random_cases(2000)]:
+        names = module_names(len(costs) - 3)
+        best = min(evenness(costs, parts) for parts in cuts(names, n_stages))
+        assert evenness(costs, deal(names, costs, n_stages)) == best, (costs, n_stages)
+
+
+def test_as_many_stages_as_layers_leave_no_choice_but_the_ends():
+    assert deal(module_names(3), [100, 1, 1, 1, 0, 100], 3) == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1"],
+        ["layers.2", "norm", "output"],
+    ]
+    assert deal(module_names(1), [1, 1, 0, 1], 1) == [module_names(1)]
+
+
+@pytest.mark.parametrize(("n_layers", "n_stages"), [(0, 1), (1, 2), (3, 4)])
+def test_fewer_layers_than_stages(n_layers: int, n_stages: int):
+    names = module_names(n_layers)
+    with pytest.raises(ValueError, match=f"^{n_stages} stages need at least as many layers, and there are {n_layers}$"):
+        deal(names, [1] * len(names), n_stages)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the config makes equal
+
+Load = Callable[..., Config]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """A config of so many layers and pipeline ranks, and other options of [parallelism]."""
+    file = tmp_path / "run.toml"
+    file.touch()
+
+    def load(n_layers: int, degree: int, *args: str, **parallelism: Any) -> Config:
+        given = {"pipeline_parallel_degree": degree, **parallelism}
+        options = [f"--parallelism.{key}={value}" for key, value in given.items()]
+        return config.load([str(file), f"--model.n_layers={n_layers}", *options, *args]).config
+
+    return load
+
+
+def layers(parts: Stages) -> list[int]:
+    return [sum(name.startswith("layers.") for name in part) for part in parts]
+
+
+# fmt: off
+BALANCED = {  # layers, pipeline ranks, layers that embedding and head count as, layers of each stage
+    "the ends count as one":     (6, 2, 1, 1, [3, 3]),
+    "a short first stage":       (6, 2, 2, 0, [2, 4]),
+    "a short last stage":        (6, 2, 0, 4, [5, 1]),
+    "the ends count nothing":    (6, 3, 0, 0, [2, 2, 2]),
+    "shorter at the ends":       (6, 4, 1, 1, [1, 2, 2, 1]),
+    "an end above all others":   (7, 3, 9, 0, [1, 3, 3]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("n_layers", "degree", "first", "last", "expected"), BALANCED.values(), ids=BALANCED)
+def test_balanced_by_layers(load: Load, n_layers: int, degree: int, first: int, last: int, expected: list[int]):
+    ends = {"pipeline_parallel_first_stage_less_layers": first, "pipeline_parallel_last_stage_less_layers": last}
+    parts = config.stage_modules(load(n_layers, degree, **ends))
+    assert list(itertools.chain(*parts)) == module_names(n_layers)
+    assert layers(parts) == expected
+
+
+def test_stages_are_those_of_all_ranks(load: Load):
+    options = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_stages_per_rank": 3}
+    assert layers(config.stage_modules(load(10, 2, **options))) == [1, 2, 2, 2, 2, 1]
+
+
+def module_sizes(settings: Config) -> Counter[str]:
+    """Parameters of each module that stages are made of, counted in the model itself."""
+    sizes: Counter[str] = Counter()
+    for name, parameter in build.meta_model(settings).named_parameters():
+        first, second, *_ = name.split(".")
+        sizes[f"{first}.{second}" if first == "layers" else first] += parameter.numel()
+    return sizes
+
+
+@pytest.mark.parametrize("flavor", [name for name, size in SIZES.items() if not size["tie_embeddings"]])
+@pytest.mark.parametrize("degree", [2, 3])
+def test_balanced_by_parameters(load: Load, monkeypatch: pytest.MonkeyPatch, flavor: str, degree: int):
+    settings = load(8, degree, f"--model.flavor={flavor}", pipeline_parallel_balance="parameters")
+    costed: dict[str, int] = {}
+
+    def record(names: list[str], costs: list[int], n_stages: int) -> Stages:
+        costed.update(zip(names, costs, strict=True))
+        return deal(names, costs, n_stages)
+
+    monkeypatch.setattr(config, "deal", record)
+    parts, sizes = config.stage_modules(settings), module_sizes(settings)
+    assert costed == sizes
+    names = module_names(8)
+    costs = [sizes[name] for name in names]
+    assert list(itertools.chain(*parts)) == names
+    assert evenness(costs, parts) == min(evenness(costs, others) for others in cuts(names, degree))
+
+
+def test_parameters_and_layers_balance_differently(load: Load):
+    """A vocabulary of some layers' size, at both ends."""
+    args = ("--model.vocab_size=8192",)
+    assert layers(config.stage_modules(load(10, 4, *args))) == [2, 3, 3, 2]
+    assert layers(config.stage_modules(load(10, 4, *args, pipeline_parallel_balance="parameters"))) == [1, 4, 4, 1]
+
+
+def test_modules_by_name_are_the_stages(load: Load):
+    parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
+    assert config.stage_modules(load(3, 2, module_fqns_per_model_part=parts)) == parts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+STYLES = {  # in which torch's schedules lay stages on ranks
+    **dict.fromkeys(("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"), "loop"),
+    **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "v"),
+}
+
+
+def test_every_schedule_has_a_style():
+    assert set(STYLES) == set(get_args(Schedule))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", STYLES)
+def test_ranks_are_those_of_torch(schedule: Schedule, degree: int):
+    many = (2,) if STYLES[schedule] == "v" else (1,) if schedule in ONE_STAGE else (2, 3, 4)
+    for n_stages in (degree * per_rank for per_rank in many):
+        mapping = generate_stage_to_rank_mapping(degree, n_stages, style=STYLES[schedule])
+        assert dict(enumerate(rank_of_stage(schedule, degree, n_stages))) == mapping
+
+
+def test_ranks_by_hand():
+    assert rank_of_stage("1F1B", 4, 4) == [0, 1, 2, 3]
+    assert rank_of_stage("LoopedBFS", 2, 6) == [0, 1, 0, 1, 0, 1]
+    assert rank_of_stage("DualPipeV", 3, 6) == [0, 1, 2, 2, 1, 0]

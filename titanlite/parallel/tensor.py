@@ -1,0 +1,67 @@
+"""Tensor, sequence and loss parallelism: one literal plan for parallelize_module (Megatron-LM, arXiv:1909.08053 and
+arXiv:2205.05198).
+
+Weights are cut by columns where a layer's outputs part (heads, feed-forward channels, vocabulary) and by rows where
+they come together again. Outside of those layers, in the norms and residuals, each rank has a piece of the sequence: an
+all-gather leads into each attention and feed-forward layer and a reduce-scatter out of it, and no activation exists
+twice.
+"""
+
+import warnings
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from titanlite.model import Llama
+
+SEQUENCE = Shard(1)  # of an activation [B, T, D]
+WHOLE = Replicate()
+
+# fmt: off
+BLOCK: dict[str, ParallelStyle] = {
+    "attention_norm":  SequenceParallel(),
+    # (x, rope, documents): the sequence is gathered, the others are whole on every rank and stay as they are.
+    "attention":       PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
+                                          desired_input_layouts=(WHOLE, None, None)),
+    "attention.wq":    ColwiseParallel(),
+    "attention.wk":    ColwiseParallel(),
+    "attention.wv":    ColwiseParallel(),
+    "attention.wo":    RowwiseParallel(output_layouts=SEQUENCE),
+    "ffn_norm":        SequenceParallel(),
+    "feed_forward":    PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w3": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+}
+ENDS: dict[str, ParallelStyle] = {
+    "tok_embeddings":  RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),  # cut by vocabulary
+    "norm":            SequenceParallel(),
+}
+# The output head's logits [B, T, V]: each rank keeps its part of the vocabulary for loss.cross_entropy_sum, or has all.
+OUTPUT_LOSS_PARALLEL = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1))
+OUTPUT_GATHERED = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=WHOLE)
+# fmt: on
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+    """Cut a model or a stage over a one-dimensional mesh, in place.
+
+    Args:
+        loss_parallel: leave the logits cut by vocabulary.
+    """
+    # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
+    # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
+    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
+    plan = {**ENDS, "output": OUTPUT_LOSS_PARALLEL if loss_parallel else OUTPUT_GATHERED}
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if getattr(model, name) is not None})
+    for block in model.layers.values():
+        parallelize_module(block, mesh, BLOCK)
+    model.tie()

@@ -1,0 +1,297 @@
+"""The rules between options: what the types of single ones cannot say. Those between a config and a launch are in
+titanlite/config.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from titanlite.options import Refusals, show
+from titanlite.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
+
+if TYPE_CHECKING:
+    from titanlite.config import Config, LRScheduler, Model, Training, Validation
+
+
+def between_options(config: Config, given: set[str]) -> Refusals:
+    """What single types cannot say. `given` holds the keys that were set to something else than the default."""
+    refuse = Refusals()
+    _model_rules(config.model, refuse)
+    _data_rules(config.training, config.validation, given, refuse)
+    _step_rules(config.training, config.lr_scheduler, refuse)
+    _tensor_rules(config, refuse)
+    _context_rules(config, given, refuse)
+    _pipeline_rules(config, given, refuse)
+    return refuse
+
+
+def _model_rules(model: Model, refuse: Refusals) -> None:
+    if model.dim % model.n_heads:
+        refuse(
+            "model.n_heads",
+            f"expected a divisor of model.dim = {model.dim}; each head takes dim / n_heads of it",
+            *("model.dim", "model.flavor"),
+        )
+    elif model.dim // model.n_heads % 2:
+        refuse(
+            "model.n_heads",
+            f"expected an even head size, got {model.dim} / {model.n_heads} = {model.dim // model.n_heads}; rotary "
+            "embedding turns pairs",
+            *("model.dim", "model.flavor"),
+        )
+    if model.n_heads % model.n_kv_heads:
+        refuse(
+            "model.n_kv_heads",
+            f"expected a divisor of model.n_heads = {model.n_heads}; each key head serves a group of query heads",
+            *("model.n_heads", "model.flavor"),
+        )
+    if model.rope_scaling_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        refuse(
+            "model.rope_low_freq_factor",
+            f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}",
+            *("model.rope_high_freq_factor", "model.rope_scaling_factor", "model.flavor"),
+        )
+
+
+FILES = ("text", "json", "parquet")  # datasets that are files at a path
+
+
+def _data_rules(training: Training, validation: Validation, given: set[str], refuse: Refusals) -> None:
+    dataset = training.dataset
+
+    def only_for(key: str, *users: str) -> None:
+        if key in given and dataset not in users:
+            names = " or ".join(show(name) for name in users)
+            refuse(key, f"read only when training.dataset is {names}; remove it", "training.dataset")
+
+    if dataset in (*FILES, "hub") and not training.dataset_path:
+        what = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
+        refuse("training.dataset_path", f"training.dataset = {show(dataset)} needs {what}", "training.dataset")
+    only_for("training.dataset_path", *FILES, "hub")
+    only_for("training.dataset_config", "hub")
+    only_for("training.dataset_split", "hub")
+    only_for("training.dataset_text_key", "json", "parquet", "hub")
+    only_for("training.text_sample_by", "text")
+    only_for("validation.dataset_path", *FILES)
+    only_for("validation.dataset_split", "hub")
+
+    own_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
+    split_keys = ("training.dataset", "validation.dataset_path", "validation.dataset_split")
+    if training.streaming:
+        if dataset == "pydoc_topics":
+            refuse("training.streaming", "the built-in text is in memory; set false", "training.dataset")
+        if training.shuffle:
+            refuse(
+                "training.shuffle",
+                "a stream cannot be drawn in a random order that survives a stop and a resume exactly; set false "
+                "(documents come in their files' order), or training.streaming = false",
+                "training.streaming",
+            )
+        if "validation.fraction" in given:
+            refuse("validation.fraction", "a stream has no documents to hold out; remove it", "training.streaming")
+        if validation.enable and not own_split:
+            refuse(
+                "validation.enable",
+                "a stream has no documents to hold out; set validation.dataset_path (files) or "
+                "validation.dataset_split (hub), or training.streaming = false",
+                "training.streaming",
+                *split_keys,
+            )
+    else:
+        if "training.streams" in given:
+            refuse("training.streams", "read only when training.streaming is true; remove it", "training.streaming")
+        if own_split and "validation.fraction" in given:
+            refuse("validation.fraction", "the dataset has a validation split of its own; remove it", *split_keys)
+        if validation.enable and not own_split and not validation.fraction:
+            keys = ("validation.enable", "training.streaming", *split_keys)
+            refuse("validation.fraction", "validation.enable needs documents: set it above 0", *keys)
+
+
+def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals) -> None:
+    if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
+        refuse(
+            "training.global_batch_size",
+            f"expected a multiple of training.local_batch_size = {training.local_batch_size}",
+            "training.local_batch_size",
+        )
+    for key in ("mixed_precision_param", "mixed_precision_reduce"):
+        if training.dtype == "float64" and getattr(training, key) not in ("auto", "float64"):
+            refuse(
+                f"training.{key}",
+                'training.dtype = "float64" computes and reduces in float64; set "auto"',
+                "training.dtype",
+            )
+    if lr_scheduler.total_steps != -1 and lr_scheduler.total_steps < training.steps:
+        refuse(
+            "lr_scheduler.total_steps",
+            f"expected at least training.steps = {training.steps}; the schedule has no value after its horizon",
+            "training.steps",
+        )
+
+
+def _tensor_rules(config: Config, refuse: Refusals) -> None:
+    parallelism, model = config.parallelism, config.model
+    degree, key = parallelism.tensor_parallel_degree, "parallelism.tensor_parallel_degree"
+    if degree == 1:
+        for name in ("disable_loss_parallel", "enable_async_tensor_parallel"):
+            if getattr(parallelism, name) and "tensor_parallel_degree" not in parallelism.model_fields_set:
+                refuse(f"parallelism.{name}", f"read only when {key} is above 1; set that, or remove it", key)
+        return
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        if getattr(model, name) % degree:
+            refuse(
+                key,
+                f"expected a divisor of model.{name} = {getattr(model, name)}, which the ranks share",
+                *(f"model.{name}", "model.flavor"),
+            )
+
+
+def _context_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    parallelism, model, training = config.parallelism, config.model, config.training
+    degree, ulysses = parallelism.context_parallel_degree, parallelism.context_parallel_ulysses_degree
+    tensor = parallelism.tensor_parallel_degree
+    key, inner_key = "parallelism.context_parallel_degree", "parallelism.context_parallel_ulysses_degree"
+    kernel_key = "parallelism.context_parallel_kernel"
+    turned_off = degree == 1 and "context_parallel_degree" in parallelism.model_fields_set
+    if kernel_key in given and degree == 1 and not training.document_mask and not turned_off:
+        why = f"read only when {key} is above 1 or training.document_mask is true; remove it"
+        refuse(kernel_key, why, key, "training.document_mask")
+    if degree % ulysses:
+        if not turned_off:
+            refuse(inner_key, f"expected a divisor of {key} = {degree}, of which it is the inner part", key)
+        ulysses = 1
+    for name, what in (("n_heads", "query heads"), ("n_kv_heads", "key heads")):
+        heads = getattr(model, name) // tensor
+        if heads % ulysses and getattr(model, name) % tensor == 0:
+            share = f", shared by tensor parallel {tensor}" if tensor > 1 else ""
+            refuse(
+                inner_key,
+                f"expected a divisor of the {heads} {what} of a rank (model.{name} = {getattr(model, name)}{share}); "
+                "the other ranks can be in the ring",
+                *(f"model.{name}", "model.flavor", key, "parallelism.tensor_parallel_degree"),
+            )
+    # A ring cuts the sequence into two chunks a rank; tensor parallelism cuts what each rank has once more.
+    is_ring = degree > ulysses
+    pieces = math.lcm(2 * degree if is_ring else degree, degree * tensor)
+    if training.seq_len % pieces:
+        refuse(
+            "training.seq_len",
+            f"expected a multiple of {pieces}, to be cut evenly over context parallel {degree} x tensor parallel "
+            f"{tensor}" + (" (a ring needs two chunks a rank)" if is_ring else ""),
+            *(key, inner_key, "parallelism.tensor_parallel_degree"),
+        )
+
+
+PIPELINE_KEYS = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_stages_per_rank",
+    "pipeline_parallel_balance",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+    "module_fqns_per_model_part",
+)
+
+
+def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    parallelism, model, training = config.parallelism, config.model, config.training
+    degree, schedule, n_stages = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.pipeline_parallel_schedule,
+        parallelism.n_stages,
+    )
+    key, schedule_key = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
+    if degree == 1:
+        for name in PIPELINE_KEYS:
+            if f"parallelism.{name}" in given and "pipeline_parallel_degree" not in parallelism.model_fields_set:
+                refuse(f"parallelism.{name}", f"read only when {key} is above 1; set that, or remove it", key)
+        return
+    if model.tie_embeddings:
+        refuse("model.tie_embeddings", "a pipeline has the embedding and the output head on two stages; set false", key)
+
+    if schedule in SPLIT_BACKWARD and parallelism.fsdp_reshard_after_forward not in ("default", "never"):
+        refuse(
+            "parallelism.fsdp_reshard_after_forward",
+            f"{show(schedule)} computes gradients of inputs and of weights apart and needs the weights gathered in "
+            'between; set "never" or "default"',
+            schedule_key,
+        )
+    if parallelism.fsdp_reduce_gradients == "last_microstep":
+        refuse(
+            "parallelism.fsdp_reduce_gradients",
+            "a pipeline reduces gradients once a microstep, after its last microbatch; set "
+            '"each_microstep", and a larger local_batch_size for fewer microsteps',
+            key,
+        )
+    per_rank_key = "parallelism.pipeline_parallel_stages_per_rank"
+    per_rank = parallelism.pipeline_parallel_stages_per_rank
+    right = per_rank == 1 if schedule in ONE_STAGE else per_rank == 2 if schedule in V_SHAPED else per_rank > 1
+    if per_rank != -1 and not right:
+        expected = "1" if schedule in ONE_STAGE else "2" if schedule in V_SHAPED else "at least 2"
+        refuse(per_rank_key, f"expected {expected} under {show(schedule)}, or -1", schedule_key)
+        return
+    _stage_rules(config, given, refuse)
+
+    size_key, size = "parallelism.pipeline_parallel_microbatch_size", parallelism.pipeline_parallel_microbatch_size
+    if training.local_batch_size % size:
+        why = f"expected a divisor of training.local_batch_size = {training.local_batch_size}"
+        refuse(size_key, why, "training.local_batch_size")
+        return
+    microbatches = training.local_batch_size // size
+    what = f"{microbatches} (local_batch_size {training.local_batch_size} / microbatch size {size})"
+    others = (size_key, schedule_key, key, per_rank_key)
+    if schedule in ("1F1B", "DualPipeV") and microbatches < n_stages:
+        refuse(
+            "training.local_batch_size",
+            f"{show(schedule)} needs at least as many microbatches as its {n_stages} stages, and there are {what}; set "
+            f'it to a multiple of {n_stages * size}, or the schedule to "GPipe"',
+            *others,
+        )
+    rounds = max(1, microbatches // degree)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
+        refuse(
+            "training.local_batch_size",
+            f"{show(schedule)} takes microbatches in {rounds} rounds of as many, and there are {what}; set it to a "
+            f"multiple of {degree * size}",
+            *others,
+        )
+
+
+def _stage_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    parallelism, model = config.parallelism, config.model
+    n_stages, key = parallelism.n_stages, "parallelism.pipeline_parallel_degree"
+    keys = (key, "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_stages_per_rank")
+    parts = parallelism.module_fqns_per_model_part
+    if not parts:
+        if model.n_layers < n_stages:
+            why = f"{n_stages} stages need at least as many layers, and model.n_layers = {model.n_layers}"
+            refuse(key, why, "model.n_layers", "model.flavor", "parallelism.module_fqns_per_model_part", *keys[1:])
+        if parallelism.pipeline_parallel_balance == "parameters":
+            for name in PIPELINE_KEYS[4:6]:
+                if f"parallelism.{name}" in given:
+                    refuse(
+                        f"parallelism.{name}",
+                        'read only when parallelism.pipeline_parallel_balance is "layers"; remove it',
+                        *("parallelism.pipeline_parallel_balance", "parallelism.module_fqns_per_model_part"),
+                    )
+        return
+    for name in PIPELINE_KEYS[3:6]:
+        if f"parallelism.{name}" in given:
+            why = "parallelism.module_fqns_per_model_part names the stages' modules; remove one of the two"
+            refuse(f"parallelism.{name}", why, "parallelism.module_fqns_per_model_part")
+    names = [name for part in parts for name in part]
+    if len(parts) != n_stages:
+        problem = f"expected {n_stages} lists, one a stage, got {len(parts)}"
+    elif names != module_names(model.n_layers):
+        pairs = itertools.zip_longest(names, module_names(model.n_layers))
+        found, right = next(pair for pair in pairs if pair[0] != pair[1])
+        problem = (
+            "expected tok_embeddings, every layers.N in order, norm, output; got "
+            f"{show(found) if found else 'nothing'} where {show(right) if right else 'nothing'} belongs"
+        )
+    elif not all(any(name.startswith("layers.") for name in part) for part in parts):
+        problem = "expected at least one layer in each stage"
+    else:
+        return
+    refuse("parallelism.module_fqns_per_model_part", problem, "model.n_layers", "model.flavor", *keys)
