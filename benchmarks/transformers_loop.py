@@ -31,7 +31,7 @@ def main(steps: int, local_batch: int, mode: str) -> None:
             attn_implementation="sdpa",
         )
     )
-    assert sum(p.numel() for p in model.parameters()) == 6_163_712 + 0
+    assert sum(p.numel() for p in model.parameters()) == 6_163_712
     if mode != "alone":
         dist.init_process_group("gloo")
     if mode == "ddp":

@@ -1,15 +1,22 @@
 """titanlite beside transformers' LlamaForCausalLM in a plain PyTorch loop, on the CPU of this machine.
 
-The same 6.16 million parameters, sequence length, batch, precision (float32) and optimizer (fused AdamW); alone, and
-on two ranks: DDP and FSDP2 in the plain loop against dp_replicate = 2 and dp_shard = 2. Both sides are whole
-processes. They take their steps in turn, one stopped (SIGSTOP) while the other runs, so a machine whose speed drifts
-slows both alike.
+The same 6.16 million parameters, sequence length, global batch, precision (float32) and optimizer (fused AdamW). Both
+sides are whole processes. They take their steps in turn, one stopped (SIGSTOP) while the other runs, so a machine whose
+speed drifts slows both alike. A mode is a pair of programs:
 
-    python benchmarks/vs_transformers.py [--rounds N] [--steps N] [--modes alone ddp fsdp]
+    alone, ddp, fsdp         titanlite and the plain loop, in one process, or on two ranks: dp_replicate = 2 and DDP,
+                             dp_shard = 2 and FSDP2
+    tp, pp, cp, ulysses      titanlite on two ranks that share one copy of the model or each sequence, for which a plain
+                             loop has no counterpart, and titanlite in one process that has both ranks' threads
+    tp-fsdp, ... (the same)  titanlite on the same two ranks, and the plain loop on two ranks of FSDP2
+
+    python benchmarks/vs_transformers.py [--rounds N] [--steps N] [--modes alone ddp ...]     (default: all modes)
 
 Prints for each mode: tokens/s (median over all steps but the first two of a launch), peak resident memory (summed over
 ranks, median over launches), seconds from launch to the end of the first step (median over launches); and the medians
-of the ratios of neighbouring steps and of launches. Above 1 is better for tokens/s, below 1 for the others.
+of the ratios of neighbouring steps and of launches, the first program of the pair over the second. Above 1 is better
+for tokens/s, below 1 for the others. Before that, a line of JSON a launch: its peaks and first steps, and the seconds
+of each pair of steps.
 """
 
 import argparse
@@ -25,6 +32,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -33,42 +41,67 @@ import transformers
 HERE = Path(__file__).resolve().parent
 TOKENS = 8 * 512  # a step over all ranks
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-OURS_LAYOUT = {
-    "alone": [],
-    "ddp": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--parallelism.fsdp_reshard_after_forward=never",
-    ],
-    "fsdp": ["--parallelism.data_parallel_shard_degree=2"],
-}
 
 
-def titanlite(mode: str, steps: int) -> list[str]:
-    arguments = [str(HERE / "vs_transformers.toml"), f"--training.steps={steps}", *OURS_LAYOUT[mode]]
-    if mode == "alone":
-        return [sys.executable, str(HERE.parent / "train.py"), *arguments]
-    return [*TORCHRUN, str(HERE.parent / "train.py"), *arguments, "--training.local_batch_size=4"]
+class Program(NamedTuple):
+    name: str
+    ranks: int
+    command: list[str]
 
 
-def plain_loop(mode: str, steps: int) -> list[str]:
+def titanlite(steps: int, ranks: int, folder: str, local_batch: int, **parallelism: int | str) -> Program:
+    """train.py. Each side of a pair writes to a folder of its own."""
+    options = {"training.steps": steps, "training.local_batch_size": local_batch}
+    options |= {"job.dump_folder": f"./outputs/vs_transformers/{folder}"}
+    options |= {f"parallelism.{key}": value for key, value in parallelism.items()}
+    script = [str(HERE.parent / "train.py"), str(HERE / "vs_transformers.toml")]
+    launcher = [sys.executable] if ranks == 1 else TORCHRUN
+    return Program("titanlite", ranks, [*launcher, *script, *(f"--{key}={value}" for key, value in options.items())])
+
+
+def plain_loop(steps: int, kind: str) -> Program:
+    """transformers_loop.py, `kind` being alone, ddp or fsdp."""
     script = str(HERE / "transformers_loop.py")
-    if mode == "alone":
-        return [sys.executable, script, str(steps), "8"]
-    return [*TORCHRUN, script, str(steps), "4", mode]
+    if kind == "alone":
+        return Program("plain loop", 1, [sys.executable, script, str(steps), "8"])
+    return Program("plain loop", 2, [*TORCHRUN, script, str(steps), "4", kind])
+
+
+def modes(steps: int) -> dict[str, tuple[Program, Program]]:
+    """The pairs, for runs of so many steps."""
+    replicate = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+    pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}  # four microbatches, 1F1B
+    alone = titanlite(steps, 1, "alone", 8)
+    fsdp = plain_loop(steps, "fsdp")
+    axes = {
+        "tp": titanlite(steps, 2, "tp", 8, tensor_parallel_degree=2),
+        "pp": titanlite(steps, 2, "pp", 8, **pipeline),
+        "cp": titanlite(steps, 2, "cp", 8, context_parallel_degree=2),
+        "ulysses": titanlite(steps, 2, "ulysses", 8, context_parallel_degree=2, context_parallel_ulysses_degree=2),
+    }
+    return {
+        "alone": (alone, plain_loop(steps, "alone")),
+        "ddp": (
+            titanlite(steps, 2, "ddp", 4, **replicate, fsdp_reshard_after_forward="never"),
+            plain_loop(steps, "ddp"),
+        ),
+        "fsdp": (titanlite(steps, 2, "fsdp", 4, data_parallel_shard_degree=2), fsdp),
+        **{name: (axis, alone._replace(name="one process")) for name, axis in axes.items()},
+        **{f"{name}-fsdp": (axis, fsdp) for name, axis in axes.items()},
+    }
 
 
 class Side:
     """A program that prints a line "step N ..." after each step, and runs only when it is told to."""
 
-    def __init__(self, command: list[str], ranks: int):
-        threads = str(max((os.cpu_count() or 1) // ranks, 1))
+    def __init__(self, program: Program):
+        threads = str(max((os.cpu_count() or 1) // program.ranks, 1))
         environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(HERE.parent)}
         start = time.perf_counter()
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            program.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
         )
-        self.alone = ranks == 1
+        self.alone = program.ranks == 1
         self.ends: queue.Queue[float | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.first_step = self._wait() - start
@@ -116,12 +149,10 @@ class Side:
 
 def compare(mode: str, rounds: int, steps: int) -> None:
     """Measure one mode; print a line of JSON a launch and the medians."""
-    ranks = 1 if mode == "alone" else 2
+    programs = modes(steps + 1)[mode]  # one more step than is taken: the last one is followed by the end
     seconds, launches = [], []
     for number in range(rounds):
-        sides = []
-        for command in (titanlite, plain_loop):  # one more step than is taken: the last one is followed by the end
-            sides.append(Side(command(mode, steps + 1), ranks))
+        sides = [Side(program) for program in programs]
         pairs = [[side.step() for side in sides] for _ in range(steps - 1)][1:]
         launch = [{"peak MiB": side.peak_mib(), "first step s": side.first_step} for side in sides]
         for side in sides:
@@ -129,22 +160,24 @@ def compare(mode: str, rounds: int, steps: int) -> None:
         seconds += pairs
         launches.append(launch)
         print(json.dumps({"mode": mode, "round": number, "launch": launch, "seconds": pairs}), flush=True)
-    report(mode, "tokens/s", [[TOKENS / one, TOKENS / other] for one, other in seconds])
+    names = [program.name for program in programs]
+    report(mode, "tokens/s", names, [[TOKENS / one, TOKENS / other] for one, other in seconds])
     for what in launches[0][0]:
-        report(mode, what, [[side[what] for side in launch] for launch in launches])
+        report(mode, what, names, [[side[what] for side in launch] for launch in launches])
 
 
-def report(mode: str, what: str, pairs: list[list[float]]) -> None:
+def report(mode: str, what: str, names: list[str], pairs: list[list[float]]) -> None:
     one, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
     ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
-    print(f"{mode:6} {what:14} titanlite {one:8.1f}   plain loop {other:8.1f}   ratio {ratio:.3f}", flush=True)
+    print(f"{mode:6} {what:14} {names[0]} {one:8.1f}   {names[1]} {other:8.1f}   ratio {ratio:.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--modes", nargs="+", default=list(OURS_LAYOUT), choices=OURS_LAYOUT)
+    names = list(modes(0))
+    parser.add_argument("--modes", nargs="+", default=names, choices=names)
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.rounds} launches of each side")

@@ -383,13 +383,13 @@ parallelism.context_parallel_ulysses_degree = 2
     1, of which it is the inner part
 # heads of the model, and of a tensor-parallel rank
 [parallelism]; context_parallel_degree = 32; context_parallel_ulysses_degree = 32
-> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 16 heads that a tensor-parallel
-    rank has (model.n_heads = 16); the other ranks can be in the ring
-> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 8 kv heads that a tensor-parallel
-    rank has (model.n_kv_heads = 8); the other ranks can be in the ring
+> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 16 query heads of a rank
+    (model.n_heads = 16); the other ranks can be in the ring
+> {file}: parallelism.context_parallel_ulysses_degree = 32: expected a divisor of the 8 key heads of a rank
+    (model.n_kv_heads = 8); the other ranks can be in the ring
 [parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 4; tensor_parallel_degree = 4
-> {file}: parallelism.context_parallel_ulysses_degree = 4: expected a divisor of the 2 kv heads that a tensor-parallel
-    rank has (model.n_kv_heads = 8); the other ranks can be in the ring
+> {file}: parallelism.context_parallel_ulysses_degree = 4: expected a divisor of the 2 key heads of a rank
+    (model.n_kv_heads = 8, shared by tensor parallel 4); the other ranks can be in the ring
 # a ring, without and with Ulysses inside; Ulysses alone; each of them with tensor parallelism
 training.seq_len = 6; parallelism.context_parallel_degree = 2
 > {file}: training.seq_len = 6: expected a multiple of 4, to be cut evenly over context parallel 2 x tensor parallel 1
@@ -437,26 +437,29 @@ $ --parallelism.pipeline_parallel_schedule=DualPipeV
 > {file}: parallelism.pipeline_parallel_stages_per_rank = 3: expected 2 under "DualPipeV", or -1
 [parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 3
 > {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
+# the number of microbatches alone is unknown then
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 16
+fsdp_reduce_gradients = "last_microstep"; module_fqns_per_model_part = [["norm"]]
+> {file}: parallelism.fsdp_reduce_gradients = "last_microstep": a pipeline reduces gradients once a microstep, after its
+    last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
+> {file}: parallelism.module_fqns_per_model_part = [["norm"]]: expected 2 lists, one a stage, got 1
+> {file}: parallelism.pipeline_parallel_microbatch_size = 16: expected a divisor of training.local_batch_size = 8
 [parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 4
-> {file}: parallelism.pipeline_parallel_microbatch_size = 4: "1F1B" needs at least as many microbatches as its 4 stages,
-    and there are 2 of local_batch_size 8 / microbatch size 4; make it smaller or the local batch larger, or set the
-    schedule "GPipe"
+> {file}: training.local_batch_size = 8 (default): "1F1B" needs at least as many microbatches as its 4 stages, and there
+    are 2 (local_batch_size 8 / microbatch size 4); set it to a multiple of 16, or the schedule to "GPipe"
 [parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 4
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
-> {file}: parallelism.pipeline_parallel_microbatch_size = 4: "DualPipeV" needs at least as many microbatches as its 4
-    stages, and there are 2 of local_batch_size 8 / microbatch size 4; make it smaller or the local batch larger, or set
-    the schedule "GPipe"
+> {file}: training.local_batch_size = 8 (default): "DualPipeV" needs at least as many microbatches as its 4 stages, and
+    there are 2 (local_batch_size 8 / microbatch size 4); set it to a multiple of 16, or the schedule to "GPipe"
 training.local_batch_size = 5; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=Interleaved1F1B
-> {file}: parallelism.pipeline_parallel_microbatch_size = 1 (default): "Interleaved1F1B" runs microbatches in 2 rounds
-    of equal size, and there are 5 of local_batch_size 5 / microbatch size 1; make their number a multiple of
-    parallelism.pipeline_parallel_degree = 2
+> {file}: training.local_batch_size = 5: "Interleaved1F1B" takes microbatches in 2 rounds of as many, and there are 5
+    (local_batch_size 5 / microbatch size 1); set it to a multiple of 2
 training.local_batch_size = 14
 [parallelism]; pipeline_parallel_degree = 3; pipeline_parallel_microbatch_size = 2
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
-> {file}: parallelism.pipeline_parallel_microbatch_size = 2: "InterleavedZeroBubble" runs microbatches in 2 rounds of
-    equal size, and there are 7 of local_batch_size 14 / microbatch size 2; make their number a multiple of
-    parallelism.pipeline_parallel_degree = 3
+> {file}: training.local_batch_size = 14: "InterleavedZeroBubble" takes microbatches in 2 rounds of as many, and there
+    are 7 (local_batch_size 14 / microbatch size 2); set it to a multiple of 6
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
 > {file}: parallelism.fsdp_reshard_after_forward = "always": "InterleavedZeroBubble" computes gradients of inputs and of
@@ -524,6 +527,15 @@ model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","head"]]
 > command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm",
     "head"]]: expected tok_embeddings, every layers.N in order, norm, output; got "head" where "output" belongs
+# one name short, and one too many
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm"]]:
+    expected tok_embeddings, every layers.N in order, norm, output; got nothing where "output" belongs
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","output","head"]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output",
+    "head"]]: expected tok_embeddings, every layers.N in order, norm, output; got "head" where nothing belongs
 
 ## argument
 $ --training --training. --steps=3 --.steps=3 -- --training=3 -training.steps=3
@@ -598,6 +610,8 @@ context_parallel_degree = 4; context_parallel_ulysses_degree = 3
 > {file}: parallelism.tensor_parallel_degree = 16: expected a divisor of model.n_kv_heads = 8, which the ranks share
 > {file}: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of parallelism.context_parallel_degree =
     4, of which it is the inner part
+> {file}: training.seq_len = 30: expected a multiple of 64, to be cut evenly over context parallel 4 x tensor parallel
+    16 (a ring needs two chunks a rank)
 > {file}: parallelism.pipeline_parallel_degree = 7: 7 stages need at least as many layers, and model.n_layers = 6
 > {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
 
@@ -676,6 +690,12 @@ pipeline_parallel_schedule = "DualPipeV"; fsdp_reshard_after_forward = "sometime
     whole number at least 2
 > {file}: parallelism.fsdp_reduce_gradients = "seldom": expected one of "each_microstep", "last_microstep"
 > {file}: parallelism.pipeline_parallel_balance = 3: expected one of "layers", "parameters"
+training.document_mask = "yes"; parallelism.context_parallel_kernel = "math"
+> {file}: training.document_mask = "yes": expected true or false
+# too many stages, and ends that go unread, if the parts were balanced
+[parallelism]; pipeline_parallel_degree = 7; module_fqns_per_model_part = ["layers.0"]
+pipeline_parallel_balance = "parameters"; pipeline_parallel_first_stage_less_layers = 2
+> {file}: parallelism.module_fqns_per_model_part = ["layers.0"]: expected a list of lists of strings
 
 ## syntax
 [training]; steps =; seq_len = 3
@@ -704,20 +724,20 @@ parallelism.data_parallel_replicate_degree = 8
 # the shards of one replica
 parallelism.fsdp_reshard_after_forward = 4; parallelism.data_parallel_replicate_degree = 2
 @ ranks=8 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2 for 4 shards
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2 for 4 shards
 # shards are over the context-parallel ranks too, and not over the tensor-parallel ones
 [parallelism]; fsdp_reshard_after_forward = 4; context_parallel_degree = 2
 @ ranks=4 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2 for 4 shards
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2 for 4 shards
 [parallelism]; fsdp_reshard_after_forward = 2; tensor_parallel_degree = 2
 @ ranks=4 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "always", "never" for 2 shards
+> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "default", "always", "never" for 2 shards
 [parallelism]; fsdp_reshard_after_forward = 3; context_parallel_degree = 4; data_parallel_replicate_degree = 2
 @ ranks=16 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 3: expected one of "always", "never", 2, 4 for 8 shards
+> {file}: parallelism.fsdp_reshard_after_forward = 3: expected one of "default", "always", "never", 2, 4 for 8 shards
 parallelism.fsdp_reshard_after_forward = 2
 @ ranks=1 devices=0
-> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "always", "never" for 1 shard
+> {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "default", "always", "never" for 1 shard
 # one degree that does not divide the ranks
 parallelism.context_parallel_degree = 4
 @ ranks=6 devices=0
@@ -771,7 +791,24 @@ training.dataset = "c4"; training.streaming = true; training.shuffle = false; tr
 training.document_mask = true; parallelism.context_parallel_kernel = "cpu"
 @ ranks=1 devices=1
 > {file}: parallelism.context_parallel_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
-    CUDA
+    CUDA in bfloat16
+# by the type that is computed in, whatever the weights have
+training.document_mask = true; training.mixed_precision_param = "float32"; parallelism.context_parallel_kernel = "flash"
+@ ranks=1 devices=1
+> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "efficient", "math" on CUDA in float32
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cudnn"
+$ --training.dtype=bfloat16 --training.mixed_precision_param=float32
+@ ranks=2 devices=2
+> {file}: parallelism.context_parallel_kernel = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
+training.dtype = "float64"; parallelism.context_parallel_degree = 2
+$ --parallelism.context_parallel_kernel=efficient
+@ ranks=2 devices=2
+> command line: parallelism.context_parallel_kernel = "efficient": expected one of "auto", "math" on CUDA in float64
+# a mask needs a kernel where context parallelism is turned off, too
+[parallelism]; context_parallel_degree = 1; context_parallel_kernel = "flash"
+$ --training.document_mask
+@ ranks=1 devices=0
+> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 @ ranks=2 devices=0
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
@@ -787,7 +824,7 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 > {file}: parallelism.data_parallel_shard_degree = 4: replicate 1 x shard 4 needs 4 ranks, and the launch has 6;
     start 4
     (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
-> command line: parallelism.fsdp_reshard_after_forward = 3: expected one of "always", "never", 2 for 4 shards
+> command line: parallelism.fsdp_reshard_after_forward = 3: expected one of "default", "always", "never", 2 for 4 shards
 > command line: training.global_batch_size = 24: expected a multiple of local_batch_size x data-parallel ranks = 8 x 4 =
     32
 > {file}: training.streams = 6: expected a multiple of the data-parallel degree 4, so that each rank has whole
@@ -801,7 +838,7 @@ context_parallel_kernel = "cudnn"
 @ ranks=8 devices=0
 > {file}: parallelism.data_parallel_shard_degree = 3: pipeline 2 x replicate 1 x shard 3 x context 2 x tensor 2 needs 24
     ranks, and the launch has 8; start 24 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
-> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "always", "never", 2, 3 for 6 shards
+> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2, 3 for 6 shards
 > {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
@@ -918,7 +955,7 @@ def test_v_shaped_schedule_on_a_cpu_needs_a_torch_that_sends_to_no_rank_itself(f
     absent = folder.load(toml, "--parallelism.pipeline_parallel_degree=1")
     line = (
         f'{{file}}: parallelism.pipeline_parallel_schedule = "{schedule}": torch 2.11 lets a V-shaped schedule\'s rank '
-        'send to itself, which gloo cannot; use torch 2.13, or "InterleavedZeroBubble"'
+        'send to itself, which gloo cannot; use a newer one, or "InterleavedZeroBubble"'
     )
     for version in "2.11.0", "2.11.1+cpu", "2.11.0a0+git1234567":
         with patch("importlib.metadata.version", return_value=version):
@@ -1067,6 +1104,34 @@ training.seq_len = 8
 [parallelism]; context_parallel_degree = 2; context_parallel_kernel = "math"
 @ ranks=2 devices=0
 > 1 x 1 x 1 x 2 (1) x 1
+
+## axis turned off
+# what its other options say is not read, be it left in the file or on the command line
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 4
+$ --parallelism.context_parallel_degree=1
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
+parallelism.context_parallel_degree = 1
+$ --parallelism.context_parallel_ulysses_degree=3
+@ ranks=2 devices=0
+> 1 x 1 x 2 x 1 (1) x 1
+# not cut, and no heads traded
+training.seq_len = 7; model.n_heads = 4; model.n_kv_heads = 2
+[parallelism]; context_parallel_degree = 1; context_parallel_ulysses_degree = 8
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "flash"
+$ --parallelism.context_parallel_degree=1
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
+[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cpu"
+$ --parallelism.context_parallel_degree=1
+@ ranks=1 devices=1
+> 1 x 1 x 1 x 1 (1) x 1
+[parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
+$ --parallelism.tensor_parallel_degree=1
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
 
 ## pipeline
 model.tie_embeddings = false; parallelism.pipeline_parallel_degree = 2
@@ -1313,6 +1378,7 @@ RESOLVED_PARALLELISM_KEYS = (SHARD, "training.global_batch_size", RESHARD_KEY, K
 BF16, F64 = "training.dtype = 'bfloat16'", "training.dtype = 'float64'"
 F32 = "training.mixed_precision_param = 'float32'"
 PP2, CP2, TP2 = f"{PIPELINE} = 2\n", f"{CONTEXT} = 2\n", f"{TENSOR} = 2\n"
+MASK = "training.document_mask = true\n"
 RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
     "one CPU rank":        ("", on(1),                                      (1, 8, "always", "cpu", 1)),
     "bfloat16":            ("", on(1, devices=1),                           (1, 8, "always", "flash", 1)),
@@ -1323,6 +1389,12 @@ RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
     "float64 on CPU":      (F64, on(1),                                     (1, 8, "always", "cpu", 1)),
     "given kernel":        (f"{CP2}{KERNEL} = 'cudnn'", on(2, devices=2),   (1, 8, "always", "cudnn", 1)),
     "given kernel on CPU": (f"{CP2}{KERNEL} = 'math'", on(2),               (1, 8, "always", "math", 1)),
+    "bfloat16 pieces":     (CP2, on(2, devices=2),                          (1, 8, "always", "flash", 1)),
+    "float32 pieces":      (f"{CP2}{F32}", on(2, devices=2),                (1, 8, "always", "efficient", 1)),
+    "float64 pieces":      (f"{CP2}{F64}", on(2, devices=2),                (1, 8, "always", "math", 1)),
+    "masked, bfloat16":    (f"{MASK}{KERNEL} = 'efficient'", on(1, devices=1), (1, 8, "always", "efficient", 1)),
+    "masked, float32":     (f"{MASK}{F32}\n{KERNEL} = 'math'", on(1, devices=1), (1, 8, "always", "math", 1)),
+    "masked, float64":     (f"{MASK}{F64}\n{KERNEL} = 'math'", on(1, devices=1), (1, 8, "always", "math", 1)),
     "given reshard":       (f"{RESHARD_KEY} = 'never'", on(2),              (2, 16, "never", "cpu", 1)),
     "default written out": (f"{RESHARD_KEY} = 'default'", on(2),            (2, 16, "always", "cpu", 1)),
     "tensor":              (TP2, on(8),                                     (4, 32, "always", "cpu", 1)),

@@ -21,10 +21,9 @@ from titanlite.ranks import RankError
 TOLERANCE = parity.ALLOWED_IN_FLOAT64
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
-# Five layers do not deal evenly to two stages; four key heads are as many as the largest tensor-parallel degree; a
-# sequence of 16 is cut into the fewest tokens a rank that cp 4 x tp 4 allows. Two microsteps, each of four sequences.
-MODEL = {"model__n_heads": 8, "model__n_kv_heads": 4, "model__n_layers": 5, "training__local_batch_size": 4}
-PP = {"pipeline_parallel_degree": 2}
+# Four key heads are as many as the largest tensor-parallel degree; five layers do not deal evenly to two stages.
+MODEL = {"model__n_heads": 8, "model__n_kv_heads": 4, "model__n_layers": 2, "training__local_batch_size": 4}
+PP = {"pipeline_parallel_degree": 2, "model__n_layers": 5}
 REPLICATE = {"data_parallel_replicate_degree": 2}
 SHARD = {"data_parallel_shard_degree": 2}
 CP = {"context_parallel_degree": 2}
@@ -34,6 +33,7 @@ USP = {"context_parallel_degree": 4, "context_parallel_ulysses_degree": 2}
 DOCUMENTS = {"training__document_mask": True}
 OFFLOAD = {"training__enable_cpu_offload": True}
 TIED = {"model__tie_embeddings": True}
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 ONE_MICROSTEP = {"microsteps": 1}
 AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
 
@@ -50,7 +50,7 @@ def product(*names: str) -> dict[str, Any]:
 LAYOUTS: dict[str, dict[str, Any]] = {
     # One axis
     **{f"{name} 2": layout for name, layout in AXES.items()},
-    **{f"{name} 4": {key: 4 for key in layout} for name, layout in AXES.items()},
+    **{f"{name} 4": {k: 4 if k.endswith("degree") else v for k, v in layout.items()} for name, layout in AXES.items()},
     # Two and three axes
     **{" x ".join(names): product(*names) for n in (2, 3) for names in itertools.combinations(AXES, n)},
     # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others
@@ -100,12 +100,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "documents, pp": DOCUMENTS | PP,
     "documents, cp x tp": DOCUMENTS | CP | TP,
     "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
+    # Compiled, a block at a time
+    "compiled, shard": COMPILED | SHARD,
+    "compiled, tp": COMPILED | TP,
+    "compiled, cp": COMPILED | CP,
+    "compiled, ulysses, documents": COMPILED | ULYSSES | DOCUMENTS,
+    "compiled, pp": COMPILED | PP,
+    "compiled, Interleaved1F1B": COMPILED | schedule("Interleaved1F1B"),
 }  # fmt: skip
 NIGHTLY = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
     "all five axes": product(*AXES),
     "all five axes, ZBVZeroBubble, documents": schedule("ZBVZeroBubble") | product(*AXES) | DOCUMENTS,
     "pp x ring x ulysses x tp": PP | USP | TP,
+    "compiled, pp x cp x tp": COMPILED | PP | CP | TP,
 }
 
 
@@ -268,8 +276,8 @@ def test_the_plan_covers_every_parameter_of_a_block():
     assert ends == {*tensor.ENDS, "output"}
 
 
-def placements(job: config.Config) -> dict[str, list[str]]:
-    """Where each parameter lies over the axes of the mesh, and its share of elements."""
+def held(job: config.Config) -> dict[str, float]:
+    """What share of each parameter's elements this rank has."""
     layout = build.build_layout(job, CPU)
     model, _ = build.build_model(job, layout, CPU)
     return {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters()}
@@ -277,7 +285,7 @@ def placements(job: config.Config) -> dict[str, list[str]]:
 
 def test_each_rank_holds_its_share_of_every_matrix(ranks, tmp_path):
     options = {name_of(key): value for key, value in (MODEL | TP | SHARD).items()}
-    for shares in ranks(4).run(placements, job=resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **options)):
+    for shares in ranks(4).run(held, job=resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **options)):
         assert {share for name, share in shares.items() if "norm" not in name} == {1 / 4}
         assert {share for name, share in shares.items() if "norm" in name} == {1 / 2}, "norms are whole over tp"
 

@@ -84,6 +84,8 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
             loss_parallel=not parallelism.disable_loss_parallel,
             attention_kernel=parallelism.context_parallel_kernel,
             document_mask=training.document_mask,
+            compile_backend=config.compile.backend if config.compile.enable else None,
+            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),

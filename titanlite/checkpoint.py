@@ -140,10 +140,12 @@ class Checkpointer:
             self._finish()
 
     def close(self) -> None:
-        """Wait for all that goes on in the background. Raises what an asynchronous save raised."""
+        """Wait for all that goes on in the background. Raises what an asynchronous save raised. Every rank must call
+        it."""
         self._finish()
         for thread in self._deleting:
             thread.join()
+        dist.destroy_process_group(self._group)
 
     def _finish(self) -> None:
         """Wait for an asynchronous save and publish it."""

@@ -190,7 +190,7 @@ class Parallelism(Section):
     disable_loss_parallel: bool = False
     """Gather the logits of tensor-parallel ranks instead of computing the loss from their parts of the vocabulary."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallel's collectives with its matrix products (needs compile.enable on CUDA)."""
+    """Overlap tensor parallel's collectives with its matrix products. Needs CUDA and compile.enable."""
     pipeline_parallel_degree: Count = 1
     """Ranks that the layers are dealt to."""
     pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
@@ -228,6 +228,13 @@ class Parallelism(Section):
     def ring_degree(self) -> int:
         """Ranks that pass keys and values around."""
         return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
+
+
+class Compile(Section):
+    enable: bool = False
+    """Compile each block with torch.compile. The first steps take longer."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor: generated kernels; aot_eager: traced, but run with torch's own (fast to compile, for tests)."""
 
 
 class Checkpoint(Section):
@@ -308,6 +315,7 @@ class Config(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     parallelism: Parallelism = Field(default_factory=Parallelism)
+    compile: Compile = Field(default_factory=Compile)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     metrics: Metrics = Field(default_factory=Metrics)
     validation: Validation = Field(default_factory=Validation)
@@ -529,7 +537,7 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
         refuse(
             "parallelism.pipeline_parallel_schedule",
             f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
-            'a newer one, or "InterleavedZeroBubble"',
+            'a newer torch, or "InterleavedZeroBubble"',
         )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -89,11 +90,17 @@ class Layout:
     context_rank: int
     """Number of this rank among those that share its sequences by pieces: ring rank x ulysses + ulysses rank."""
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups of its axes but the one of all ranks."""
+        groups = [*self.mesh.get_all_groups(), self.ring_group, self.ulysses_group]
+        return [group for group in groups if group not in (None, dist.group.WORLD)]
 
+
+@functools.cache  # a group holds threads and connections until the process ends
 def build_layout(
     device_type: str, *, pp: int, dp_replicate: int, dp_shard: int, ring: int, ulysses: int, tp: int
 ) -> Layout:
-    """Arrange all ranks. Every rank must call it.
+    """Arrange all ranks. Every rank must call it; asked for the same again, it gives the same groups.
 
     Args:
         device_type: of the devices, "cuda" or "cpu".
@@ -125,6 +132,5 @@ def set_timeout(layout: Layout, seconds: int) -> None:
         torch.cuda.synchronize()
         dist.barrier()
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in [dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group]:
-        if group is not None:
-            set_group_timeout(timedelta(seconds=seconds), group)
+    for group in [dist.group.WORLD, *layout.groups()]:
+        set_group_timeout(timedelta(seconds=seconds), group)

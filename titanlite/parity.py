@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -267,7 +268,9 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
         "training__mixed_precision_reduce": "auto",
         "training__steps": 100,
         "training__max_norm": 0.1,  # so that clipping is at work
-        "optimizer__lr": 1e-2,
+        # Adam's first steps are of the size of lr wherever the gradient is rounding only, in either direction: in low
+        # precision they must stay small against the weights (0.02), or the runs part for no fault of the layout.
+        "optimizer__lr": 1e-2 if dtype == "float64" else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,
     }
@@ -292,13 +295,15 @@ def allowed(config: Config, alone: Trace, device: torch.device, *, steps: int) -
         return {what: ALLOWED_IN_FLOAT64 for what in differences(alone, alone)}
     exact = config.replace(training__dtype="float64", training__mixed_precision_param="float64")
     rounding = differences(alone, run_alone(exact, device, steps=steps))
-    for kind in ("loss", "norm"):  # a single number may be off by nothing, by chance: the worst of all steps counts
-        same = [what for what in rounding if what.split()[-1] == kind]
+    # A single number may be off by nothing, by chance: the worst of all steps counts. Likewise Adam turns rounding into
+    # a step of lr for few elements, in one parameter or another: the worst of all parameters counts.
+    for kind in (r".* loss", r"step \d+ norm", r"final weight .*"):
+        same = [what for what in rounding if re.fullmatch(kind, what)]
         rounding |= dict.fromkeys(same, max(rounding[what] for what in same))
     return {what: ALLOWED_ROUNDINGS * difference for what, difference in rounding.items()}
 
 
-def report(config: Config, alone: Trace, layout: Trace, bounds: dict[str, float]) -> bool:
+def report(alone: Trace, layout: Trace, bounds: dict[str, float]) -> bool:
     """Print the table and the verdict; whether all is equal."""
     found = differences(alone, layout)
     bounds = {what: 0.0 if what.startswith("initial weight") else bound for what, bound in bounds.items()}
@@ -372,7 +377,7 @@ def main(argv: list[str]) -> int:
         return 0
     device = mesh.device_of(launch)
     alone = run_alone(config, device, steps=steps)
-    equal = report(config, alone, trace, allowed(config, alone, device, steps=steps))
+    equal = report(alone, trace, allowed(config, alone, device, steps=steps))
     print(f"{time.monotonic() - began:.0f} s")
     return 0 if equal else 1
 

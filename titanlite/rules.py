@@ -23,6 +23,8 @@ def between_options(config: Config, given: set[str]) -> Refusals:
     _tensor_rules(config, refuse)
     _context_rules(config, given, refuse)
     _pipeline_rules(config, given, refuse)
+    if "compile.backend" in given and "enable" not in config.compile.model_fields_set:
+        refuse("compile.backend", "read only when compile.enable is true; set that, or remove it", "compile.enable")
     return refuse
 
 
@@ -138,6 +140,13 @@ def _tensor_rules(config: Config, refuse: Refusals) -> None:
             if getattr(parallelism, name) and "tensor_parallel_degree" not in parallelism.model_fields_set:
                 refuse(f"parallelism.{name}", f"read only when {key} is above 1; set that, or remove it", key)
         return
+    if parallelism.enable_async_tensor_parallel and (not config.compile.enable or config.compile.backend != "inductor"):
+        refuse(
+            "parallelism.enable_async_tensor_parallel",
+            'the overlap is made by torch.compile; set compile.enable = true and compile.backend = "inductor", or this '
+            "to false",
+            *("compile.enable", "compile.backend", key),
+        )
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(model, name) % degree:
             refuse(
@@ -160,7 +169,7 @@ def _context_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     if degree % ulysses:
         if not turned_off:
             refuse(inner_key, f"expected a divisor of {key} = {degree}, of which it is the inner part", key)
-        ulysses = 1
+        ulysses = degree
     for name, what in (("n_heads", "query heads"), ("n_kv_heads", "key heads")):
         heads = getattr(model, name) // tensor
         if heads % ulysses and getattr(model, name) % tensor == 0:
@@ -217,6 +226,13 @@ def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
             'between; set "never" or "default"',
             schedule_key,
         )
+    if schedule in SPLIT_BACKWARD and config.compile.enable:
+        refuse(
+            "compile.enable",
+            f"{show(schedule)} computes gradients of inputs and of weights apart, which compiled blocks do not; set "
+            'false, or the schedule to "Interleaved1F1B"',
+            schedule_key,
+        )
     if parallelism.fsdp_reduce_gradients == "last_microstep":
         refuse(
             "parallelism.fsdp_reduce_gradients",
@@ -245,14 +261,14 @@ def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
         refuse(
             "training.local_batch_size",
             f"{show(schedule)} needs at least as many microbatches as its {n_stages} stages, and there are {what}; set "
-            f'it to a multiple of {n_stages * size}, or the schedule to "GPipe"',
+            f"it to at least {n_stages * size}, or make the microbatches smaller",
             *others,
         )
     rounds = max(1, microbatches // degree)
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
         refuse(
             "training.local_batch_size",
-            f"{show(schedule)} takes microbatches in {rounds} rounds of as many, and there are {what}; set it to a "
+            f"{show(schedule)} takes its microbatches in {rounds} equal rounds, and there are {what}; set it to a "
             f"multiple of {degree * size}",
             *others,
         )
@@ -288,7 +304,7 @@ def _stage_rules(config: Config, given: set[str], refuse: Refusals) -> None:
         found, right = next(pair for pair in pairs if pair[0] != pair[1])
         problem = (
             "expected tok_embeddings, every layers.N in order, norm, output; got "
-            f"{show(found) if found else 'nothing'} where {show(right) if right else 'nothing'} belongs"
+            f"{'nothing' if found is None else show(found)} where {'nothing' if right is None else show(right)} belongs"
         )
     elif not all(any(name.startswith("layers.") for name in part) for part in parts):
         problem = "expected at least one layer in each stage"

@@ -1,7 +1,10 @@
 """The only place where the order of parallelisms stands."""
 
+from typing import Literal
+
 import torch
 
+from titanlite.compile import apply_compile
 from titanlite.mesh import Layout
 from titanlite.model import Llama
 from titanlite.parallel.context import apply_context_parallel
@@ -16,6 +19,8 @@ def parallelize(
     loss_parallel: bool,
     attention_kernel: str,
     document_mask: bool,
+    compile_backend: Literal["inductor", "aot_eager"] | None,
+    async_tensor_parallel: bool,
     reshard_after_forward: Reshard,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -26,9 +31,15 @@ def parallelize(
     1. Tensor: replaces weights by DTensors on its axis, so everything after it sees a layer's share of heads and
        channels.
     2. Context: replaces the inner product of attention, which gets this rank's heads from step 1.
-    3. Data: last, because fully_shard takes the parameters as everything before it left them.
+    3. Compile: takes a block with the collectives of 1 and the operators of 2 in it, but without FSDP's hooks, which
+       cannot be traced.
+    4. Data: last, because fully_shard takes the parameters as everything before it left them.
 
     Stages are cut before all of it, since a module that is not there need not be parallelized.
+
+    Args:
+        compile_backend: None: do not compile.
+        The others: see the options of the same names in titanlite/config.py.
     """
     tensor_mesh = layout.mesh["tp"]
     if tensor_mesh.size() > 1:
@@ -37,6 +48,9 @@ def parallelize(
         apply_context_parallel(
             model, ring_group=layout.ring_group, ulysses_group=layout.ulysses_group, kernel=attention_kernel
         )
+    if compile_backend:
+        group = tensor_mesh.get_group() if async_tensor_parallel and tensor_mesh.size() > 1 else None
+        apply_compile(model, backend=compile_backend, async_tensor_group=group)
     apply_fsdp(
         model,
         layout.mesh,

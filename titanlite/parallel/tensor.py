@@ -65,3 +65,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool
     for block in model.layers.values():
         parallelize_module(block, mesh, BLOCK)
     model.tie()
+    if model.tok_embeddings is not None:
+        # Its output is still on its way when it is handed on (an AsyncCollectiveTensor). From such a one a compiled
+        # block computes wrong gradients (torch 2.13); a copy has arrived.
+        model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())

@@ -1,0 +1,272 @@
+"""The idle share of each pipeline schedule: measured, by the formula, and by simulating its own actions.
+
+Needs no GPU and no idle cores: titanlite's own Pipeline runs torch's schedules over gloo ranks, but its stages sleep
+instead of computing, so ranks overlap on a machine with fewer cores than ranks. Of each microbatch a rank sleeps
+--forward-ms in the forward and --input-ms and --weight-ms in the backward, for the gradients of inputs and of weights;
+a rank with several stages sleeps its share of these in each. In the first stage, whose inputs need no gradient, torch
+does the whole backward where the schedule has that of the weights, and so does the simulation.
+
+    python benchmarks/bubble.py [--ranks 2 4] [--microbatches 8 16] [--steps 5]
+
+Idle share = 1 - (a rank's seconds asleep, mean over ranks) / (seconds of the step, from a barrier to the last rank's
+end); each step is a line of JSON, and the first of a launch, which connects the ranks, is left out. Then a table:
+
+    formula    GPipe and 1F1B (p - 1) / (m + p - 1), with v stages a rank (p - 1) / (v m + p - 1)
+    simulated  the same actions in the same order, each beginning as soon as its rank is free and its input is there,
+               with messages that take no time; what is measured beyond it is Python, gloo and waiting for a core
+
+The order is torch's private `pipeline_order` (read in 2.11 and 2.13), except for GPipe and 1F1B: those run without it,
+and the one that 1F1B has numbers the last rank's forwards from 1.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.data import Microbatch
+from titanlite.parallel.pipeline import Pipeline
+from titanlite.ranks import Pool
+from titanlite.stages import ONE_STAGE, Schedule, rank_of_stage
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
+
+
+class Sleeps(NamedTuple):
+    """Seconds of a stage for a microbatch."""
+
+    forward: float
+    input: float
+    weight: float
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measured
+
+
+class Clock:
+    """Sleeps, and counts how long it slept."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        self.seconds += time.perf_counter() - start
+
+
+class SleepInBackward(torch.autograd.Function):
+    """The identity, which takes its time to hand the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.sleep = clock.sleep, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        sleep, seconds = ctx.sleep
+        sleep(seconds)
+        return grad, None, None
+
+
+class SleepingStage(nn.Module):
+    """input + weight. The gradients of the two are nodes of their own, which is what lets torch compute them apart."""
+
+    def __init__(self, *, first: bool, sleeps: Sleeps, clock: Clock):
+        super().__init__()
+        self.sleeps, self.clock = sleeps, clock
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.embedding = nn.Parameter(torch.zeros(())) if first else None
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Args:
+        x: int64 [B, T] on the first stage, [B, T, 1] on the others.
+        positions: what Pipeline hands to every stage.
+        """
+        self.clock.sleep(self.sleeps.forward)
+        if self.embedding is not None:
+            x = x.unsqueeze(-1) * self.embedding
+        return SleepInBackward.apply(x, self.clock, self.sleeps.input) + SleepInBackward.apply(
+            self.weight, self.clock, self.sleeps.weight
+        )
+
+
+class Measured(NamedTuple):
+    """What a rank saw."""
+
+    seconds: list[float]
+    """Of each step but the first."""
+    asleep: list[float]
+    """How many of these it slept."""
+    order: dict[int, list[Any]]
+    """The schedule's pipeline_order."""
+
+
+def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Sleeps, steps: int) -> Measured:
+    """Run the schedule on this rank of the process group. Every rank must call it."""
+    rank, clock, shape = dist.get_rank(), Clock(), (1, 1, 1)
+    ranks = rank_of_stage(schedule, dist.get_world_size(), n_stages)
+    own = [number for number in range(n_stages) if ranks[number] == rank]
+    pipeline = Pipeline(
+        {number: SleepingStage(first=number == 0, sleeps=sleeps, clock=clock) for number in own},
+        n_stages=n_stages,
+        group=dist.group.WORLD,
+        schedule=schedule,
+        n_microbatches=n_microbatches,
+        hidden_shape=shape,
+        logits_shape=shape,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        token_loss=lambda logits, targets: logits.sum(),
+    )
+    tokens = torch.zeros(n_microbatches, 1, dtype=torch.int64)
+    batch, valid = Microbatch(tokens, tokens, tokens, None), torch.ones((), dtype=torch.float64)
+    measured = Measured([], [], pipeline._schedule.pipeline_order)
+    for step in range(steps + 1):
+        dist.barrier()
+        start, clock.seconds = time.perf_counter(), 0.0
+        pipeline.forward_backward(batch, valid)
+        if step:
+            measured.seconds.append(time.perf_counter() - start)
+            measured.asleep.append(clock.seconds)
+    return measured
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Simulated
+
+
+class Action(NamedTuple):
+    kind: str
+    """F forward, B backward, or I and W: its two halves."""
+    stage: int
+    microbatch: int
+
+
+Group = list[Action]
+"""Actions whose results are sent when all of them are done."""
+
+
+def actions(
+    schedule: Schedule, rank: int, n_ranks: int, n_microbatches: int, order: dict[int, list[Any]]
+) -> list[Group]:
+    """What a rank does, in order."""
+    if schedule in ONE_STAGE:
+        ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
+        forwards, backwards = ([Action(kind, rank, i) for i in range(n_microbatches)] for kind in "FB")
+        turns = forwards[:ahead]
+        for i, backward in enumerate(backwards):
+            turns += [backward, *forwards[ahead + i : ahead + i + 1]]
+        return [[turn] for turn in turns]
+    given = [action for action in order[rank] if action is not None]
+    return [
+        [Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
+        for parts in (action.sub_actions or (action,) for action in given)
+    ]
+
+
+def simulate(turns: list[list[Group]], n_stages: int, sleeps: Sleeps) -> float:
+    """Idle share, from each rank's actions."""
+    arrived: dict[tuple[bool, int, int], float] = {}  # (whether of a forward, stage, microbatch): when it was sent
+    free, busy, next_turn = [0.0] * len(turns), [0.0] * len(turns), [0] * len(turns)
+
+    def needed(action: Action) -> tuple[bool, int, int] | None:
+        if action.kind == "F":
+            return (True, action.stage - 1, action.microbatch) if action.stage > 0 else None
+        if action.kind in "BI":
+            return (False, action.stage + 1, action.microbatch) if action.stage < n_stages - 1 else None
+        return None
+
+    def seconds(action: Action) -> float:
+        whole = sleeps.input + sleeps.weight
+        halves = {"I": 0.0, "W": whole} if action.stage == 0 else {"I": sleeps.input, "W": sleeps.weight}
+        return {"F": sleeps.forward, "B": whole, **halves}[action.kind]
+
+    def can_run(group: Group) -> bool:
+        own = {(action.kind == "F", action.stage, action.microbatch) for action in group if action.kind != "W"}
+        return all(needed(action) is None or needed(action) in arrived or needed(action) in own for action in group)
+
+    while any(turn < len(groups) for turn, groups in zip(next_turn, turns, strict=True)):
+        progress = False
+        for rank, groups in enumerate(turns):
+            while next_turn[rank] < len(groups) and can_run(groups[next_turn[rank]]):
+                group = groups[next_turn[rank]]
+                for action in group:
+                    start = max(free[rank], arrived.get(needed(action), 0.0))
+                    free[rank] = start + seconds(action)
+                    busy[rank] += seconds(action)
+                for kind, stage, microbatch in group:
+                    if kind != "W":
+                        arrived[kind == "F", stage, microbatch] = free[rank]
+                next_turn[rank] += 1
+                progress = True
+        if not progress:
+            raise ValueError("the schedule waits for itself")
+    return 1 - statistics.mean(busy) / max(free)
+
+
+def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int) -> float | None:
+    if schedule not in FORMULAS:
+        return None
+    return (n_ranks - 1) / (per_rank * n_microbatches + n_ranks - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compare(pool: Pool, schedule: Schedule, n_microbatches: int, whole: Sleeps, steps: int) -> str:
+    """Measure one case, print its raw samples, and return its line of the table."""
+    n_ranks, per_rank = pool.world_size, 1 if schedule in ONE_STAGE else 2
+    sleeps, n_stages = Sleeps(*(seconds / per_rank for seconds in whole)), n_ranks * per_rank
+    case = {"schedule": schedule, "n_stages": n_stages, "n_microbatches": n_microbatches}
+    ranks: Sequence[Measured] = pool.run(measure, **case, sleeps=sleeps, steps=steps)
+    idle = []
+    for step in range(steps):
+        seconds = max(rank.seconds[step] for rank in ranks)
+        asleep = [rank.asleep[step] for rank in ranks]
+        idle.append(1 - statistics.mean(asleep) / seconds)
+        print(
+            json.dumps({**case, "ranks": n_ranks, "seconds": seconds, "asleep": asleep, "idle": idle[-1]}), flush=True
+        )
+    turns = [actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
+    expected = formula(schedule, n_ranks, per_rank, n_microbatches)
+    return (
+        f"{schedule:22} {n_ranks:5} {n_microbatches:12} {'-' if expected is None else f'{expected:.1%}':>8} "
+        f"{simulate(turns, n_stages, sleeps):10.1%} {statistics.median(idle):9.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    for name in Sleeps._fields:
+        parser.add_argument(f"--{name}-ms", type=float, default=40.0)
+    options = parser.parse_args()
+    if any(count % (2 * ranks) for count in options.microbatches for ranks in options.ranks):
+        parser.error("expected numbers of microbatches that are multiples of twice the ranks: all schedules take those")
+    whole = Sleeps(*(getattr(options, f"{name}_ms") / 1000 for name in Sleeps._fields))
+    print(f"torch {torch.__version__}; a rank's milliseconds for a microbatch: {[1000 * seconds for seconds in whole]}")
+    table = []
+    for n_ranks in options.ranks:
+        pool = Pool(n_ranks, timeout_seconds=600)
+        for schedule in options.schedules:
+            table += [compare(pool, schedule, count, whole, options.steps) for count in options.microbatches]
+        pool.close()
+    print(f"{'idle share':22} {'ranks':>5} {'microbatches':>12} {'formula':>8} {'simulated':>10} {'measured':>9}")
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()

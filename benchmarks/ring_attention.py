@@ -1,0 +1,180 @@
+"""Causal attention in pieces against PyTorch's own: ring attention over ranks, and each kernel alone.
+
+    python benchmarks/ring_attention.py --cores N [--lengths 2048 4096 8192 16384] [--shape 1 8 2 64] [--repeats 5]
+    python benchmarks/ring_attention.py --device cuda [the same, without --cores]
+
+--cores is how many cores the ranks have for themselves; --shape is B, query heads, key heads, head size.
+
+On a CPU, in float32, and each process with one thread:
+
+(a) Forward and backward of one sequence over 2 and 4 ring ranks on gloo against F.scaled_dot_product_attention in one
+    process. The three take turns. Seconds are the slowest rank's; the ratio is the median of those of each turn. The
+    ideal is 1 / (ranks, or --cores where there are fewer): the work is the same, and nothing else takes time.
+(b) Each kernel of titanlite/attention.py through the same module on one rank, without a ring, against
+    F.scaled_dot_product_attention, forward alone and with the backward. The two take turns, and the ratio is that of
+    their medians: what the detour through titanlite's operator costs.
+
+On CUDA (b) alone, in bfloat16, timed with CUDA events, each kernel against the same one of PyTorch's, forced with
+torch.nn.attention.sdpa_kernel. (The "efficient" one has no grouped heads: both sides repeat key heads, in the time.)
+
+Prints its samples as lines of JSON, then the medians.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlite.mesh import keep_freed_memory
+from titanlite.parallel.context import ContextAttention
+from titanlite.ranks import Pool
+
+RING_SIZES = (2, 4)
+CUDA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+Shape = tuple[int, int, int, int]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q_BTHK, k_BTGK, v_BTGK) to out_BTHK"""
+
+
+def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *, repeat: bool = False) -> Tensor:
+    """PyTorch's attention. repeat: give each query head a key head of its own, for kernels that need it."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    if repeat:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeat).transpose(1, 2)
+
+
+def tensors(length: int, shape: Shape, device: str) -> list[Tensor]:
+    """q, k, v and the output's gradient."""
+    batch, heads, kv_heads, size = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(batch, length, n, size, device=device, dtype=dtype, generator=generator)
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def step(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, backward: bool) -> None:
+    qkv = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+    out = attention(*qkv)
+    if backward:
+        torch.autograd.grad(out, qkv, grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# (a) The ring
+
+
+@functools.cache
+def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
+    """Once a rank and length, so that a sample is nothing but the step."""
+    keep_freed_memory()  # as train.py does
+    size = dist.get_world_size()
+    ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, kernel="cpu")
+    return (ring if size > 1 else reference), tensors(length // size, shape, "cpu")
+
+
+def seconds_of_rank(length: int, shape: Shape) -> float:
+    """Forward and backward on this rank of the process group: the ring's, or, alone, PyTorch's."""
+    attention, inputs = prepared(length, shape)
+    dist.barrier()
+    start = time.perf_counter()
+    step(attention, *inputs, backward=True)
+    return time.perf_counter() - start
+
+
+def compare_rings(lengths: list[int], shape: Shape, cores: int, repeats: int) -> None:
+    """Print the samples, then a line of medians a length and ring."""
+    pools = {size: Pool(size, timeout_seconds=600) for size in (1, *RING_SIZES)}
+    table = []
+    for length in lengths:
+        turns = []
+        for number in range(repeats + 1):
+            turn = {size: max(pool.run(seconds_of_rank, length=length, shape=shape)) for size, pool in pools.items()}
+            if number:  # the first one warms up
+                turns.append(turn)
+                print(json.dumps({"length": length, "seconds by ranks": turn}), flush=True)
+        for size in pools:
+            seconds = statistics.median(turn[size] for turn in turns)
+            ratio = statistics.median(turn[size] / turn[1] for turn in turns)
+            table.append(f"{length:7} {size:5} {seconds:9.3f} {ratio:7.3f} {1 / min(size, cores):7.3f}")
+    for pool in pools.values():
+        pool.close()
+    print(f"{'length':>7} {'ranks':>5} {'seconds':>9} {'ratio':>7} {'ideal':>7}", *table, sep="\n", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# (b) The kernels
+
+
+def seconds_of(call: Callable[[], None], device: str) -> float:
+    if device != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def compare_kernel(kernel: str, length: int, backward: bool, shape: Shape, device: str, repeats: int) -> str:
+    """Print the samples of one case, and return its line of the table."""
+    ours = ContextAttention(ring_group=None, ulysses_group=None, kernel=kernel)
+    theirs = functools.partial(reference, repeat=kernel == "efficient")
+    inputs = tensors(length, shape, device)
+    calls = [functools.partial(step, attention, *inputs, backward) for attention in (ours, theirs)]
+    with sdpa_kernel(CUDA_BACKENDS[kernel]) if device == "cuda" else contextlib.nullcontext():
+        pairs = [[seconds_of(call, device) for call in calls] for _ in range(repeats + 1)][1:]  # the first warms up
+    what = "forward+backward" if backward else "forward"
+    print(json.dumps({"kernel": kernel, "length": length, "pass": what, "seconds": pairs}), flush=True)
+    mine, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    return f"{kernel:10} {length:7} {what:17} {1000 * mine:12.3f} {1000 * other:12.3f} {mine / other:7.3f}"
+
+
+def compare_kernels(lengths: list[int], shape: Shape, device: str, repeats: int) -> None:
+    """Print the samples, then a line of medians a kernel, length and pass."""
+    cases = itertools.product(CUDA_BACKENDS if device == "cuda" else ["cpu"], lengths, (False, True))
+    table = [compare_kernel(*case, shape, device, repeats) for case in cases]
+    print(f"{'kernel':10} {'length':>7} {'pass':17} {'titanlite ms':>12} {'PyTorch ms':>12} {'ratio':>7}")
+    print(*table, sep="\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--cores", type=int)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--shape", type=int, nargs=4, default=[1, 8, 2, 64], metavar=("B", "H", "G", "K"))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    shape = tuple(options.shape)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {device}, B H G K = {shape}")
+    if options.device == "cpu":
+        if options.cores is None:
+            parser.error("--cores is needed on a CPU, for the ideal")
+        compare_rings(options.lengths, shape, options.cores, options.repeats)
+    torch.set_num_threads(1)
+    compare_kernels(options.lengths, shape, options.device, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

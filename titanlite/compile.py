@@ -1,0 +1,32 @@
+"""torch.compile, a block at a time: blocks are alike, so what is compiled for one serves all."""
+
+from typing import Literal
+
+import torch.distributed as dist
+
+from titanlite.model import Llama
+
+
+def apply_compile(
+    model: Llama, *, backend: Literal["inductor", "aot_eager"], async_tensor_group: dist.ProcessGroup | None
+) -> None:
+    """Compile every block of a model or a stage in place, without a graph break.
+
+    Args:
+        async_tensor_group: tensor-parallel ranks whose collectives inductor is to take apart and overlap with the
+            matrix products before and after them (asynchronous tensor parallel; CUDA); None: leave them whole.
+    """
+    if async_tensor_group is not None:
+        _overlap_tensor_parallel(async_tensor_group)
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+
+
+def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
+    """Private: torch._inductor.config._micro_pipeline_tp and symmetric memory (read in torch 2.11 and 2.13; run on
+    neither, since both need CUDA)."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)
