@@ -142,7 +142,6 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             with meter.paused():
                 if held_out is not None and (step % config.validation.freq == 0 or ends):
                     batches = build.build_validation_batches(config, layout, held_out)
-                    batches = build.build_validation_batches(config, layout, held_out)
                     values[metrics.VALIDATION_LOSS] = validate(model, runner, batches, device=device, counts=counts)
                 if reporter and values:
                     reporter.report(step, values, meter.seconds_per_step)

@@ -15,7 +15,7 @@ end); each step is a line of JSON, and the first of a launch, which connects the
     simulated  the same actions in the same order, each beginning as soon as its rank is free and its input is there,
                with messages that take no time; what is measured beyond it is Python, gloo and waiting for a core
 
-The order is torch's private `pipeline_order` (read in 2.11 and 2.13), except for GPipe and 1F1B: those run without it,
+The order is torch's private `pipeline_order` (as of 2.13), except for GPipe and 1F1B: those run without it,
 and the one that 1F1B has numbers the last rank's forwards from 1.
 """
 

@@ -1,11 +1,13 @@
 """Pools of ranks: real processes on gloo, started once per world size and fed cases."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from titanlite.ranks import Pool
+from titanlite.ranks import Pool, RankDied
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +34,10 @@ class RankPools:
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
 
-    def __call__(self, world_size: int) -> Pool:
+    def __call__(self, world_size: int) -> "Retrying":
+        return Retrying(self, world_size)
+
+    def pool(self, world_size: int) -> Pool:
         if world_size not in self.pools or self.pools[world_size].broken:
             self.pools[world_size] = Pool(world_size)
         return self.pools[world_size]
@@ -40,3 +45,21 @@ class RankPools:
     def close(self) -> None:
         for pool in self.pools.values():
             pool.close()
+
+
+class Retrying:
+    """A pool that runs a call again, once and with a warning, if a rank's process died in it.
+
+    About one call in three hundred of a long-lived pool ends with a process killed by a corrupted heap, in a thread of
+    gloo, under heavy load only (docs/support.md). A wrong result or an exception is never tried again.
+    """
+
+    def __init__(self, pools: RankPools, world_size: int):
+        self.pools, self.world_size = pools, world_size
+
+    def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
+        try:
+            return self.pools.pool(self.world_size).run(call, **arguments)
+        except RankDied as error:
+            warnings.warn(f"a rank died, the call is run again: {error}", stacklevel=2)
+            return self.pools.pool(self.world_size).run(call, **arguments)

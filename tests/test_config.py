@@ -115,6 +115,7 @@ model.tie_embeddings = 1; training.streaming = "yes"; training.shuffle = 0; trai
 training.enable_cpu_offload = 1; checkpoint.enable = "on"; metrics.enable_tensorboard = 1; validation.enable = 1
 profiling.enable_profiling = 1; profiling.enable_memory_snapshot = 1; debug.deterministic = 1
 training.document_mask = 1; parallelism.disable_loss_parallel = "true"; parallelism.enable_async_tensor_parallel = 1
+compile.enable = 1; compile.enable = "true"
 > true or false
 model.dim = 0; model.n_layers = 0; model.n_heads = 0; model.n_kv_heads = 0; model.ffn_dim = 0; model.vocab_size = 0
 model.rope_original_seq_len = 0; training.streams = 0; training.seq_len = 0; training.local_batch_size = 0
@@ -198,6 +199,8 @@ parallelism.module_fqns_per_model_part = [["norm"], "output"]; parallelism.modul
 > a list of lists of strings
 parallelism.context_parallel_kernel = "sdpa"; parallelism.context_parallel_kernel = true
 > one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
+compile.backend = "eager"; compile.backend = true
+> one of "inductor", "aot_eager"
 checkpoint.async_mode = "async_with_pinned_mem"
 > one of "disabled", "async"
 """
@@ -373,10 +376,23 @@ $ --parallelism.tensor_parallel_degree=16
 > {file}: parallelism.tensor_parallel_degree = 4: expected a divisor of model.vocab_size = 270, which the ranks share
 parallelism.tensor_parallel_degree = 4; training.seq_len = 30
 > {file}: training.seq_len = 30: expected a multiple of 4, to be cut evenly over context parallel 1 x tensor parallel 4
+# without compiling, and with a backend that does not overlap
+[parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
+> {file}: parallelism.enable_async_tensor_parallel = true: the overlap is made by torch.compile; set compile.enable =
+    true and compile.backend = "inductor", or this to false
+compile.enable = true; compile.backend = "aot_eager"; parallelism.tensor_parallel_degree = 2
+$ --parallelism.enable_async_tensor_parallel
+> command line: parallelism.enable_async_tensor_parallel = true: the overlap is made by torch.compile; set
+    compile.enable = true and compile.backend = "inductor", or this to false
 
 ## context
 [parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 3
 > {file}: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of parallelism.context_parallel_degree =
+    4, of which it is the inner part
+# how large the ring would be is unknown then, and nothing is said of its chunks
+training.seq_len = 12
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 8
+> {file}: parallelism.context_parallel_ulysses_degree = 8: expected a divisor of parallelism.context_parallel_degree =
     4, of which it is the inner part
 parallelism.context_parallel_ulysses_degree = 2
 > {file}: parallelism.context_parallel_ulysses_degree = 2: expected a divisor of parallelism.context_parallel_degree =
@@ -446,19 +462,19 @@ fsdp_reduce_gradients = "last_microstep"; module_fqns_per_model_part = [["norm"]
 > {file}: parallelism.pipeline_parallel_microbatch_size = 16: expected a divisor of training.local_batch_size = 8
 [parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 4
 > {file}: training.local_batch_size = 8 (default): "1F1B" needs at least as many microbatches as its 4 stages, and there
-    are 2 (local_batch_size 8 / microbatch size 4); set it to a multiple of 16, or the schedule to "GPipe"
+    are 2 (local_batch_size 8 / microbatch size 4); set it to at least 16, or make the microbatches smaller
 [parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 4
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
 > {file}: training.local_batch_size = 8 (default): "DualPipeV" needs at least as many microbatches as its 4 stages, and
-    there are 2 (local_batch_size 8 / microbatch size 4); set it to a multiple of 16, or the schedule to "GPipe"
+    there are 2 (local_batch_size 8 / microbatch size 4); set it to at least 16, or make the microbatches smaller
 training.local_batch_size = 5; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=Interleaved1F1B
-> {file}: training.local_batch_size = 5: "Interleaved1F1B" takes microbatches in 2 rounds of as many, and there are 5
+> {file}: training.local_batch_size = 5: "Interleaved1F1B" takes its microbatches in 2 equal rounds, and there are 5
     (local_batch_size 5 / microbatch size 1); set it to a multiple of 2
 training.local_batch_size = 14
 [parallelism]; pipeline_parallel_degree = 3; pipeline_parallel_microbatch_size = 2
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
-> {file}: training.local_batch_size = 14: "InterleavedZeroBubble" takes microbatches in 2 rounds of as many, and there
+> {file}: training.local_batch_size = 14: "InterleavedZeroBubble" takes its microbatches in 2 equal rounds, and there
     are 7 (local_batch_size 14 / microbatch size 2); set it to a multiple of 6
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
@@ -475,6 +491,18 @@ $ --parallelism.pipeline_parallel_schedule=DualPipeV
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reduce_gradients = "last_microstep"
 > {file}: parallelism.fsdp_reduce_gradients = "last_microstep": a pipeline reduces gradients once a microstep, after its
     last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
+compile.enable = true; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+> {file}: compile.enable = true: "InterleavedZeroBubble" computes gradients of inputs and of weights apart, which
+    compiled blocks do not; set false, or the schedule to "Interleaved1F1B"
+compile.enable = true; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
+> {file}: compile.enable = true: "ZBVZeroBubble" computes gradients of inputs and of weights apart, which compiled
+    blocks do not; set false, or the schedule to "Interleaved1F1B"
+compile.enable = true; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+> {file}: compile.enable = true: "DualPipeV" computes gradients of inputs and of weights apart, which compiled blocks do
+    not; set false, or the schedule to "Interleaved1F1B"
 
 ## stages
 parallelism.pipeline_parallel_degree = 7
@@ -527,7 +555,11 @@ model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm","head"]]
 > command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm",
     "head"]]: expected tok_embeddings, every layers.N in order, norm, output; got "head" where "output" belongs
-# one name short, and one too many
+# no name, one name short, and one too many
+model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm",""]]
+> command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", ""]]:
+    expected tok_embeddings, every layers.N in order, norm, output; got "" where "output" belongs
 model.n_layers = 2; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0"],["layers.1","norm"]]
 > command line: parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm"]]:
@@ -604,14 +636,14 @@ $ --training.steps=-5
 > command line: training.steps = -5: expected a whole number at least 1
 > {file}: optimizer.beta1 = 2: expected a number at least 0 and below 1
 # of each parallelism
-training.seq_len = 30
+training.seq_len = 30; model.n_heads = 64
 [parallelism]; tensor_parallel_degree = 16; pipeline_parallel_degree = 7; pipeline_parallel_microbatch_size = 3
 context_parallel_degree = 4; context_parallel_ulysses_degree = 3
 > {file}: parallelism.tensor_parallel_degree = 16: expected a divisor of model.n_kv_heads = 8, which the ranks share
 > {file}: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of parallelism.context_parallel_degree =
     4, of which it is the inner part
 > {file}: training.seq_len = 30: expected a multiple of 64, to be cut evenly over context parallel 4 x tensor parallel
-    16 (a ring needs two chunks a rank)
+    16
 > {file}: parallelism.pipeline_parallel_degree = 7: 7 stages need at least as many layers, and model.n_layers = 6
 > {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
 
@@ -692,6 +724,12 @@ pipeline_parallel_schedule = "DualPipeV"; fsdp_reshard_after_forward = "sometime
 > {file}: parallelism.pipeline_parallel_balance = 3: expected one of "layers", "parameters"
 training.document_mask = "yes"; parallelism.context_parallel_kernel = "math"
 > {file}: training.document_mask = "yes": expected true or false
+compile.enable = "yes"; compile.backend = "aot_eager"
+parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
+> {file}: compile.enable = "yes": expected true or false
+compile.enable = true; compile.backend = "eager"
+parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
+> {file}: compile.backend = "eager": expected one of "inductor", "aot_eager"
 # too many stages, and ends that go unread, if the parts were balanced
 [parallelism]; pipeline_parallel_degree = 7; module_fqns_per_model_part = ["layers.0"]
 pipeline_parallel_balance = "parameters"; pipeline_parallel_first_stage_less_layers = 2
@@ -809,6 +847,7 @@ $ --parallelism.context_parallel_kernel=efficient
 $ --training.document_mask
 @ ranks=1 devices=0
 > {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
+compile.enable = true
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 @ ranks=2 devices=0
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
@@ -832,6 +871,7 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
 # and with each parallelism
 training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.global_batch_size = 40
+compile.enable = true
 [parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; tensor_parallel_degree = 2
 data_parallel_shard_degree = 3; fsdp_reshard_after_forward = 4; enable_async_tensor_parallel = true
 context_parallel_kernel = "cudnn"
@@ -925,18 +965,21 @@ parallelism.pipeline_parallel_stages_per_rank = 2; parallelism.pipeline_parallel
 parallelism.pipeline_parallel_first_stage_less_layers = 0; parallelism.pipeline_parallel_last_stage_less_layers = 2
 parallelism.module_fqns_per_model_part = [["layers.0"], ["layers.1"]]
 > parallelism.pipeline_parallel_degree is above 1; set that, or remove it
+compile.backend = "aot_eager"
+> compile.enable is true; set that, or remove it
 """
 
 
 @pytest.mark.parametrize(("assignment", "users"), read_values(ABSENT))
 def test_option_of_an_absent_axis(folder: Folder, assignment: str, users: str):
     """Where its degree is not given, the option does nothing, which its user did not know; a given degree of 1 turns
-    the axis of a file off."""
+    the axis of a file off, as compile.enable = false does compiling."""
     folder.refused(lambda: folder.load(assignment), [f"{{file}}: {assignment}: read only when {users}"])
-    (key, value), degree = assignment.split(" = "), users.split()[0]
+    (key, value), axis = assignment.split(" = "), users.split()[0]
+    off, on_ = ("false", "true") if axis == "compile.enable" else (1, 2)
     for loaded in (
-        folder.load(f"{assignment}\n{degree} = 1"),
-        folder.load(f"{assignment}\n{degree} = 2", f"--{degree}=1"),
+        folder.load(f"{assignment}\n{axis} = {off}"),
+        folder.load(f"{assignment}\n{axis} = {on_}", f"--{axis}={off}"),
     ):
         resolved = config.check(loaded, on(1, devices=1))
         assert of(resolved, key) == of(loaded.config, key) == options.tomllib.loads(f"value = {value}")["value"]
@@ -955,7 +998,7 @@ def test_v_shaped_schedule_on_a_cpu_needs_a_torch_that_sends_to_no_rank_itself(f
     absent = folder.load(toml, "--parallelism.pipeline_parallel_degree=1")
     line = (
         f'{{file}}: parallelism.pipeline_parallel_schedule = "{schedule}": torch 2.11 lets a V-shaped schedule\'s rank '
-        'send to itself, which gloo cannot; use a newer one, or "InterleavedZeroBubble"'
+        'send to itself, which gloo cannot; use a newer torch, or "InterleavedZeroBubble"'
     )
     for version in "2.11.0", "2.11.1+cpu", "2.11.0a0+git1234567":
         with patch("importlib.metadata.version", return_value=version):
@@ -1036,6 +1079,9 @@ RIGHT = {
     "warm-up longer than the run": "training.steps = 5\nlr_scheduler.warmup_steps = 9",
     "rope factors that are not read": "model.rope_low_freq_factor = 9.0",
     "one key head": "model.n_kv_heads = 1",
+    "compiled": "compile.enable = true",
+    "compiled by another backend": "compile.enable = true\ncompile.backend = 'aot_eager'",
+    "default backend, written out": "compile.backend = 'inductor'",
 }
 
 
@@ -1057,7 +1103,7 @@ RIGHT_PARALLELISMS = """
 parallelism.tensor_parallel_degree = 8; model.ffn_dim = 776; parallelism.disable_loss_parallel = true
 @ ranks=8 devices=0
 > 1 x 1 x 1 x 1 (1) x 8
-parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
+compile.enable = true; parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
 @ ranks=4 devices=4
 > 1 x 1 x 2 x 1 (1) x 2
 parallelism.tensor_parallel_degree = 4; training.seq_len = 32
@@ -1083,6 +1129,10 @@ training.seq_len = 16
 @ ranks=4 devices=0
 > 1 x 1 x 1 x 4 (2) x 1
 # without a ring, one chunk a rank
+training.seq_len = 12
+[parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 4
+@ ranks=4 devices=0
+> 1 x 1 x 1 x 4 (4) x 1
 training.seq_len = 6
 [parallelism]; context_parallel_degree = 2; context_parallel_ulysses_degree = 2
 @ ranks=2 devices=0
@@ -1148,7 +1198,11 @@ $ --parallelism.pipeline_parallel_schedule=LoopedBFS
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
 @ ranks=2 devices=2
 > 2 x 1 x 1 x 1 (1) x 1
-# as many microbatches as stages; fewer under a schedule that may
+# as many microbatches as stages, or more; fewer under a schedule that may
+training.local_batch_size = 10
+[parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 2
+@ ranks=4 devices=0
+> 4 x 1 x 1 x 1 (1) x 1
 [parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 2
 @ ranks=4 devices=0
 > 4 x 1 x 1 x 1 (1) x 1
@@ -1181,6 +1235,22 @@ $ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"; pipeline_parallel_balance = "layers"
 @ ranks=4 devices=0
 > 2 x 1 x 2 x 1 (1) x 1
+# compiled; a zero-bubble schedule that is not read
+compile.enable = true; compile.backend = "aot_eager"; parallelism.pipeline_parallel_degree = 2
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+compile.enable = true; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=Interleaved1F1B
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+compile.enable = false; parallelism.pipeline_parallel_degree = 2
+$ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
+@ ranks=2 devices=0
+> 2 x 1 x 1 x 1 (1) x 1
+compile.enable = true; parallelism.pipeline_parallel_degree = 1
+$ --parallelism.pipeline_parallel_schedule=DualPipeV
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
 # no pipeline
 [parallelism]; fsdp_reduce_gradients = "last_microstep"; fsdp_reshard_after_forward = "never"
 @ ranks=2 devices=0
@@ -1543,6 +1613,7 @@ HELP = {
     '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
     "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
     "  --profiling.profile_freq   a whole number at least 4; default 10",
+    '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',
 }
 
 

@@ -317,7 +317,7 @@ def test_resume_under_another_layout(ranks, tmp_path, name):
     traces = []
     for layout in (FROM, TO[name]):
         n = world_size(layout)
-        options = {name_of(key): value for key, value in (MODEL | layout).items()} | {"training__global_batch_size": 16}
+        options = {name_of(key): value for key, value in (MODEL | layout | {"model__n_layers": 5}).items()}
         job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
         found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=tmp_path / "checkpoint", steps=2)
         traces.append(found)

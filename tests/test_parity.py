@@ -66,6 +66,7 @@ Break = Callable[[int], contextlib.AbstractContextManager[Any]]
 def trace(job: config.Config, broken: Break | None = None) -> parity.Trace | None:
     """The trace of a layout, from rank 0, with a part broken or none."""
     launch = config.Launch.from_environment(n_devices=0)
+    torch.compiler.reset()  # what earlier cases compiled counts towards a limit
     with broken(launch.rank) if broken else contextlib.nullcontext():
         result = parity.run(job, launch, steps=STEPS)
     return result if launch.rank == 0 else None

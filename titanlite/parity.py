@@ -274,6 +274,8 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,
     }
+    if dtype != "bfloat16":  # the kernel of the config may not take this type
+        small["parallelism__context_parallel_kernel"] = "auto"
     return dataclasses.replace(loaded, config=config.replace(**small)), changed
 
 

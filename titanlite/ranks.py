@@ -1,6 +1,7 @@
 """A pool of gloo ranks on this machine that outlives the calls which use it: starting a rank costs seconds, a call
 milliseconds. The parity proof and the tests run in such pools."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +16,10 @@ TIMEOUT_SECONDS = 60
 
 class RankError(AssertionError):
     """A call raised on some ranks; the message has their tracebacks."""
+
+
+class RankDied(RankError):
+    """A process of the pool ended, by a signal or an abort: no call can do that by an exception."""
 
 
 class Pool:
@@ -44,11 +49,12 @@ class Pool:
         """Call a module's function on every rank and return what each returned.
 
         Raises:
-            RankError: if it raised on any rank; the pool is then closed, since the others may hang.
+            RankError: if it raised on any rank; the pool is then closed, since the others may hang. RankDied: if a
+                process ended.
         """
         for pipe in self._pipes:
             pipe.send((call, arguments))
-        results, errors = [], []
+        results, errors, kind = [], [], RankError
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(self.timeout_seconds * 2 if not errors else 1):
                 errors.append(f"rank {rank}: no answer")
@@ -56,13 +62,13 @@ class Pool:
             try:
                 error, result = pipe.recv()
             except EOFError:
-                error, result = "process died", None
+                error, result, kind = "process died", None, RankDied
             results.append(result)
             if error:
                 errors.append(f"rank {rank}: {error}")
         if errors:
             self.close()
-            raise RankError("\n".join(errors))
+            raise kind("\n".join(errors))
         return results
 
     def close(self) -> None:
@@ -80,6 +86,7 @@ def _serve(rank: int, world_size: int, store: str, timeout_seconds: int, pipe: A
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

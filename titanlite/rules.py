@@ -166,13 +166,12 @@ def _context_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     if kernel_key in given and degree == 1 and not training.document_mask and not turned_off:
         why = f"read only when {key} is above 1 or training.document_mask is true; remove it"
         refuse(kernel_key, why, key, "training.document_mask")
-    if degree % ulysses:
-        if not turned_off:
-            refuse(inner_key, f"expected a divisor of {key} = {degree}, of which it is the inner part", key)
-        ulysses = degree
+    divides = degree % ulysses == 0
+    if not divides and not turned_off:
+        refuse(inner_key, f"expected a divisor of {key} = {degree}, of which it is the inner part", key)
     for name, what in (("n_heads", "query heads"), ("n_kv_heads", "key heads")):
         heads = getattr(model, name) // tensor
-        if heads % ulysses and getattr(model, name) % tensor == 0:
+        if divides and heads % ulysses and getattr(model, name) % tensor == 0:
             share = f", shared by tensor parallel {tensor}" if tensor > 1 else ""
             refuse(
                 inner_key,
@@ -181,7 +180,7 @@ def _context_rules(config: Config, given: set[str], refuse: Refusals) -> None:
                 *(f"model.{name}", "model.flavor", key, "parallelism.tensor_parallel_degree"),
             )
     # A ring cuts the sequence into two chunks a rank; tensor parallelism cuts what each rank has once more.
-    is_ring = degree > ulysses
+    is_ring = divides and degree > ulysses
     pieces = math.lcm(2 * degree if is_ring else degree, degree * tensor)
     if training.seq_len % pieces:
         refuse(
