@@ -296,7 +296,7 @@ FROM = PP | SHARD | CP
 TO = {
     "one process": {},
     "tp 4": {"tensor_parallel_degree": 4},
-    "pp 4, zero-bubble": schedule("InterleavedZeroBubble", pipeline_parallel_degree=2) | TP,
+    "pp x tp, zero-bubble": schedule("InterleavedZeroBubble") | TP,
     "HSDP x cp": REPLICATE | SHARD | CP,
     "shard x ulysses x tp": SHARD | ULYSSES | TP,
 }
@@ -317,7 +317,8 @@ def test_resume_under_another_layout(ranks, tmp_path, name):
     traces = []
     for layout in (FROM, TO[name]):
         n = world_size(layout)
-        options = {name_of(key): value for key, value in (MODEL | layout | {"model__n_layers": 5}).items()}
+        same = {"model__n_layers": 5, "training__global_batch_size": 16}
+        options = {name_of(key): value for key, value in (MODEL | layout | same).items()}
         job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
         found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=tmp_path / "checkpoint", steps=2)
         traces.append(found)
