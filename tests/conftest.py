@@ -9,6 +9,8 @@ import torch
 
 from titanlite.ranks import Pool, RankDied
 
+CALLS_OF_A_POOL = 30
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, not failed, where there is none; those marked `nightly` run when asked for."""
@@ -38,7 +40,12 @@ class RankPools:
         return Retrying(self, world_size)
 
     def pool(self, world_size: int) -> Pool:
-        if world_size not in self.pools or self.pools[world_size].broken:
+        """Started anew after some calls: groups of every layout that it had remain, and gloo has a thread for each that
+        wakes a hundred times a second."""
+        pool = self.pools.get(world_size)
+        if pool and not pool.broken and pool.calls >= CALLS_OF_A_POOL:
+            pool.close()
+        if not pool or pool.broken:
             self.pools[world_size] = Pool(world_size)
         return self.pools[world_size]
 

@@ -30,6 +30,7 @@ class Pool:
 
     def __init__(self, world_size: int, timeout_seconds: int = TIMEOUT_SECONDS):
         self.world_size, self.timeout_seconds, self.broken = world_size, timeout_seconds, False
+        self.calls = 0
         # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["titanlite.build"])
@@ -52,6 +53,7 @@ class Pool:
             RankError: if it raised on any rank; the pool is then closed, since the others may hang. RankDied: if a
                 process ended.
         """
+        self.calls += 1
         for pipe in self._pipes:
             pipe.send((call, arguments))
         results, errors, kind = [], [], RankError
