@@ -24,7 +24,6 @@ from titanlite import build, data, mesh, metrics, options, provenance
 from titanlite.config import USAGE, Config, Launch, check, load, stage_modules
 from titanlite.loss import count_valid
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
-from titanlite.step import forward_backward, validate
 
 
 class TrainingError(Exception):
@@ -48,11 +47,12 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     layout = build.build_layout(config, device)
     sequences, held_out, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
-    runner, counts = build.build_runner(config, layout, stages, device), build.counts(layout, model)
+    work = build.build_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model)
     parameters = list(model.parameters())
     peak = metrics.Peak(device, getattr(torch, training.mixed_precision_param))
-    say(introduction(config, sequences, held_out, peak.source))
+    sizes = build.parameter_sizes(config)
+    say(introduction(config, sum(sizes.values()), sequences, held_out, peak.source))
 
     # Where to start: after the newest checkpoint, or from given weights, or from the initial ones
     last_step, skipped, data_state, checkpointer = 0, 0, None, None
@@ -86,7 +86,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     meter = metrics.Meter(
         device,
         tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
-        flops_per_token=build.count_flops_per_token(config),
+        flops_per_token=build.count_flops_per_token(config, sizes),
         peak=peak,
     )
     with contextlib.ExitStack() as stack:
@@ -98,15 +98,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
                 batch = loader.next()
             lr = config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump())
             set_lr(optimizer, lr)
-            loss_sum, valid = forward_backward(
-                model,
-                runner,
-                batch,
-                device=device,
-                counts=counts,
-                reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-                reduce_gradients=config.parallelism.fsdp_reduce_gradients,
-            )
+            loss_sum, valid = work.forward_backward(batch)
             norm = gradient_norm(parameters, device)
 
             # One small sum tells all ranks the loss, and whether one of them was asked to stop.
@@ -133,7 +125,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             if step % config.metrics.log_freq == 0 or step == last_step + 1 or ends:
                 values = {
                     "loss_metrics/global_avg_loss": loss,
-                    "loss_metrics/global_max_loss": largest_loss(loss_sum, batch, counts),
+                    "loss_metrics/global_max_loss": largest_loss(loss_sum, batch, work.counts),
                     "grad_norm": norm_value,
                     "lr": lr,
                     "n_tokens_seen": loader.position * training.seq_len,
@@ -142,7 +134,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             with meter.paused():
                 if held_out is not None and (step % config.validation.freq == 0 or ends):
                     batches = build.build_validation_batches(config, layout, held_out)
-                    values[metrics.VALIDATION_LOSS] = validate(model, runner, batches, device=device, counts=counts)
+                    values[metrics.VALIDATION_LOSS] = work.validate(batches)
                 if reporter and values:
                     reporter.report(step, values, meter.seconds_per_step)
                 if checkpointer:
@@ -179,6 +171,7 @@ def why_not_finite(step: int, loss: float, norm: float, loss_sum: Tensor) -> str
 
 def introduction(
     config: Config,
+    n_parameters: int,
     sequences: data.Sequences,
     held_out: data.HeldOutSequences | None,
     peak_source: str,
@@ -190,7 +183,7 @@ def introduction(
         *([config.job.description] if config.job.description else []),
         f"model      {size.flavor}: {size.n_layers} layers, dim {size.dim}, {size.n_heads} heads, "
         f"{size.n_kv_heads} kv heads, ffn {size.ffn_dim}, vocabulary {size.vocab_size}; "
-        f"{sum(build.parameter_sizes(config).values()):,} parameters",
+        f"{n_parameters:,} parameters",
         f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
         f"gradient reduction {training.mixed_precision_reduce}",
         f"mesh       {build.describe_mesh(config)}",

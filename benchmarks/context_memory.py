@@ -28,7 +28,6 @@ import torch
 from titanlite import build, parity
 from titanlite.config import Config, Launch, check, load
 from titanlite.ranks import Pool
-from titanlite.step import forward_backward
 
 SHORTEST = 4096
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
@@ -45,20 +44,12 @@ def growth_gib(config: Config, threads: int) -> tuple[float, float]:
     device = torch.device("cpu")
     layout = build.build_layout(config, device)
     model, stages = build.build_model(config, layout, device)
-    runner, counts = build.build_runner(config, layout, stages, device), build.counts(layout, model)
+    work = build.build_step(config, layout, model, stages, device)
     loader = build.build_loader(config, layout, parity.proof_sequences(config), device=device, state=None)
     batch = loader.next()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
     before = resident_gib("VmRSS")
-    forward_backward(
-        model,
-        runner,
-        batch,
-        device=device,
-        counts=counts,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        reduce_gradients=config.parallelism.fsdp_reduce_gradients,
-    )
+    work.forward_backward(batch)
     peak = resident_gib("VmHWM")
     loader.close()
     return before, peak - before

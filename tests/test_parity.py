@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import build, config, init, parity
 from titanlite.parallel import fsdp
-from titanlite.step import forward_backward
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -107,16 +106,9 @@ def collectives(job: config.Config) -> dict[str, int]:
     layout = build.build_layout(job, CPU)
     model, stages = build.build_model(job, layout, CPU)
     loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
+    work = build.build_step(job, layout, model, stages, CPU)
     with CountCollectives() as counted:
-        forward_backward(
-            model,
-            build.build_runner(job, layout, stages, CPU),
-            loader.next(),
-            device=CPU,
-            counts=build.counts(layout, model),
-            reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
-            reduce_gradients=job.parallelism.fsdp_reduce_gradients,
-        )
+        work.forward_backward(loader.next())
     loader.close()
     return dict(counted.calls)
 

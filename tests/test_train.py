@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
 from titanlite import config, metrics
+from titanlite.step import Step
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -112,7 +113,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: tuple[tuple[
     """
     launch = config.Launch.from_environment(n_devices=0)
     job = config.check(config.load(argv), launch)
-    real, calls = train.forward_backward, itertools.count(1)
+    real, calls = Step.forward_backward, itertools.count(1)
 
     def forward_backward(*arguments: Any, **others: Any) -> Any:
         loss_sum, valid = real(*arguments, **others)
@@ -120,7 +121,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: tuple[tuple[
 
     asked = itertools.count(1)
     try:
-        with mock.patch.object(train, "forward_backward", forward_backward):
+        with mock.patch.object(Step, "forward_backward", forward_backward):
             train.train(job, launch, lambda: launch.rank == 0 and next(asked) >= stop_after)
     except (config.ConfigError, train.TrainingError) as error:
         return str(error)

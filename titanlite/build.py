@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from titanlite.parallel import parallelize
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.stages import rank_of_stage
-from titanlite.step import Whole
+from titanlite.step import Step, Whole
 
 
 def build_layout(config: Config, device: torch.device) -> Layout:
@@ -104,7 +105,7 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     return model, stages
 
 
-def build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
+def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
     """How a microbatch passes through the stages of this rank and of others."""
     parallelism, training, model = config.parallelism, config.training, config.model
     tensor, loss_parallel = parallelism.tensor_parallel_degree, not parallelism.disable_loss_parallel
@@ -112,10 +113,8 @@ def build_runner(config: Config, layout: Layout, stages: dict[int, Llama], devic
     token_loss = functools.partial(cross_entropy_sum, group=group)
     if parallelism.pipeline_parallel_degree == 1:
         return Whole(stages[0], token_loss)
-    size, n_tokens = (
-        parallelism.pipeline_parallel_microbatch_size,
-        training.seq_len // parallelism.context_parallel_degree,
-    )
+    size = parallelism.pipeline_parallel_microbatch_size
+    n_tokens = training.seq_len // parallelism.context_parallel_degree
     return Pipeline(
         stages,
         n_stages=parallelism.n_stages,
@@ -130,9 +129,17 @@ def build_runner(config: Config, layout: Layout, stages: dict[int, Llama], devic
     )
 
 
-def counts(layout: Layout, model: Llama) -> bool:
-    """Whether this rank's losses count: of the ranks that work on the same tokens, one speaks for all."""
-    return model.output is not None and layout.mesh.get_local_rank("tp") == 0
+def build_step(config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device) -> Step:
+    """What takes this rank's batches through what `build_model` gave."""
+    return Step(
+        model,
+        _build_runner(config, layout, stages, device),
+        device=device,
+        # Of the ranks that work on the same tokens, one speaks for all.
+        counts=model.output is not None and layout.mesh.get_local_rank("tp") == 0,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        reduce_gradients=config.parallelism.fsdp_reduce_gradients,
+    )
 
 
 def build_optimizer(config: Config, model: Llama) -> torch.optim.Optimizer:
@@ -144,9 +151,12 @@ def parameter_sizes(config: Config) -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
 
 
-def count_flops_per_token(config: Config) -> int:
+def count_flops_per_token(config: Config, sizes: dict[str, int]) -> int:
+    """Args:
+    sizes: what `parameter_sizes` gave.
+    """
     return flops_per_token(
-        parameter_sizes(config).items(),
+        sizes.items(),
         n_layers=config.model.n_layers,
         dim=config.model.dim,
         seq_len=config.training.seq_len,
@@ -204,18 +214,18 @@ def data_ranks(config: Config) -> int:
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
 
 
-def build_cut(config: Config, layout: Layout) -> data.Cut:
-    """Which tokens of each sequence this rank works on."""
-    parallelism, ring_rank = (
-        config.parallelism,
-        layout.context_rank // config.parallelism.context_parallel_ulysses_degree,
-    )
+def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:
+    """Which sequences this rank takes, how many at once, and which tokens of each: arguments of the Loader and of
+    validation_batches alike."""
+    parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
-    return data.Cut(
-        own=positions(ulysses=parallelism.context_parallel_ulysses_degree, rank=layout.context_rank).numpy(),
-        ring=positions(ulysses=1, rank=ring_rank).numpy(),
+    cut = data.Cut(
+        own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
+        ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
         document_mask=config.training.document_mask,
     )
+    size = config.training.local_batch_size
+    return {"rank": layout.data_rank, "n_ranks": data_ranks(config), "local_batch_size": size, "cut": cut}
 
 
 def build_loader(
@@ -224,11 +234,8 @@ def build_loader(
     """This rank's batches from where a saved run stood (`state`), or from the first."""
     return data.Loader(
         sequences,
-        rank=layout.data_rank,
-        n_ranks=data_ranks(config),
-        local_batch_size=config.training.local_batch_size,
+        **_share_of_data(config, layout),
         global_batch_size=config.training.global_batch_size,
-        cut=build_cut(config, layout),
         pin=device.type == "cuda",
         state=state,
     )
@@ -238,14 +245,7 @@ def build_validation_batches(
     config: Config, layout: Layout, held_out: data.HeldOutSequences
 ) -> Iterator[data.Microbatch]:
     """This rank's batches of one pass over the validation split."""
-    return data.validation_batches(
-        held_out,
-        rank=layout.data_rank,
-        n_ranks=data_ranks(config),
-        local_batch_size=config.training.local_batch_size,
-        steps=config.validation.steps,
-        cut=build_cut(config, layout),
-    )
+    return data.validation_batches(held_out, **_share_of_data(config, layout), steps=config.validation.steps)
 
 
 def build_profilers(config: Config, rank: int) -> list[AbstractContextManager[Callable[[int], None]]]:

@@ -37,7 +37,6 @@ from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy_sum
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
 from titanlite.ranks import Pool
-from titanlite.step import forward_backward, validate
 
 
 @dataclasses.dataclass
@@ -92,7 +91,7 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     device = mesh.device_of(launch)
     layout = build.build_layout(config, device)
     model, stages = build.build_model(config, layout, device)
-    runner, counts = build.build_runner(config, layout, stages, device), build.counts(layout, model)
+    work = build.build_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model)
     saved = checkpointer.resume(-1, model, optimizer) if checkpointer else None
     last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
@@ -109,15 +108,7 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     trace = Trace(initial=whole(dict(model.named_parameters())))
     for step in range(last_step + 1, last_step + steps + 1):
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
-        loss_sum, valid = forward_backward(
-            model,
-            runner,
-            loader.next(),
-            device=device,
-            counts=counts,
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-            reduce_gradients=config.parallelism.fsdp_reduce_gradients,
-        )
+        loss_sum, valid = work.forward_backward(loader.next())
         dist.all_reduce(loss_sum)
         norm = gradient_norm(parameters, device)
         trace.losses.append((loss_sum / valid).item())
@@ -129,7 +120,7 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     trace.weights = whole(dict(model.named_parameters()))
     if checkpointer:
         checkpointer.save(last_step + steps, model, optimizer, {"data": loader.state()})
-    trace.validation = validate(model, runner, loader.next(), device=device, counts=counts)
+    trace.validation = work.validate(loader.next())
     loader.close()
     return trace
 
@@ -243,7 +234,7 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
     local_batch_size = min(training.local_batch_size, 2)
     if parallelism.pipeline_parallel_degree > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(microbatches, max(2 * parallelism.pipeline_parallel_degree, parallelism.n_stages))
-    data_ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    data_ranks = build.data_ranks(config)
     microsteps = training.global_batch_size // (training.local_batch_size * data_ranks)
     small = {
         "model__n_layers": n_layers,

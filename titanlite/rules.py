@@ -204,11 +204,8 @@ PIPELINE_KEYS = (
 
 def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     parallelism, model, training = config.parallelism, config.model, config.training
-    degree, schedule, n_stages = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.pipeline_parallel_schedule,
-        parallelism.n_stages,
-    )
+    degree, n_stages = parallelism.pipeline_parallel_degree, parallelism.n_stages
+    schedule = parallelism.pipeline_parallel_schedule
     key, schedule_key = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
     if degree == 1:
         for name in PIPELINE_KEYS:

@@ -1,5 +1,5 @@
-"""One optimizer step's gradients, and the loss without them: what train.py runs and what parity.py proves are these
-same functions."""
+"""One optimizer step's gradients, and the loss without them: what train.py runs and what parity.py proves is this
+same code."""
 
 from collections.abc import Callable, Iterable
 
@@ -37,65 +37,66 @@ class Whole:
         return self.token_loss(self.model(batch.tokens, batch.positions, batch.documents), batch.targets)
 
 
-def forward_backward(
-    model: nn.Module,
-    runner: Whole | Pipeline,
-    batch: Batch,
-    *,
-    device: torch.device,
-    counts: bool,
-    reshard_after_forward: fsdp.Reshard,
-    reduce_gradients: str,
-) -> tuple[Tensor, Tensor]:
-    """Leave the gradient of the global loss in the parameters.
-
-    The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and microsteps.
-    Tokens are counted first, so each microstep's sum is divided by the final count and gradients only ever add up.
+class Step:
+    """What a rank does with the batches of a run.
 
     Args:
         model: all modules that this rank has.
         runner: how a microbatch passes through them.
         counts: whether this rank's tokens and losses count. Several ranks may work on the same tokens; one of them,
             which has the logits, speaks for them.
-
-    Returns:
-        Sum of this rank's token losses (nats; 0 if they do not count) and the global number of valid tokens, float64
-        scalars on `device`.
+        The others: see fsdp.before_microstep.
     """
-    valid = count_valid([microbatch.targets for microbatch in batch], device) * counts
-    dist.all_reduce(valid)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for index, microbatch in enumerate(batch):
-        fsdp.before_microstep(
-            model,
-            last=index == len(batch) - 1,
-            reshard_after_forward=reshard_after_forward,
-            reduce_gradients=reduce_gradients,
-        )
-        loss_sum += runner.forward_backward(microbatch.to(device), valid)
-    return (loss_sum if counts else torch.zeros_like(loss_sum)), valid
 
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: Whole | Pipeline,
+        *,
+        device: torch.device,
+        counts: bool,
+        reshard_after_forward: fsdp.Reshard,
+        reduce_gradients: str,
+    ):
+        self.model, self.runner, self.device, self.counts = model, runner, device, counts
+        self.reshard_after_forward, self.reduce_gradients = reshard_after_forward, reduce_gradients
 
-@torch.no_grad()
-def validate(
-    model: nn.Module,
-    runner: Whole | Pipeline,
-    batches: Iterable[Microbatch],
-    *,
-    device: torch.device,
-    counts: bool,
-) -> float:
-    """Loss by the same rule as in training: token losses over valid tokens, of all ranks, nats.
+    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of the global loss in the parameters.
 
-    Args:
-        batches: this rank's, as many on every rank.
-        The others are those of `forward_backward`.
-    """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        totals[0] += runner.forward(batch.to(device))
-        totals[1] += count_valid([batch.targets], device)
-    fsdp.reshard(model)
-    totals = totals if counts else torch.zeros_like(totals)
-    dist.all_reduce(totals)
-    return (totals[0] / totals[1]).item()
+        The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and
+        microsteps. Tokens are counted first, so each microstep's sum is divided by the final count and gradients only
+        ever add up.
+
+        Returns:
+            Sum of this rank's token losses (nats; 0 if they do not count) and the global number of valid tokens,
+            float64 scalars on the device.
+        """
+        valid = count_valid([microbatch.targets for microbatch in batch], self.device) * self.counts
+        dist.all_reduce(valid)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, microbatch in enumerate(batch):
+            fsdp.before_microstep(
+                self.model,
+                last=index == len(batch) - 1,
+                reshard_after_forward=self.reshard_after_forward,
+                reduce_gradients=self.reduce_gradients,
+            )
+            loss_sum += self.runner.forward_backward(microbatch.to(self.device), valid)
+        return (loss_sum if self.counts else torch.zeros_like(loss_sum)), valid
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[Microbatch]) -> float:
+        """Loss by the same rule as in training: token losses over valid tokens, of all ranks, nats.
+
+        Args:
+            batches: this rank's, as many on every rank.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            totals[0] += self.runner.forward(batch.to(self.device))
+            totals[1] += count_valid([batch.targets], self.device)
+        fsdp.reshard(self.model)
+        totals = totals if self.counts else torch.zeros_like(totals)
+        dist.all_reduce(totals)
+        return (totals[0] / totals[1]).item()
