@@ -46,7 +46,7 @@ class RankPools:
         if pool and not pool.broken and pool.calls >= CALLS_OF_A_POOL:
             pool.close()
         if not pool or pool.broken:
-            self.pools[world_size] = Pool(world_size)
+            self.pools[world_size] = Pool(world_size, timeout_seconds=60 if world_size <= 8 else 900)
         return self.pools[world_size]
 
     def close(self) -> None:

@@ -480,10 +480,17 @@ $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
 > {file}: parallelism.fsdp_reshard_after_forward = "always": "InterleavedZeroBubble" computes gradients of inputs and of
     weights apart and needs the weights gathered in between; set "never" or "default"
-[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = 2
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
 $ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
-> {file}: parallelism.fsdp_reshard_after_forward = 2: "ZBVZeroBubble" computes gradients of inputs and of weights apart
-    and needs the weights gathered in between; set "never" or "default"
+> {file}: parallelism.fsdp_reshard_after_forward = "always": "ZBVZeroBubble" computes gradients of inputs and of weights
+    apart and needs the weights gathered in between; set "never" or "default"
+# torch makes the groups on a part of the ranks only
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = 2
+> {file}: parallelism.fsdp_reshard_after_forward = 2: torch makes these groups as if all ranks shared one model, and
+    hangs under parallelism.pipeline_parallel_degree; set "always" or "never"
+[parallelism]; tensor_parallel_degree = 2; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = 2
+> {file}: parallelism.fsdp_reshard_after_forward = 2: torch makes these groups as if all ranks shared one model, and
+    hangs under parallelism.tensor_parallel_degree and parallelism.pipeline_parallel_degree; set "always" or "never"
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = "always"
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
 > {file}: parallelism.fsdp_reshard_after_forward = "always": "DualPipeV" computes gradients of inputs and of weights
@@ -763,11 +770,11 @@ parallelism.data_parallel_replicate_degree = 8
 parallelism.fsdp_reshard_after_forward = 4; parallelism.data_parallel_replicate_degree = 2
 @ ranks=8 devices=0
 > {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2 for 4 shards
-# shards are over the context-parallel ranks too, and not over the tensor-parallel ones
+# shards are over the context-parallel ranks too
 [parallelism]; fsdp_reshard_after_forward = 4; context_parallel_degree = 2
 @ ranks=4 devices=0
 > {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2 for 4 shards
-[parallelism]; fsdp_reshard_after_forward = 2; tensor_parallel_degree = 2
+[parallelism]; fsdp_reshard_after_forward = 2; data_parallel_replicate_degree = 2
 @ ranks=4 devices=0
 > {file}: parallelism.fsdp_reshard_after_forward = 2: expected one of "default", "always", "never" for 2 shards
 [parallelism]; fsdp_reshard_after_forward = 3; context_parallel_degree = 4; data_parallel_replicate_degree = 2
@@ -873,12 +880,10 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.global_batch_size = 40
 compile.enable = true
 [parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; tensor_parallel_degree = 2
-data_parallel_shard_degree = 3; fsdp_reshard_after_forward = 4; enable_async_tensor_parallel = true
-context_parallel_kernel = "cudnn"
+data_parallel_shard_degree = 3; enable_async_tensor_parallel = true; context_parallel_kernel = "cudnn"
 @ ranks=8 devices=0
 > {file}: parallelism.data_parallel_shard_degree = 3: pipeline 2 x replicate 1 x shard 3 x context 2 x tensor 2 needs 24
     ranks, and the launch has 8; start 24 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
-> {file}: parallelism.fsdp_reshard_after_forward = 4: expected one of "default", "always", "never", 2, 3 for 6 shards
 > {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
@@ -1473,7 +1478,6 @@ RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
     "pipeline":            (PP2, on(8),                                     (4, 32, "never", "cpu", 1)),
     "pipeline, default":   (f"{PP2}{RESHARD_KEY} = 'default'", on(8),       (4, 32, "never", "cpu", 1)),
     "pipeline, always":    (f"{PP2}{RESHARD_KEY} = 'always'", on(8),        (4, 32, "always", "cpu", 1)),
-    "pipeline groups":     (f"{PP2}{RESHARD_KEY} = 2", on(8),               (4, 32, 2, "cpu", 1)),
     "all axes":            (f"{PP2}{CP2}{TP2}{REPLICATE} = 2", on(48),      (3, 48, "never", "cpu", 1)),
     "GPipe":               (f"{PP2}{SCHEDULE} = 'GPipe'", on(2),            (1, 8, "never", "cpu", 1)),
     "1F1B":                (f"{PP2}{SCHEDULE} = '1F1B'", on(2),             (1, 8, "never", "cpu", 1)),

@@ -20,6 +20,7 @@ def between_options(config: Config, given: set[str]) -> Refusals:
     _model_rules(config.model, refuse)
     _data_rules(config.training, config.validation, given, refuse)
     _step_rules(config.training, config.lr_scheduler, refuse)
+    _shard_rules(config, refuse)
     _tensor_rules(config, refuse)
     _context_rules(config, given, refuse)
     _pipeline_rules(config, given, refuse)
@@ -132,6 +133,22 @@ def _step_rules(training: Training, lr_scheduler: LRScheduler, refuse: Refusals)
         )
 
 
+def _shard_rules(config: Config, refuse: Refusals) -> None:
+    parallelism = config.parallelism
+    cutting = [
+        key
+        for key in ("parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree")
+        if getattr(parallelism, key.removeprefix("parallelism.")) > 1
+    ]
+    if isinstance(parallelism.fsdp_reshard_after_forward, int) and cutting:
+        refuse(
+            "parallelism.fsdp_reshard_after_forward",
+            f"torch makes these groups as if all ranks shared one model, and hangs under {' and '.join(cutting)}; set "
+            '"always" or "never"',
+            *cutting,
+        )
+
+
 def _tensor_rules(config: Config, refuse: Refusals) -> None:
     parallelism, model = config.parallelism, config.model
     degree, key = parallelism.tensor_parallel_degree, "parallelism.tensor_parallel_degree"
@@ -215,7 +232,7 @@ def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     if model.tie_embeddings:
         refuse("model.tie_embeddings", "a pipeline has the embedding and the output head on two stages; set false", key)
 
-    if schedule in SPLIT_BACKWARD and parallelism.fsdp_reshard_after_forward not in ("default", "never"):
+    if schedule in SPLIT_BACKWARD and parallelism.fsdp_reshard_after_forward == "always":
         refuse(
             "parallelism.fsdp_reshard_after_forward",
             f"{show(schedule)} computes gradients of inputs and of weights apart and needs the weights gathered in "
