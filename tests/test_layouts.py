@@ -116,7 +116,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 NIGHTLY = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
     "all five axes": product(*AXES),
-    "all five axes, ZBVZeroBubble, documents": schedule("ZBVZeroBubble") | product(*AXES) | DOCUMENTS,
+    "all five axes, ZBVZeroBubble, documents": product(*AXES) | schedule("ZBVZeroBubble") | DOCUMENTS,
     "pp x ring x ulysses x tp": PP | USP | TP,
     "compiled, pp x cp x tp": COMPILED | PP | CP | TP,
 }
