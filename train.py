@@ -8,6 +8,7 @@ Exit status: 0 done; 2 the config or the launch is wrong (one line a problem); 1
 """
 
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -48,7 +49,8 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     sequences, held_out, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
     work = build.build_step(config, layout, model, stages, device)
-    optimizer = build.build_optimizer(config, model)
+    optimizer = build.build_optimizer(config, model, stages.values())
+    loss_scale = build.build_loss_scale(config)
     parameters = list(model.parameters())
     peak = metrics.Peak(device, getattr(torch, training.mixed_precision_param))
     sizes = build.parameter_sizes(config)
@@ -68,6 +70,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         saved = checkpointer.resume(config.checkpoint.load_step, model, optimizer)
         if saved:
             last_step, skipped, data_state = saved["step"], saved["skipped"], saved["data"]
+            loss_scale.load(saved["loss_scale"])
             say(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
         checkpoint.load_weights(Path(config.checkpoint.initial_load_path), model)
@@ -92,30 +95,42 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     with contextlib.ExitStack() as stack:
         profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(config, rank)]
 
-        # The loop
+        # The loop. Python collects garbage when it is told to, on all ranks in the same step.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        stack.callback(gc.enable)
         for step in range(last_step + 1, training.steps + 1):
             with meter.waiting_for_data():
                 batch = loader.next()
             lr = config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump())
             set_lr(optimizer, lr)
-            loss_sum, valid = work.forward_backward(batch)
-            norm = gradient_norm(parameters, device)
+            loss_sum, valid = work.forward_backward(batch, loss_scale.value)
+            norm = gradient_norm(parameters, device) / loss_scale.value
 
             # One small sum tells all ranks the loss, and whether one of them was asked to stop.
             totals = torch.stack([loss_sum, torch.full_like(loss_sum, asked_to_stop())])
             dist.all_reduce(totals)
             loss, norm_value, stopping = torch.stack([totals[0] / valid, norm.to(totals), totals[1]]).tolist()
+            overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if math.isfinite(loss) and math.isfinite(norm_value):
-                scale_gradients(parameters, clip_factor(norm, training.max_norm))
+                scale_gradients(parameters, clip_factor(norm, training.max_norm) / loss_scale.value)
                 optimizer.step()
+            elif overflowed and loss_scale.value > 1:
+                say(
+                    f"step {step}: gradients overflow at loss scale {loss_scale.value:g}; skipped, and the scale halved"
+                )
             else:
                 why = why_not_finite(step, loss, norm_value, loss_sum)
                 if skipped == training.nonfinite_steps_allowed:
                     raise TrainingError(f"{why} (training.nonfinite_steps_allowed = {skipped}, all used)")
                 skipped += 1
                 say(f"{why}; skipped without an update, {skipped} of {training.nonfinite_steps_allowed} allowed")
+            loss_scale.update(overflowed=overflowed)
             optimizer.zero_grad()
             meter.step_done()
+            if step % training.gc_freq == 0:
+                gc.collect()
             if step == last_step + 1:
                 mesh.set_timeout(layout, config.comm.train_timeout_seconds)
 
@@ -140,7 +155,12 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
                 if checkpointer:
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or ends:
-                        checkpointer.save(step, model, optimizer, {"skipped": skipped, "data": loader.state()})
+                        checkpointer.save(
+                            step,
+                            model,
+                            optimizer,
+                            {"skipped": skipped, "loss_scale": loss_scale.state(), "data": loader.state()},
+                        )
             for step_done in profilers:
                 step_done(step)
             if stopping:

@@ -81,23 +81,26 @@ class SleepInBackward(torch.autograd.Function):
 class SleepingStage(nn.Module):
     """input + weight. The gradients of the two are nodes of their own, which is what lets torch compute them apart."""
 
-    def __init__(self, *, first: bool, sleeps: Sleeps, clock: Clock):
+    def __init__(self, *, first: bool, last: bool, sleeps: Sleeps, clock: Clock):
         super().__init__()
-        self.sleeps, self.clock = sleeps, clock
+        self.sleeps, self.clock, self.last = sleeps, clock, last
         self.weight = nn.Parameter(torch.zeros(()))
         self.embedding = nn.Parameter(torch.zeros(())) if first else None
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Args:
-        x: int64 [B, T] on the first stage, [B, T, 1] on the others.
-        positions: what Pipeline hands to every stage.
+    def forward(self, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+        """A loss on the last stage.
+
+        Args:
+            x: int64 [B, T] on the first stage, [B, T, 1] on the others.
+            positions, targets: what Pipeline hands to every stage.
         """
         self.clock.sleep(self.sleeps.forward)
         if self.embedding is not None:
             x = x.unsqueeze(-1) * self.embedding
-        return SleepInBackward.apply(x, self.clock, self.sleeps.input) + SleepInBackward.apply(
+        x = SleepInBackward.apply(x, self.clock, self.sleeps.input) + SleepInBackward.apply(
             self.weight, self.clock, self.sleeps.weight
         )
+        return x.sum() if self.last else x
 
 
 class Measured(NamedTuple):
@@ -117,16 +120,18 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
     ranks = rank_of_stage(schedule, dist.get_world_size(), n_stages)
     own = [number for number in range(n_stages) if ranks[number] == rank]
     pipeline = Pipeline(
-        {number: SleepingStage(first=number == 0, sleeps=sleeps, clock=clock) for number in own},
+        {
+            number: SleepingStage(first=number == 0, last=number == n_stages - 1, sleeps=sleeps, clock=clock)
+            for number in own
+        },
         n_stages=n_stages,
         group=dist.group.WORLD,
         schedule=schedule,
         n_microbatches=n_microbatches,
         hidden_shape=shape,
-        logits_shape=shape,
+        n_tokens=1,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        token_loss=lambda logits, targets: logits.sum(),
     )
     tokens = torch.zeros(n_microbatches, 1, dtype=torch.int64)
     batch, valid = Microbatch(tokens, tokens, tokens, None), torch.ones((), dtype=torch.float64)

@@ -102,6 +102,7 @@ FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
     '"llama3_405b", "gpt_175b"'
 )
+COMPUTE_TYPES = 'one of "auto", "bfloat16", "float32", "float64", "float16"'
 RESHARD = 'one of "default", "always", "never", or a whole number at least 2'
 
 WRONG_VALUES = f"""
@@ -115,7 +116,8 @@ model.tie_embeddings = 1; training.streaming = "yes"; training.shuffle = 0; trai
 training.enable_cpu_offload = 1; checkpoint.enable = "on"; metrics.enable_tensorboard = 1; validation.enable = 1
 profiling.enable_profiling = 1; profiling.enable_memory_snapshot = 1; debug.deterministic = 1
 training.document_mask = 1; parallelism.disable_loss_parallel = "true"; parallelism.enable_async_tensor_parallel = 1
-compile.enable = 1; compile.enable = "true"
+compile.enable = 1; compile.enable = "true"; optimizer.stochastic_rounding = 1; float8.enable = 1; float8.emulate = "on"
+float8.enable_fsdp_float8_all_gather = 1; float8.precompute_float8_dynamic_scale_for_fsdp = 1
 > true or false
 model.dim = 0; model.n_layers = 0; model.n_heads = 0; model.n_kv_heads = 0; model.ffn_dim = 0; model.vocab_size = 0
 model.rope_original_seq_len = 0; training.streams = 0; training.seq_len = 0; training.local_batch_size = 0
@@ -128,10 +130,12 @@ parallelism.pipeline_parallel_degree = 0; parallelism.pipeline_parallel_degree =
 parallelism.pipeline_parallel_microbatch_size = 0; parallelism.pipeline_parallel_microbatch_size = -1
 parallelism.context_parallel_degree = 0; parallelism.context_parallel_degree = true
 parallelism.context_parallel_ulysses_degree = 0; parallelism.context_parallel_ulysses_degree = "all"
+training.gc_freq = 0; training.loss_scale_growth_interval = 0; training.loss_chunks = 0; training.loss_chunks = -1
 > a whole number at least 1
 training.nonfinite_steps_allowed = -1; lr_scheduler.warmup_steps = -1; checkpoint.keep_latest_k = -1
 comm.trace_buf_size = -1; parallelism.pipeline_parallel_first_stage_less_layers = -1
-parallelism.pipeline_parallel_last_stage_less_layers = 0.5
+parallelism.pipeline_parallel_last_stage_less_layers = 0.5; parallelism.fsdp_forward_prefetch = -1
+parallelism.fsdp_forward_prefetch = true; parallelism.fsdp_backward_prefetch = -1
 > a whole number at least 0
 training.global_batch_size = 0; training.global_batch_size = -2; training.global_batch_size = 8.0
 training.global_batch_size = true; lr_scheduler.total_steps = 0; parallelism.data_parallel_shard_degree = 0
@@ -145,8 +149,9 @@ debug.seed = -1; debug.seed = 18446744073709551616; debug.seed = 922337203685477
 > a whole number at least 0 and at most 9223372036854775807
 model.norm_eps = 0.0; model.rope_theta = 0; model.rope_low_freq_factor = 0.0; model.rope_high_freq_factor = -4.0
 training.max_norm = 0.0; optimizer.lr = 0; optimizer.lr = "8e-4"; optimizer.lr = true; optimizer.eps = 0.0
+training.initial_loss_scale = 0
 > a number above 0
-optimizer.lr = nan; optimizer.lr = inf
+optimizer.lr = nan; optimizer.lr = inf; training.initial_loss_scale = inf
 > a finite number above 0
 optimizer.weight_decay = -0.1
 > a number at least 0
@@ -161,8 +166,11 @@ validation.fraction = -0.1
 > a number at least 0 and below 1
 optimizer.beta1 = nan
 > a finite number at least 0 and below 1
-lr_scheduler.min_lr_factor = 1.1; lr_scheduler.min_lr_factor = -0.1
+lr_scheduler.min_lr_factor = 1.1; lr_scheduler.min_lr_factor = -0.1; activation_checkpoint.memory_budget = 1.1
+activation_checkpoint.memory_budget = -0.1
 > a number at least 0 and at most 1
+activation_checkpoint.memory_budget = nan
+> a finite number at least 0 and at most 1
 lr_scheduler.decay_ratio = 1.5; lr_scheduler.decay_ratio = -0.5; lr_scheduler.decay_ratio = "all"
 > -1, or a number at least 0 and at most 1
 lr_scheduler.decay_ratio = nan
@@ -176,12 +184,16 @@ training.text_sample_by = "sentence"
 training.dtype = "float16"
 > one of "float32", "bfloat16", "float64"
 # float64 is what check() makes of auto
-training.mixed_precision_param = "float16"; training.mixed_precision_reduce = "fp32"
+training.mixed_precision_reduce = "float16"; training.mixed_precision_reduce = "fp32"
 > one of "auto", "bfloat16", "float32", "float64"
+training.mixed_precision_param = "fp16"
+> {COMPUTE_TYPES}
 optimizer.name = "adamw"
 > one of "AdamW", "Adam"
 optimizer.implementation = "loop"
 > one of "fused", "foreach", "for-loop"
+optimizer.state_dtype = "float32"; optimizer.state_dtype = 8
+> one of "auto", "bfloat16", "int8"
 lr_scheduler.decay_type = "exponential"
 > one of "linear", "sqrt", "cosine"
 parallelism.fsdp_reshard_after_forward = 1; parallelism.fsdp_reshard_after_forward = true
@@ -199,6 +211,15 @@ parallelism.module_fqns_per_model_part = [["norm"], "output"]; parallelism.modul
 > a list of lists of strings
 parallelism.context_parallel_kernel = "sdpa"; parallelism.context_parallel_kernel = true
 > one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
+float8.recipe = "blockwise"
+> one of "tensorwise", "rowwise", "rowwise_with_gw_hp"
+float8.filter_fqns = 3; float8.filter_fqns = "layers.0."; float8.filter_fqns = [1]; float8.filter_fqns = [["layers.0."]]
+> a list of strings
+activation_checkpoint.mode = "op"; activation_checkpoint.mode = true
+> one of "none", "full", "selective", "memory_budget"
+activation_checkpoint.selective_ac_option = "2"; activation_checkpoint.selective_ac_option = 0
+activation_checkpoint.selective_ac_option = true
+> "op", or a whole number at least 1
 compile.backend = "eager"; compile.backend = true
 > one of "inductor", "aot_eager"
 checkpoint.async_mode = "async_with_pinned_mem"
@@ -224,10 +245,14 @@ parallelism.fsdp_reshard_after_forward = "default"; parallelism.tensor_parallel_
 parallelism.pipeline_parallel_stages_per_rank = -1; parallelism.pipeline_parallel_microbatch_size = 1
 parallelism.context_parallel_degree = 1; parallelism.module_fqns_per_model_part = []
 checkpoint.keep_latest_k = 0; validation.fraction = 0.0; profiling.profile_freq = 4; comm.trace_buf_size = 0
-debug.seed = 0; debug.seed = 0x7fffffffffffffff
+debug.seed = 0; debug.seed = 0x7fffffffffffffff; training.gc_freq = 1; training.loss_chunks = 1
+training.mixed_precision_param = "float16"; optimizer.state_dtype = "int8"; optimizer.state_dtype = "bfloat16"
+parallelism.fsdp_forward_prefetch = 0; parallelism.fsdp_forward_prefetch = 1000; parallelism.fsdp_backward_prefetch = 0
+float8.enable = true; float8.filter_fqns = []; activation_checkpoint.mode = "selective"
+activation_checkpoint.selective_ac_option = "op"
 > as it is written
 model.rope_scaling_factor = 1; optimizer.lr = 1; optimizer.beta1 = 0; optimizer.weight_decay = 0
-lr_scheduler.decay_ratio = 0; lr_scheduler.decay_ratio = 1
+lr_scheduler.decay_ratio = 0; lr_scheduler.decay_ratio = 1; training.initial_loss_scale = 65536
 > as a float
 """
 
@@ -361,6 +386,63 @@ training.steps = 5; lr_scheduler.total_steps = 5
 $ --training.steps=6
 > {file}: lr_scheduler.total_steps = 5: expected at least training.steps = 6; the schedule has no value after its
     horizon
+
+## recomputation
+[activation_checkpoint]; selective_ac_option = 2; memory_budget = 0.2
+> {file}: activation_checkpoint.selective_ac_option = 2: read only when activation_checkpoint.mode is "selective";
+    remove it
+> {file}: activation_checkpoint.memory_budget = 0.2: read only when activation_checkpoint.mode is "memory_budget";
+    remove it
+# each in the other's mode
+[activation_checkpoint]; mode = "selective"; memory_budget = 0.2
+> {file}: activation_checkpoint.memory_budget = 0.2: read only when activation_checkpoint.mode is "memory_budget";
+    remove it
+compile.enable = true
+[activation_checkpoint]; mode = "memory_budget"; selective_ac_option = 1
+> {file}: activation_checkpoint.selective_ac_option = 1: read only when activation_checkpoint.mode is "selective";
+    remove it
+# without compiling, and with a backend that does not choose
+activation_checkpoint.mode = "memory_budget"
+> {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true and
+    compile.backend = "inductor", or another mode
+compile.enable = true; compile.backend = "aot_eager"
+$ --activation_checkpoint.mode=memory_budget
+> command line: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable =
+    true and compile.backend = "inductor", or another mode
+
+## precision
+training.initial_loss_scale = 8.0; training.loss_scale_growth_interval = 10
+> {file}: training.initial_loss_scale = 8.0: read only when training.mixed_precision_param is "float16"; remove it
+> {file}: training.loss_scale_growth_interval = 10: read only when training.mixed_precision_param is "float16"; remove
+    it
+training.dtype = "bfloat16"; training.mixed_precision_param = "float16"
+> {file}: training.mixed_precision_param = "float16": gradients in float16 need weights in float32, and training.dtype
+    is "bfloat16"; set "bfloat16" or "auto"
+optimizer.stochastic_rounding = true
+> {file}: optimizer.stochastic_rounding = true: weights are kept in float32; set false, or training.dtype = "bfloat16"
+training.dtype = "float64"; training.mixed_precision_param = "float16"
+optimizer.stochastic_rounding = true; optimizer.state_dtype = "bfloat16"
+> {file}: training.mixed_precision_param = "float16": training.dtype = "float64" computes and reduces in float64; set
+    "auto"
+> {file}: optimizer.stochastic_rounding = true: weights are kept in float64; set false, or training.dtype = "bfloat16"
+> {file}: optimizer.state_dtype = "bfloat16": training.dtype = "float64" is for proofs; set "auto"
+[optimizer]; state_dtype = "int8"; implementation = "foreach"
+> {file}: optimizer.implementation = "foreach": torchao takes the step where moments have a type of their own or
+    rounding is stochastic; remove it
+training.dtype = "bfloat16"; optimizer.stochastic_rounding = true
+$ --optimizer.implementation=for-loop
+> command line: optimizer.implementation = "for-loop": torchao takes the step where moments have a type of their own or
+    rounding is stochastic; remove it
+[float8]; enable = true; recipe = "rowwise"; enable_fsdp_float8_all_gather = true
+> {file}: float8.enable_fsdp_float8_all_gather = true: "rowwise" has a scale a row, which FSDP cannot gather; set
+    false, or float8.recipe = "tensorwise"
+[float8]; enable = true; enable_fsdp_float8_all_gather = true
+$ --float8.recipe=rowwise_with_gw_hp
+> {file}: float8.enable_fsdp_float8_all_gather = true: "rowwise_with_gw_hp" has a scale a row, which FSDP cannot
+    gather; set false, or float8.recipe = "tensorwise"
+[float8]; enable = true; precompute_float8_dynamic_scale_for_fsdp = true
+> {file}: float8.precompute_float8_dynamic_scale_for_fsdp = true: the scales are for weights gathered in float8; set
+    float8.enable_fsdp_float8_all_gather = true, or this to false
 
 ## tensor
 [parallelism]; tensor_parallel_degree = 2
@@ -734,9 +816,21 @@ training.document_mask = "yes"; parallelism.context_parallel_kernel = "math"
 compile.enable = "yes"; compile.backend = "aot_eager"
 parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
 > {file}: compile.enable = "yes": expected true or false
-compile.enable = true; compile.backend = "eager"
+compile.enable = true; compile.backend = "eager"; activation_checkpoint.mode = "memory_budget"
 parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
 > {file}: compile.backend = "eager": expected one of "inductor", "aot_eager"
+compile.enable = "yes"; activation_checkpoint.mode = "memory_budget"
+> {file}: compile.enable = "yes": expected true or false
+[activation_checkpoint]; mode = "op"; selective_ac_option = 2; memory_budget = 0.2
+> {file}: activation_checkpoint.mode = "op": expected one of "none", "full", "selective", "memory_budget"
+training.mixed_precision_param = "fp16"; training.initial_loss_scale = 8.0; training.loss_scale_growth_interval = 10
+> {file}: training.mixed_precision_param = "fp16": expected one of "auto", "bfloat16", "float32", "float64", "float16"
+training.dtype = "bf16"; optimizer.stochastic_rounding = true
+> {file}: training.dtype = "bf16": expected one of "float32", "bfloat16", "float64"
+[float8]; enable = "yes"; emulate = true
+> {file}: float8.enable = "yes": expected true or false
+[float8]; enable = true; enable_fsdp_float8_all_gather = 1; precompute_float8_dynamic_scale_for_fsdp = true
+> {file}: float8.enable_fsdp_float8_all_gather = 1: expected true or false
 # too many stages, and ends that go unread, if the parts were balanced
 [parallelism]; pipeline_parallel_degree = 7; module_fqns_per_model_part = ["layers.0"]
 pipeline_parallel_balance = "parameters"; pipeline_parallel_first_stage_less_layers = 2
@@ -845,6 +939,10 @@ training.document_mask = true; training.mixed_precision_param = "float32"; paral
 $ --training.dtype=bfloat16 --training.mixed_precision_param=float32
 @ ranks=2 devices=2
 > {file}: parallelism.context_parallel_kernel = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
+training.document_mask = true; training.mixed_precision_param = "float16"; parallelism.context_parallel_kernel = "cpu"
+@ ranks=1 devices=1
+> {file}: parallelism.context_parallel_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+    CUDA in float16
 training.dtype = "float64"; parallelism.context_parallel_degree = 2
 $ --parallelism.context_parallel_kernel=efficient
 @ ranks=2 devices=2
@@ -858,6 +956,13 @@ compile.enable = true
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 @ ranks=2 devices=0
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
+float8.enable = true
+@ ranks=1 devices=0
+> {file}: float8.enable = true: needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false
+float8.enable = true; training.mixed_precision_param = "float16"
+@ ranks=1 devices=1
+> {file}: float8.enable = true: its products give bfloat16, and the model computes in float16; set float8.emulate =
+    true, or false here
 training.dataset = "c4"; training.streaming = true; training.shuffle = false
 @ ranks=3 devices=0
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
@@ -972,6 +1077,9 @@ parallelism.module_fqns_per_model_part = [["layers.0"], ["layers.1"]]
 > parallelism.pipeline_parallel_degree is above 1; set that, or remove it
 compile.backend = "aot_eager"
 > compile.enable is true; set that, or remove it
+float8.recipe = "rowwise"; float8.emulate = true; float8.filter_fqns = ["layers.0."]
+float8.enable_fsdp_float8_all_gather = true
+> float8.enable is true; set that, or remove it
 """
 
 
@@ -981,7 +1089,7 @@ def test_option_of_an_absent_axis(folder: Folder, assignment: str, users: str):
     the axis of a file off, as compile.enable = false does compiling."""
     folder.refused(lambda: folder.load(assignment), [f"{{file}}: {assignment}: read only when {users}"])
     (key, value), axis = assignment.split(" = "), users.split()[0]
-    off, on_ = ("false", "true") if axis == "compile.enable" else (1, 2)
+    off, on_ = ("false", "true") if axis.endswith(".enable") else (1, 2)
     for loaded in (
         folder.load(f"{assignment}\n{axis} = {off}"),
         folder.load(f"{assignment}\n{axis} = {on_}", f"--{axis}={off}"),
@@ -1065,13 +1173,17 @@ def test_a_problem_is_one_line_whatever_the_key(folder: Folder):
 
 STREAMED_C4 = "training.dataset = 'c4'\ntraining.streaming = true\ntraining.shuffle = false\n"
 STREAMED_TEXT = STREAMED_C4.replace("c4", "text") + "training.dataset_path = 'x'\n"
+BUDGETED = "compile.enable = true\nactivation_checkpoint.mode = 'memory_budget'\n"
+FLOAT8 = "float8.enable = true\n"
 
 RIGHT = {
     "empty": "",
     "stream of c4, validated on its own split": f"{STREAMED_C4}validation.enable = true",
     "stream of text, validated on files": f"{STREAMED_TEXT}validation.enable = true\nvalidation.dataset_path = 'y'",
     "number of streams": f"{STREAMED_C4}training.streams = 6",
-    "defaults that are not read, written out": "training.streams = 64\ntraining.dataset_split = 'train'",
+    "defaults that are not read, written out": "training.streams = 64\ntraining.dataset_split = 'train'\n"
+    "training.initial_loss_scale = 65536.0\ntraining.loss_scale_growth_interval = 2000\nfloat8.emulate = false\n"
+    "activation_checkpoint.selective_ac_option = 'op'\nactivation_checkpoint.memory_budget = 0.5",
     "hub dataset": "training.dataset = 'hub'\ntraining.dataset_path = 'allenai/c4'\ntraining.dataset_config = 'en'\n"
     "training.dataset_split = 'test'\ntraining.dataset_text_key = 'text'\nvalidation.dataset_split = 'validation'",
     "json at a path": "training.dataset = 'json'\ntraining.dataset_path = 'x'\ntraining.dataset_text_key = 'body'",
@@ -1087,6 +1199,25 @@ RIGHT = {
     "compiled": "compile.enable = true",
     "compiled by another backend": "compile.enable = true\ncompile.backend = 'aot_eager'",
     "default backend, written out": "compile.backend = 'inductor'",
+    "recomputed in full": "activation_checkpoint.mode = 'full'",
+    "recomputation turned off": "activation_checkpoint.mode = 'none'\nactivation_checkpoint.selective_ac_option = 2",
+    "float16 turned off": "training.mixed_precision_param = 'auto'\ntraining.initial_loss_scale = 8.0",
+    "float8 turned off": "float8.enable = false\nfloat8.precompute_float8_dynamic_scale_for_fsdp = true",
+    "each block recomputed": "activation_checkpoint.mode = 'selective'\nactivation_checkpoint.selective_ac_option = 1",
+    "least memory budget": f"{BUDGETED}activation_checkpoint.memory_budget = 0",
+    "largest memory budget": f"{BUDGETED}activation_checkpoint.memory_budget = 1",
+    "float16": "training.mixed_precision_param = 'float16'",
+    "float16 from the least scale": "training.mixed_precision_param = 'float16'\n"
+    "training.initial_loss_scale = 1e-30\ntraining.loss_scale_growth_interval = 1",
+    "moments of fewer bits": "optimizer.state_dtype = 'int8'\noptimizer.implementation = 'fused'",
+    "stochastic rounding": "training.dtype = 'bfloat16'\noptimizer.stochastic_rounding = true",
+    "all of torchao's steps": "training.dtype = 'bfloat16'\noptimizer.stochastic_rounding = true\n"
+    "optimizer.state_dtype = 'bfloat16'\noptimizer.name = 'Adam'",
+    "torch's own step, another way": "training.dtype = 'bfloat16'\noptimizer.implementation = 'foreach'",
+    "float8 of some layers, by rows": f"{FLOAT8}float8.recipe = 'rowwise'\nfloat8.filter_fqns = ['layers.0.', 'wk']",
+    "float8 gathered": f"{FLOAT8}float8.enable_fsdp_float8_all_gather = true",
+    "float8 gathered, scales at once": f"{FLOAT8}float8.enable_fsdp_float8_all_gather = true\n"
+    "float8.precompute_float8_dynamic_scale_for_fsdp = true",
 }
 
 
@@ -1307,6 +1438,17 @@ training.dataset = "c4"; training.streaming = true; training.shuffle = false; tr
 [parallelism]; tensor_parallel_degree = 2; context_parallel_degree = 2
 @ ranks=12 devices=0
 > 1 x 1 x 3 x 2 (1) x 2
+# float8 where there are products of it, emulated, and turned off
+float8.enable = true
+@ ranks=1 devices=1
+> 1 x 1 x 1 x 1 (1) x 1
+float8.enable = true; float8.emulate = true
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
+float8.enable = true
+$ --float8.enable=false
+@ ranks=1 devices=0
+> 1 x 1 x 1 x 1 (1) x 1
 """
 
 
@@ -1430,6 +1572,7 @@ RESOLVED_KEYS = (
     *(REPLICATE, SHARD, "training.global_batch_size", "training.mixed_precision_param"),
     *("training.mixed_precision_reduce", "lr_scheduler.total_steps"),
 )
+F16 = "training.mixed_precision_param = 'float16'"
 PRECISIONS = 'training.mixed_precision_param = "float32"\ntraining.mixed_precision_reduce = "bfloat16"'
 # fmt: off
 RESOLVED = {  # config, launch, values of RESOLVED_KEYS
@@ -1443,6 +1586,8 @@ RESOLVED = {  # config, launch, values of RESOLVED_KEYS
     "bfloat16 on GPU":  ("training.dtype = 'bfloat16'", on(1, devices=1), (1, 1, 8, "bfloat16", "float32", 10_000)),
     "float64 on CPU":   ("training.dtype = 'float64'", on(1),           (1, 1, 8, "float64", "float64", 10_000)),
     "float64 on GPU":   ("training.dtype = 'float64'", on(1, devices=1), (1, 1, 8, "float64", "float64", 10_000)),
+    "float16 on CPU":   (F16, on(1),                                    (1, 1, 8, "float16", "float32", 10_000)),
+    "float16 on GPU":   (F16, on(1, devices=1),                         (1, 1, 8, "float16", "float32", 10_000)),
     "given precisions": (PRECISIONS, on(1, devices=1),                  (1, 1, 8, "float32", "bfloat16", 10_000)),
     "steps":            ("training.steps = 7", on(1),                   (1, 1, 8, "float32", "float32", 7)),
     "given horizon":    ("lr_scheduler.total_steps = 10_001", on(1),    (1, 1, 8, "float32", "float32", 10_001)),
@@ -1458,6 +1603,7 @@ RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
     "one CPU rank":        ("", on(1),                                      (1, 8, "always", "cpu", 1)),
     "bfloat16":            ("", on(1, devices=1),                           (1, 8, "always", "flash", 1)),
     "bfloat16 weights":    (BF16, on(1, devices=1),                         (1, 8, "always", "flash", 1)),
+    "float16":             (F16, on(1, devices=1),                          (1, 8, "always", "flash", 1)),
     "float32":             (F32, on(1, devices=1),                          (1, 8, "always", "efficient", 1)),
     "float64":             (F64, on(1, devices=1),                          (1, 8, "always", "math", 1)),
     "bfloat16 on CPU":     (BF16, on(1),                                    (1, 8, "always", "cpu", 1)),
@@ -1611,11 +1757,16 @@ HELP = {
     "  --model.dim   a whole number at least 1; default the flavor's",
     "  --training.shuffle   true or false; default true",
     f"  --training.global_batch_size   {COUNT_OR_AUTO}; default -1",
+    f'  --training.mixed_precision_param   {COMPUTE_TYPES}; default "auto"',
+    "  --training.initial_loss_scale   a number above 0; default 65536.0",
     "  --lr_scheduler.decay_ratio   -1, or a number at least 0 and at most 1; default -1",
     f'  --parallelism.fsdp_reshard_after_forward   {RESHARD}; default "default"',
     "  --parallelism.tensor_parallel_degree   a whole number at least 1; default 1",
     '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
     "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
+    "  --float8.filter_fqns   a list of strings; default []",
+    '  --activation_checkpoint.selective_ac_option   "op", or a whole number at least 1; default "op"',
+    "  --activation_checkpoint.memory_budget   a number at least 0 and at most 1; default 0.5",
     "  --profiling.profile_freq   a whole number at least 4; default 10",
     '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',
 }

@@ -17,10 +17,10 @@ from titanlite import data, mesh, profiling
 from titanlite.config import Config, stage_modules
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
-from titanlite.loss import cross_entropy_sum
+from titanlite.loss import head_loss
 from titanlite.mesh import Layout
 from titanlite.model import Llama, flops_per_token
-from titanlite.optimizer import init_optimizer
+from titanlite.optimizer import LossScale, init_optimizer
 from titanlite.options import ConfigError
 from titanlite.parallel import parallelize
 from titanlite.parallel.context import local_positions
@@ -79,10 +79,18 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
         if rank != layout.mesh.get_local_rank("pp"):
             continue
         stage = stages[number] = meta_model(config, only)
+        if config.float8.enable:
+            convert_to_float8(config, stage, device)
+        if stage.output is not None:
+            stage.output.loss = functools.partial(
+                head_loss, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
+            )
         parallelize(
             stage,
             layout,
-            loss_parallel=not parallelism.disable_loss_parallel,
+            checkpoint_mode=config.activation_checkpoint.mode,
+            checkpoint_option=config.activation_checkpoint.selective_ac_option,
+            memory_budget=config.activation_checkpoint.memory_budget,
             attention_kernel=parallelism.context_parallel_kernel,
             document_mask=training.document_mask,
             compile_backend=config.compile.backend if config.compile.enable else None,
@@ -91,6 +99,8 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             cpu_offload=training.enable_cpu_offload,
+            forward_prefetch=parallelism.fsdp_forward_prefetch,
+            backward_prefetch=parallelism.fsdp_backward_prefetch,
         )
         stage.materialize(device, weights_on_cpu=training.enable_cpu_offload)
         init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
@@ -105,14 +115,35 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     return model, stages
 
 
+def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> None:
+    """Convert a stage on the meta device.
+
+    Raises:
+        ConfigError: if the device has no float8.
+    """
+    from titanlite import float8  # here: the import takes a second
+
+    options = config.float8
+    if not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            [f"float8.enable = true: {name} has no float8 products; set float8.emulate = true, or this to false"]
+        )
+    float8.convert_to_float8(
+        stage,
+        recipe=options.recipe,
+        emulate=options.emulate,
+        all_gather=options.enable_fsdp_float8_all_gather,
+        filter_fqns=options.filter_fqns,
+        tensor_degree=config.parallelism.tensor_parallel_degree,
+    )
+
+
 def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
     """How a microbatch passes through the stages of this rank and of others."""
-    parallelism, training, model = config.parallelism, config.training, config.model
-    tensor, loss_parallel = parallelism.tensor_parallel_degree, not parallelism.disable_loss_parallel
-    group = layout.mesh["tp"].get_group() if tensor > 1 and loss_parallel else None
-    token_loss = functools.partial(cross_entropy_sum, group=group)
+    parallelism, training = config.parallelism, config.training
     if parallelism.pipeline_parallel_degree == 1:
-        return Whole(stages[0], token_loss)
+        return Whole(stages[0])
     size = parallelism.pipeline_parallel_microbatch_size
     n_tokens = training.seq_len // parallelism.context_parallel_degree
     return Pipeline(
@@ -121,11 +152,10 @@ def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], devi
         group=layout.mesh["pp"].get_group(),
         schedule=parallelism.pipeline_parallel_schedule,
         n_microbatches=training.local_batch_size // size,
-        hidden_shape=(size, n_tokens // tensor, model.dim),
-        logits_shape=(size, n_tokens, model.vocab_size // (tensor if loss_parallel else 1)),
+        hidden_shape=(size, n_tokens // parallelism.tensor_parallel_degree, config.model.dim),
+        n_tokens=n_tokens,
         dtype=getattr(torch, training.mixed_precision_param),
         device=device,
-        token_loss=token_loss,
     )
 
 
@@ -142,8 +172,24 @@ def build_step(config: Config, layout: Layout, model: Llama, stages: dict[int, L
     )
 
 
-def build_optimizer(config: Config, model: Llama) -> torch.optim.Optimizer:
-    return init_optimizer(model, **config.optimizer.model_dump())
+def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()) -> torch.optim.Optimizer:
+    """Args:
+    stages: what `build_model` gave beside the model, where weights are FSDP's.
+    """
+    optimizer = init_optimizer(model, **config.optimizer.model_dump())
+    if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
+        from titanlite.float8 import precompute_scales
+
+        precompute_scales(stages, optimizer)
+    return optimizer
+
+
+def build_loss_scale(config: Config) -> LossScale:
+    """Only float16 needs one."""
+    training = config.training
+    if training.mixed_precision_param != "float16":
+        return LossScale()
+    return LossScale(training.initial_loss_scale, training.loss_scale_growth_interval)
 
 
 def parameter_sizes(config: Config) -> dict[str, int]:

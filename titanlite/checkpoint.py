@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from titanlite.options import ConfigError, show
 
@@ -106,11 +106,12 @@ class Checkpointer:
         names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if len([name for name in names if name.startswith("random.cpu.")]) != dist.get_world_size():
             random_states = {}  # the ranks' generators stay as this run seeded them
-        optimizer_tensors, optimizer_state = _optimizer_tensors(model, optimizer)
-        dcp.load(
-            _model_tensors(model) | optimizer_tensors | random_states, checkpoint_id=path, process_group=self._group
-        )
-        set_optimizer_state_dict(model, optimizer, optimizer_state, options=FLAT)
+        states = _optimizer_tensors(model, optimizer)
+        plain = {name: _plain(state) for name, state in states.items()}
+        dcp.load(_model_tensors(model) | plain | random_states, checkpoint_id=path, process_group=self._group)
+        for name, state in states.items():
+            if state is not plain[name]:
+                state.copy_(plain[name])
         for name, value in random_states.items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
 
@@ -127,7 +128,8 @@ class Checkpointer:
             making.mkdir(parents=True)
             (making / "state.json").write_text(json.dumps({"step": step, "identity": self.identity, **state}, indent=1))
         dist.barrier()
-        tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)[0] | _random_states()
+        states = {name: _plain(state) for name, state in _optimizer_tensors(model, optimizer).items()}
+        tensors = _model_tensors(model) | states | _random_states()
         if self.async_mode == "async":
             self._writing = step, dcp.async_save(tensors, checkpoint_id=making, process_group=self._group)
         else:
@@ -202,11 +204,24 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by "optimizer." and DCP's flat name, and the flat state dict that they are part of. Its other entries
-    (rates, betas) come from the config and are not saved."""
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's own tensors, made if there are none yet, by "optimizer." and DCP's flat name. Rates and betas
+    come from the config and are not saved."""
     state = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    return {f"optimizer.{name}": value for name, value in state.items() if isinstance(value, Tensor)}, state
+    return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
+
+
+def _plain(state: Tensor) -> Tensor:
+    """The same in float32 where it is kept in 8 bits: scales belong to blocks of a shard, and another layout has other
+    shards."""
+    local = state.to_local() if isinstance(state, DTensor) else state
+    if type(local) is Tensor:
+        return state
+    wide = local.dequantize().to(torch.float32)
+    if not isinstance(state, DTensor):
+        return wide
+    mesh, placements = state.device_mesh, state.placements
+    return DTensor.from_local(wide, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 """torch.compile, a block at a time: blocks are alike, so what is compiled for one serves all."""
 
+import functools
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
+from titanlite.loss import loss_of_piece
 from titanlite.model import Llama
 
 
@@ -19,7 +22,11 @@ def apply_compile(
     if async_tensor_group is not None:
         _overlap_tensor_parallel(async_tensor_group)
     for block in model.layers.values():
-        block.compile(backend=backend, fullgraph=True)
+        # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    if model.output is not None:
+        piece = torch.compile(loss_of_piece, backend=backend, fullgraph=True)
+        model.output.loss = functools.partial(model.output.loss, piece=piece)
 
 
 def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:

@@ -129,12 +129,24 @@ class Training(Section):
     nonfinite_steps_allowed: CountOrZero = 0
     """How many steps of the whole run may be skipped because the loss or the gradient norm is not finite; one more
     stops the run."""
+    gc_freq: Count = 50
+    """Steps between Python's garbage collections, which otherwise come at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type in which weights and optimizer states are kept. float64 is for proofs."""
-    mixed_precision_param: Precision = "auto"
-    """Type in which FSDP gathers the weights and the model computes; auto: bfloat16 on CUDA, `dtype` on a CPU."""
+    """Type in which weights are kept, and optimizer states unless optimizer.state_dtype says otherwise. float64 is for
+    proofs."""
+    mixed_precision_param: Literal[Precision, "float16"] = "auto"
+    """Type in which FSDP gathers the weights and the model computes; auto: bfloat16 on CUDA, `dtype` on a CPU. float16
+    scales the loss (initial_loss_scale)."""
     mixed_precision_reduce: Precision = "auto"
     """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
+    initial_loss_scale: Positive = 65536.0
+    """What the loss is multiplied by under float16, so that small gradients are not lost. A step whose gradients
+    overflow is skipped and halves it."""
+    loss_scale_growth_interval: Count = 2000
+    """Steps without overflow after which the loss scale is doubled."""
+    loss_chunks: Count = 1
+    """Parts that a microbatch's tokens go through the output head and the loss in, one after the other: of more than
+    one, only a part's logits exist at any time."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; weights visit the device for their layer's turn."""
 
@@ -154,6 +166,11 @@ class Optimizer(Section):
     """For weight matrices and embeddings; norms and biases have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations takes the step."""
+    state_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
+    """Type of the two moments; auto: training.dtype; int8: a byte and a scale for each 256 of them."""
+    stochastic_rounding: bool = False
+    """Round weights that are kept in bfloat16 up or down by chance, so that updates smaller than their last digit are
+    not lost. Needs training.dtype = "bfloat16"."""
 
 
 class LRScheduler(Section):
@@ -185,6 +202,11 @@ class Parallelism(Section):
     fsdp_reduce_gradients: Literal["each_microstep", "last_microstep"] = "each_microstep"
     """When accumulating, reduce-scatter gradients in each microstep (ZeRO-2, ZeRO-3: gradients are kept sharded), or
     once, in the last (ZeRO-1, replicate: less traffic, gradients are kept whole)."""
+    fsdp_forward_prefetch: CountOrZero = 0
+    """Blocks whose weights are being gathered while one computes its forward; 0: FSDP's own way, which on CUDA begins
+    the next block's gather as soon as the CPU gets there."""
+    fsdp_backward_prefetch: CountOrZero = 0
+    """The same in the backward; 0: FSDP's own way, the one block before."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each layer's heads, channels and vocabulary, and, between the layers, its sequence."""
     disable_loss_parallel: bool = False
@@ -213,8 +235,8 @@ class Parallelism(Section):
     context_parallel_ulysses_degree: Count = 1
     """How many of these trade sequence for heads (Ulysses); the others pass keys and values around a ring."""
     context_parallel_kernel: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel under context parallelism or a document mask; auto: cpu on a CPU; on CUDA flash for bfloat16,
-    efficient for float32, math for float64."""
+    """Attention kernel under context parallelism or a document mask; auto: cpu on a CPU; on CUDA flash for bfloat16
+    and float16, efficient for float32, math for float64."""
 
     @property
     def n_stages(self) -> int:
@@ -228,6 +250,34 @@ class Parallelism(Section):
     def ring_degree(self) -> int:
         """Ranks that pass keys and values around."""
         return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
+
+
+class Float8(Section):
+    enable: bool = False
+    """Take the matrix products of linear layers in 8-bit floating point."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """tensorwise: one scale a tensor; rowwise: one a row, which is more accurate; rowwise_with_gw_hp: rowwise, and
+    gradients of weights in the model's own type."""
+    emulate: bool = False
+    """Round to float8 but multiply in the model's type, for hardware without float8."""
+    filter_fqns: list[str] = Field(default=[])
+    """Leave layers alone whose name has one of these in it, as in ["layers.0.", "attention.wk"]. The output head always
+    is, and so is a layer whose weight has, on a rank, a side that is not a multiple of 16: the hardware needs that."""
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers weights in float8. Tensorwise only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights at once after the optimizer's step. Needs enable_fsdp_float8_all_gather."""
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """full: a block keeps its inputs only, and computes the rest again in its backward; selective: see
+    selective_ac_option; memory_budget: the compiler chooses what is kept, within memory_budget."""
+    selective_ac_option: Union[Literal["op"], Count] = "op"
+    """op: blocks keep the results of matrix products, attention and reductions over ranks, and recompute the rest; N:
+    every N-th block is recomputed in full, the others keep everything."""
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a block's activations to keep, from 0 (its inputs only) to 1 (all that its backward uses)."""
 
 
 class Compile(Section):
@@ -315,6 +365,8 @@ class Config(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     parallelism: Parallelism = Field(default_factory=Parallelism)
+    float8: Float8 = Field(default_factory=Float8)
+    activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     metrics: Metrics = Field(default_factory=Metrics)
@@ -514,6 +566,7 @@ def _product(parallelism: Parallelism, shard: str) -> str:
 
 KERNELS_ON_CUDA = {
     "bfloat16": ("flash", "cudnn", "efficient", "math"),
+    "float16": ("flash", "cudnn", "efficient", "math"),
     "float32": ("efficient", "math"),
     "float64": ("math",),
 }
@@ -531,6 +584,11 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
         refuse("parallelism.context_parallel_kernel", f"expected one of {names} on {where}")
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not launch.n_devices:
         refuse("parallelism.enable_async_tensor_parallel", "needs CUDA, and this run is on a CPU; set false")
+    if config.float8.enable and not config.float8.emulate and not launch.n_devices:
+        refuse("float8.enable", "needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false")
+    elif config.float8.enable and not config.float8.emulate and param != "bfloat16":
+        why = f"its products give bfloat16, and the model computes in {param}; set float8.emulate = true, or false here"
+        refuse("float8.enable", why)
     version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
     schedule = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED and not launch.n_devices and version < (2, 12):

@@ -9,7 +9,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +135,21 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
+class Output(nn.Linear):
+    """The output head.
+
+    Attributes:
+        loss: what makes a scalar of (x, weight, targets), so that the logits need not all exist; to be set by whoever
+            gives targets.
+    """
+
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V], or the loss if there are targets."""
+        return super().forward(x_BTD) if targets_BT is None else self.loss(x_BTD, self.weight, targets_BT)
+
+
 class Llama(nn.Module):
     """The whole model, or a part of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
 
@@ -191,7 +206,7 @@ class Llama(nn.Module):
             }
         )
         self.norm = nn.RMSNorm(dim, eps=norm_eps) if has("norm") else None
-        self.output = nn.Linear(dim, vocab_size, bias=False) if has("output") else None
+        self.output = Output(dim, vocab_size, bias=False) if has("output") else None
         self.tied = tie_embeddings
         self.tie()
 
@@ -213,14 +228,21 @@ class Llama(nn.Module):
         table = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype)
         self.rope = table.to(device)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         """Args:
             tokens: [B, T] token numbers; on a stage without embedding, the previous stage's [B, T, D].
             positions: [T] or [B, T] position of each token for the rotation, by default 0 .. T-1.
             documents: see InnerAttention.
+            targets: [B, T] token numbers, -100 where there is nothing to predict.
 
         Returns:
-            Logits [B, T, V]; on a stage without output head, [B, T, D].
+            Logits [B, T, V], or the loss if there are targets; on a stage without output head, [B, T, D].
         """
         rope_TK = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         if documents is not None:
@@ -230,7 +252,7 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, rope_TK, documents)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        return self.output(x_BTD) if self.output is not None else x_BTD
+        return self.output(x_BTD, targets) if self.output is not None else x_BTD
 
 
 def flops_per_token(parameters: Iterable[tuple[str, int]], *, n_layers: int, dim: int, seq_len: int, tied: bool) -> int:

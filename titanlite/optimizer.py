@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.model import Llama
+
 
 def init_optimizer(
-    model: nn.Module,
+    model: Llama,
     *,
     name: Literal["AdamW", "Adam"],
     lr: float,
@@ -20,11 +22,29 @@ def init_optimizer(
     eps: float,
     weight_decay: float,
     implementation: Literal["fused", "foreach", "for-loop"],
+    state_dtype: Literal["auto", "bfloat16", "int8"],
+    stochastic_rounding: bool,
 ) -> torch.optim.Optimizer:
-    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101). Matrices decay, embeddings too; norms and biases do not."""
+    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101). Matrices decay, embeddings too; norms and biases do not.
+
+    Args: see config.Optimizer.
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if state_dtype != "auto" or stochastic_rounding:
+        from titanlite.low_bit import LowBitAdam  # here: the import takes a second
+
+        return LowBitAdam(
+            groups,
+            wide=[] if model.tok_embeddings is None else [model.tok_embeddings.weight],
+            name=name,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=eps,
+        )
     return getattr(torch.optim, name)(
         groups,
         lr=lr,
@@ -64,7 +84,10 @@ def lr_factor(
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # an argument of compiled code
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 @torch.no_grad()
@@ -97,14 +120,48 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply every gradient by a scalar, shard by shard."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [_local(gradient) for gradient in gradients]
-    torch._foreach_mul_(local, factor.to(local[0].device))
+    torch._foreach_mul_(local, factor.to(local[0].device) if isinstance(factor, Tensor) else factor)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What brings gradients of this norm down to max_norm, if they exceed it; as torch.nn.utils.clip_grad_norm_ has
     it."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class LossScale:
+    """Dynamic loss scaling (arXiv:1710.03740): float16 has no gradients below 6e-8, so the loss is multiplied before
+    the backward and gradients are divided after it.
+
+    Args:
+        initial: the factor to begin with.
+        growth_interval: steps without overflow after which it is doubled; None: it never changes.
+    """
+
+    def __init__(self, initial: float = 1.0, growth_interval: int | None = None):
+        self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0
+
+    @property
+    def dynamic(self) -> bool:
+        return self.growth_interval is not None
+
+    def update(self, *, overflowed: bool) -> None:
+        """After each step: whether its gradients had no number, as all ranks see it."""
+        self._good_steps = 0 if overflowed else self._good_steps + 1
+        if self.dynamic and overflowed:
+            self.value /= 2
+        elif self.dynamic and self._good_steps == self.growth_interval:
+            self.value, self._good_steps = self.value * 2, 0
+
+    def state(self) -> list[float]:
+        """Plain JSON, for a checkpoint."""
+        return [self.value, self._good_steps]
+
+    def load(self, state: list[float]) -> None:
+        """Go on from `state`, if the factor changes at all."""
+        if self.dynamic:
+            self.value, self._good_steps = state

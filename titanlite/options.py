@@ -248,7 +248,7 @@ def _expectation(annotation: Any, metadata: Any, number: str) -> str:
         choices = [show(choice) for choice in get_args(annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     text = {bool: "true or false", int: "a whole number", float: number, str: "a string"}.get(annotation)
-    text = text or "a list of lists of strings"  # list[list[str]], the only other type there is
+    text = text or ("a list of strings" if annotation == list[str] else "a list of lists of strings")
     constraints: list[Any] = []
     for item in metadata:
         constraints += item.metadata if hasattr(item, "metadata") else [item]

@@ -92,7 +92,8 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     layout = build.build_layout(config, device)
     model, stages = build.build_model(config, layout, device)
     work = build.build_step(config, layout, model, stages, device)
-    optimizer = build.build_optimizer(config, model)
+    optimizer = build.build_optimizer(config, model, stages.values())
+    scale = build.build_loss_scale(config)
     saved = checkpointer.resume(-1, model, optimizer) if checkpointer else None
     last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
     loader = build.build_loader(config, layout, proof_sequences(config), device=device, state=state)
@@ -108,8 +109,9 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     trace = Trace(initial=whole(dict(model.named_parameters())))
     for step in range(last_step + 1, last_step + steps + 1):
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
-        loss_sum, valid = work.forward_backward(loader.next())
+        loss_sum, valid = work.forward_backward(loader.next(), scale.value)
         dist.all_reduce(loss_sum)
+        scale_gradients(parameters, 1 / scale.value)
         norm = gradient_norm(parameters, device)
         trace.losses.append((loss_sum / valid).item())
         trace.norms.append(norm.item())
@@ -129,11 +131,15 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take the same steps in this process alone, without FSDP, accumulation or anything distributed."""
     training = config.training
     model = build.meta_model(config)
+    if config.float8.enable:
+        build.convert_to_float8(config.replace(float8__enable_fsdp_float8_all_gather=False), model, device)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
     sequences, batch_size = proof_sequences(config), training.global_batch_size
     compute = getattr(torch, training.mixed_precision_param)
+    scale = build.build_loss_scale(config).value
+    parameters = list(model.parameters())
 
     def loss_of_step(step: int) -> Tensor:
         """Mean over the valid tokens of the whole global batch."""
@@ -149,7 +155,8 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
         loss = loss_of_step(step)
         optimizer.zero_grad()
-        loss.backward()
+        (loss * scale).backward()
+        scale_gradients(parameters, 1 / scale)
         trace.losses.append(loss.item())
         trace.gradients.append(_whole({name: p.grad for name, p in model.named_parameters()}))
         trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item())
@@ -208,8 +215,8 @@ ALLOWED_IN_FLOAT64 = 1e-11
 by the gradient's own size, so that error is at most magnified to that share of a step of lr = 1e-2, for gradients that
 are not themselves rounding."""
 ALLOWED_ROUNDINGS = 8
-"""In float32 and bfloat16: how many times farther from one process a layout may be than that process, by rounding
-alone, is from the same process in float64. Two roundings of one size differ by twice that; the largest of many
+"""Where something rounds (`rounds`): how many times farther from one process a layout may be than that process, by
+rounding alone, is from the same process in float64. Two roundings of one size differ by twice that; the largest of many
 thousands of elements, and sums over ranks in one more rounding each, take the rest."""
 GIB_A_RANK = 0.15
 """Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
@@ -240,8 +247,9 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
         "model__n_layers": n_layers,
         "model__n_heads": n_heads,
         "model__n_kv_heads": n_kv_heads,
-        "model__dim": 8 * n_heads,
-        "model__ffn_dim": 12 * max(tensor, 2),
+        # Float8 leaves smaller layers alone.
+        "model__dim": (16 if config.float8.enable else 8) * n_heads,
+        "model__ffn_dim": (16 if config.float8.enable else 12) * max(tensor, 2),
         "model__vocab_size": tensor * math.ceil(60 / tensor),
         "training__seq_len": min(training.seq_len, math.lcm(2 * context, context * tensor) * 4),
         "training__local_batch_size": local_batch_size,
@@ -255,16 +263,18 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
     ]
     small |= {
         "training__dtype": "float64" if dtype == "float64" else "float32",
-        "training__mixed_precision_param": "bfloat16" if dtype == "bfloat16" else "auto",
+        "training__mixed_precision_param": dtype if dtype in ("bfloat16", "float16") else "auto",
         "training__mixed_precision_reduce": "auto",
         "training__steps": 100,
         "training__max_norm": 0.1,  # so that clipping is at work
         # Adam's first steps are of the size of lr wherever the gradient is rounding only, in either direction: in low
         # precision they must stay small against the weights (0.02), or the runs part for no fault of the layout.
-        "optimizer__lr": 1e-2 if dtype == "float64" else 1e-4,
+        "optimizer__lr": 1e-2 if dtype == "float64" and not config.float8.enable else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,
     }
+    if dtype == "float64":  # in which low-bit moments have no meaning
+        small |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     if dtype != "bfloat16":  # the kernel of the config may not take this type
         small["parallelism__context_parallel_kernel"] = "auto"
     return dataclasses.replace(loaded, config=config.replace(**small)), changed
@@ -282,11 +292,23 @@ def trace_of_rank_0(config: Config, n_devices: int, steps: int) -> Trace | None:
     return trace if launch.rank == 0 else None
 
 
+def rounds(config: Config) -> bool:
+    """Whether anything is computed in less than float64."""
+    low_bit = config.optimizer.state_dtype != "auto" or config.optimizer.stochastic_rounding
+    return config.training.dtype != "float64" or config.float8.enable or low_bit
+
+
 def allowed(config: Config, alone: Trace, device: torch.device, *, steps: int) -> dict[str, float]:
     """How much each thing compared may differ, by `differences`' names."""
-    if config.training.dtype == "float64":
+    if not rounds(config):
         return {what: ALLOWED_IN_FLOAT64 for what in differences(alone, alone)}
-    exact = config.replace(training__dtype="float64", training__mixed_precision_param="float64")
+    exact = config.replace(
+        training__dtype="float64",
+        training__mixed_precision_param="float64",
+        float8__enable=False,
+        optimizer__state_dtype="auto",
+        optimizer__stochastic_rounding=False,
+    )
     rounding = differences(alone, run_alone(exact, device, steps=steps))
     # A single number may be off by nothing, by chance: the worst of all steps counts. Likewise Adam turns rounding into
     # a step of lr for few elements, in one parameter or another: the worst of all parameters counts.
@@ -334,7 +356,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit status: 0 equal, 1 different, 2 the config or the launch is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
     arguments, others = parser.parse_known_args(argv)
     steps, launched = arguments.steps, "WORLD_SIZE" in os.environ
     n_devices = torch.cuda.device_count() if launched else 0
@@ -379,7 +401,11 @@ def _runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
     """Without what a CPU lacks, so that a config for GPUs can be proven on one."""
     if not on_cpu:
         return loaded
-    lacking = {"parallelism__context_parallel_kernel": "auto", "parallelism__enable_async_tensor_parallel": False}
+    lacking = {
+        "parallelism__context_parallel_kernel": "auto",
+        "parallelism__enable_async_tensor_parallel": False,
+        "float8__emulate": loaded.config.float8.enable,
+    }
     return dataclasses.replace(loaded, config=loaded.config.replace(**lacking, profiling__enable_memory_snapshot=False))
 
 

@@ -24,9 +24,77 @@ def between_options(config: Config, given: set[str]) -> Refusals:
     _tensor_rules(config, refuse)
     _context_rules(config, given, refuse)
     _pipeline_rules(config, given, refuse)
-    if "compile.backend" in given and "enable" not in config.compile.model_fields_set:
-        refuse("compile.backend", "read only when compile.enable is true; set that, or remove it", "compile.enable")
+    _recomputation_rules(config, given, refuse)
+    _precision_rules(config, given, refuse)
+    _switched_off(config, "compile", given, refuse)
+    _switched_off(config, "float8", given, refuse)
     return refuse
+
+
+def _switched_off(config: Config, section: str, given: set[str], refuse: Refusals) -> None:
+    """A section whose `enable` was not given is off, and its other keys are not read."""
+    if "enable" not in getattr(config, section).model_fields_set:
+        for key in sorted(key for key in given if key.startswith(f"{section}.")):
+            refuse(key, f"read only when {section}.enable is true; set that, or remove it", f"{section}.enable")
+
+
+def _recomputation_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    mode = config.activation_checkpoint.mode
+    turned_off = mode == "none" and "mode" in config.activation_checkpoint.model_fields_set
+    for key, user in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
+        if f"activation_checkpoint.{key}" in given and mode != user and not turned_off:
+            why = f"read only when activation_checkpoint.mode is {show(user)}; remove it"
+            refuse(f"activation_checkpoint.{key}", why, "activation_checkpoint.mode")
+    if mode == "memory_budget" and not (config.compile.enable and config.compile.backend == "inductor"):
+        refuse(
+            "activation_checkpoint.mode",
+            'the compiler chooses what is kept; set compile.enable = true and compile.backend = "inductor", or another '
+            "mode",
+            *("compile.enable", "compile.backend"),
+        )
+
+
+def _precision_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    training, optimizer, float8 = config.training, config.optimizer, config.float8
+    half = training.mixed_precision_param == "float16"
+    turned_off = not half and "mixed_precision_param" in training.model_fields_set
+    for key in ("initial_loss_scale", "loss_scale_growth_interval"):
+        if f"training.{key}" in given and not half and not turned_off:
+            why = 'read only when training.mixed_precision_param is "float16"; remove it'
+            refuse(f"training.{key}", why, "training.mixed_precision_param")
+    if half and training.dtype == "bfloat16":
+        refuse(
+            "training.mixed_precision_param",
+            'gradients in float16 need weights in float32, and training.dtype is "bfloat16"; set "bfloat16" or "auto"',
+            "training.dtype",
+        )
+    if optimizer.stochastic_rounding and training.dtype != "bfloat16":
+        why = f'weights are kept in {training.dtype}; set false, or training.dtype = "bfloat16"'
+        refuse("optimizer.stochastic_rounding", why, "training.dtype")
+    if optimizer.state_dtype != "auto" and training.dtype == "float64":
+        refuse("optimizer.state_dtype", 'training.dtype = "float64" is for proofs; set "auto"', "training.dtype")
+    if (optimizer.state_dtype != "auto" or optimizer.stochastic_rounding) and "optimizer.implementation" in given:
+        refuse(
+            "optimizer.implementation",
+            "torchao takes the step where moments have a type of their own or rounding is stochastic; remove it",
+            *("optimizer.state_dtype", "optimizer.stochastic_rounding"),
+        )
+    if not float8.enable:
+        return
+    if float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
+        refuse(
+            "float8.enable_fsdp_float8_all_gather",
+            f"{show(float8.recipe)} has a scale a row, which FSDP cannot gather; set false, or float8.recipe = "
+            '"tensorwise"',
+            "float8.recipe",
+        )
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        refuse(
+            "float8.precompute_float8_dynamic_scale_for_fsdp",
+            "the scales are for weights gathered in float8; set float8.enable_fsdp_float8_all_gather = true, or this "
+            "to false",
+            "float8.enable_fsdp_float8_all_gather",
+        )
 
 
 def _model_rules(model: Model, refuse: Refusals) -> None:

@@ -1,7 +1,7 @@
 """One optimizer step's gradients, and the loss without them: what train.py runs and what parity.py proves is this
 same code."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,27 +14,20 @@ from titanlite.parallel.pipeline import Pipeline
 
 
 class Whole:
-    """Runs a model that is not cut into stages; Pipeline's counterpart.
+    """Runs a model that is not cut into stages; Pipeline's counterpart."""
 
-    Args:
-        token_loss: sum of token losses from (logits, targets).
-    """
-
-    def __init__(self, model: nn.Module, token_loss: Callable[[Tensor, Tensor], Tensor]):
-        self.model, self.token_loss = model, token_loss
+    def __init__(self, model: nn.Module):
+        self.model = model
 
     def forward_backward(self, batch: Microbatch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
-        logits = self.model(batch.tokens, batch.positions, batch.documents)
-        loss = self.token_loss(logits, batch.targets)
-        del logits  # not kept alive by this name through the backward
+        loss = self.forward(batch)
         (loss / valid).backward()
         return loss.detach()
 
-    @torch.no_grad()
     def forward(self, batch: Microbatch) -> Tensor:
         """Sum of the token losses."""
-        return self.token_loss(self.model(batch.tokens, batch.positions, batch.documents), batch.targets)
+        return self.model(batch.tokens, batch.positions, batch.documents, batch.targets)
 
 
 class Step:
@@ -61,8 +54,8 @@ class Step:
         self.model, self.runner, self.device, self.counts = model, runner, device, counts
         self.reshard_after_forward, self.reduce_gradients = reshard_after_forward, reduce_gradients
 
-    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Leave the gradient of the global loss in the parameters.
+    def forward_backward(self, batch: Batch, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of the global loss in the parameters, multiplied with `loss_scale`.
 
         The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and
         microsteps. Tokens are counted first, so each microstep's sum is divided by the final count and gradients only
@@ -82,7 +75,7 @@ class Step:
                 reshard_after_forward=self.reshard_after_forward,
                 reduce_gradients=self.reduce_gradients,
             )
-            loss_sum += self.runner.forward_backward(microbatch.to(self.device), valid)
+            loss_sum += self.runner.forward_backward(microbatch.to(self.device), valid / loss_scale)
         return (loss_sum if self.counts else torch.zeros_like(loss_sum)), valid
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from titanlite.activation_checkpoint import Mode, apply_activation_checkpoint
 from titanlite.compile import apply_compile
 from titanlite.mesh import Layout
 from titanlite.model import Llama
@@ -16,26 +17,32 @@ def parallelize(
     model: Llama,
     layout: Layout,
     *,
-    loss_parallel: bool,
     attention_kernel: str,
     document_mask: bool,
+    checkpoint_mode: Mode,
+    checkpoint_option: Literal["op"] | int,
+    memory_budget: float,
     compile_backend: Literal["inductor", "aot_eager"] | None,
     async_tensor_parallel: bool,
     reshard_after_forward: Reshard,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
+    forward_prefetch: int,
+    backward_prefetch: int,
 ) -> None:
     """Cut a model, or a pipeline's stage of it, on the meta device over the mesh, in place.
 
     1. Tensor: replaces weights by DTensors on its axis, so everything after it sees a layer's share of heads and
        channels.
     2. Context: replaces the inner product of attention, which gets this rank's heads from step 1.
-    3. Compile: takes a block with the collectives of 1 and the operators of 2 in it, but without FSDP's hooks, which
-       cannot be traced.
-    4. Data: last, because fully_shard takes the parameters as everything before it left them.
+    3. Activation checkpointing: what a block computes, with 1 and 2 in it.
+    4. Compile: a block with all of this in it, so that the compiler sees what is computed again; but without FSDP's
+       hooks, which cannot be traced.
+    5. Data: last, because fully_shard takes the parameters as everything before it left them.
 
-    Stages are cut before all of it, since a module that is not there need not be parallelized.
+    Float8 comes before all of it, since it replaces layers; and stages are cut before that, since a module that is not
+    there need not be replaced.
 
     Args:
         compile_backend: None: do not compile.
@@ -43,11 +50,12 @@ def parallelize(
     """
     tensor_mesh = layout.mesh["tp"]
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, tensor_mesh, loss_parallel=loss_parallel)
+        apply_tensor_parallel(model, tensor_mesh)
     if layout.ring_group or layout.ulysses_group or document_mask:
         apply_context_parallel(
             model, ring_group=layout.ring_group, ulysses_group=layout.ulysses_group, kernel=attention_kernel
         )
+    apply_activation_checkpoint(model, mode=checkpoint_mode, option=checkpoint_option, budget=memory_budget)
     if compile_backend:
         group = tensor_mesh.get_group() if async_tensor_parallel and tensor_mesh.size() > 1 else None
         apply_compile(model, backend=compile_backend, async_tensor_group=group)
@@ -58,4 +66,6 @@ def parallelize(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
     )

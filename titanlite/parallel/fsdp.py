@@ -24,6 +24,8 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
+    forward_prefetch: int,
+    backward_prefetch: int,
 ) -> None:
     """Shard every parameter of a model or a stage over `fsdp` and replicate it over `dp_replicate`, a block at a time.
 
@@ -33,6 +35,7 @@ def apply_fsdp(
         param_dtype: type in which weights are gathered and the model computes.
         reduce_dtype: type in which gradients are accumulated and reduced.
         cpu_offload: keep shards in host memory.
+        forward_prefetch, backward_prefetch: see config.Parallelism.fsdp_forward_prefetch.
     """
     replicated = mesh["dp_replicate"].size() > 1
     settings = {
@@ -55,6 +58,12 @@ def apply_fsdp(
         if head:
             fully_shard(head, reshard_after_forward=False, **settings)
     fully_shard(model, reshard_after_forward=reshard, **settings)
+    blocks = list(model.layers.values())
+    for number, block in enumerate(blocks):
+        if forward_prefetch:
+            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + forward_prefetch])
+        if backward_prefetch:
+            block.set_modules_to_backward_prefetch(blocks[max(number - backward_prefetch, 0) : number][::-1])
     for module in _units(model):
         # The loss is divided by the global number of tokens before the backward, so gradients are summed and nothing
         # else. Plain sums, since gloo lacks NCCL's pre-multiplied ones.

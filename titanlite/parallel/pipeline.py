@@ -6,8 +6,6 @@ GPipe (arXiv:1811.06965), 1F1B (PipeDream-flush, arXiv:2104.04473), interleaved 
 One microbatch under GPipe is the naive split.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,9 +26,8 @@ class Pipeline:
         group: the pipeline's ranks.
         n_microbatches: pieces that a rank's batch is cut into.
         hidden_shape: of what passes between stages, [microbatch, tokens of this rank, D].
-        logits_shape: of the last stage's output.
-        dtype: of both.
-        token_loss: sum of token losses from (logits, targets).
+        n_tokens: of a sequence on this rank, before tensor parallelism cuts it.
+        dtype: of what passes between stages.
     """
 
     def __init__(
@@ -42,18 +39,17 @@ class Pipeline:
         schedule: Schedule,
         n_microbatches: int,
         hidden_shape: tuple[int, int, int],
-        logits_shape: tuple[int, int, int],
+        n_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        token_loss: Callable[[Tensor, Tensor], Tensor],
     ):
         self.stages, self.n_stages, self.group, self.n_microbatches = stages, n_stages, group, n_microbatches
-        self.hidden_shape, self.dtype, self.device, self.token_loss = hidden_shape, dtype, device, token_loss
+        self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
         self._rank_of = dict(enumerate(rank_of_stage(schedule, group.size(), n_stages)))
         # Shapes are given, so that none are inferred by running a microbatch. Tensors that need gradients say so.
         hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-        logits = torch.empty(logits_shape, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(logits_shape[:2], dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
+        tokens = torch.empty(hidden_shape[0], n_tokens, dtype=torch.int64, device="meta")
         parts = [
             PipelineStage(
                 stage,
@@ -61,7 +57,7 @@ class Pipeline:
                 n_stages,
                 device,
                 input_args=tokens if number == 0 else hidden,
-                output_args=logits if number == n_stages - 1 else hidden,
+                output_args=loss if number == n_stages - 1 else hidden,
                 group=group,
             )
             for number, stage in stages.items()
@@ -75,8 +71,8 @@ class Pipeline:
         )
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=device)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = self.token_loss(logits, targets)
+    def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """The last stage has made the loss of a microbatch already."""
         self._loss_sum += loss.detach()
         return loss / self._valid
 
@@ -121,7 +117,7 @@ class Pipeline:
                     dist.recv(hidden, group=self.group, group_src=before)
                 hidden = stage(hidden, **_beside_tokens(piece))
                 if after is None:
-                    loss_sum += self.token_loss(hidden, piece.targets)
+                    loss_sum += hidden
                 elif after == me:
                     handed_over.append(hidden)
                 else:
@@ -143,5 +139,5 @@ class Pipeline:
 
 
 def _beside_tokens(batch: Microbatch) -> dict[str, Tensor]:
-    beside = {"positions": batch.positions, "documents": batch.documents}
+    beside = {"positions": batch.positions, "documents": batch.documents, "targets": batch.targets}
     return {name: part for name, part in beside.items() if part is not None}

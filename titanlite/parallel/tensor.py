@@ -8,9 +8,11 @@ twice.
 """
 
 import warnings
+from typing import Any
 
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,6 +26,29 @@ from titanlite.model import Llama
 
 SEQUENCE = Shard(1)  # of an activation [B, T, D]
 WHOLE = Replicate()
+
+
+class VocabularyParallel(ParallelStyle):
+    """The output head's weight cut by vocabulary: the sequence is gathered on its way in, as a DTensor, from which
+    loss.head_loss takes what it needs. Logits that are asked for are gathered."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, mesh, self._cut, self._gather_sequence, self._gather_logits)
+
+    @staticmethod
+    def _cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+
+    @staticmethod
+    def _gather_sequence(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x_BTD, *others = inputs
+        return x_BTD.redistribute(placements=[WHOLE]), *others  # a DTensor already, as the norm gives it
+
+    @staticmethod
+    def _gather_logits(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        return output.redistribute(placements=[WHOLE]).to_local() if isinstance(output, DTensor) else output
+
 
 # fmt: off
 BLOCK: dict[str, ParallelStyle] = {
@@ -44,24 +69,17 @@ BLOCK: dict[str, ParallelStyle] = {
 ENDS: dict[str, ParallelStyle] = {
     "tok_embeddings":  RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),  # cut by vocabulary
     "norm":            SequenceParallel(),
+    "output":          VocabularyParallel(),
 }
-# The output head's logits [B, T, V]: each rank keeps its part of the vocabulary for loss.cross_entropy_sum, or has all.
-OUTPUT_LOSS_PARALLEL = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1))
-OUTPUT_GATHERED = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=WHOLE)
 # fmt: on
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Cut a model or a stage over a one-dimensional mesh, in place.
-
-    Args:
-        loss_parallel: leave the logits cut by vocabulary.
-    """
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Cut a model or a stage over a one-dimensional mesh, in place."""
     # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
     # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
-    plan = {**ENDS, "output": OUTPUT_LOSS_PARALLEL if loss_parallel else OUTPUT_GATHERED}
-    parallelize_module(model, mesh, {name: style for name, style in plan.items() if getattr(model, name) is not None})
+    parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         parallelize_module(block, mesh, BLOCK)
     model.tie()
