@@ -204,8 +204,8 @@ def introduction(
         f"model      {size.flavor}: {size.n_layers} layers, dim {size.dim}, {size.n_heads} heads, "
         f"{size.n_kv_heads} kv heads, ffn {size.ffn_dim}, vocabulary {size.vocab_size}; "
         f"{n_parameters:,} parameters",
-        f"precision  weights and states {training.dtype}, compute {training.mixed_precision_param}, "
-        f"gradient reduction {training.mixed_precision_reduce}",
+        f"precision  {build.describe_precision(config)}",
+        *economies(config),
         f"mesh       {build.describe_mesh(config)}",
         *pipeline_lines(config),
         f"data       {training.dataset}: {sequences}; validation: {held_out or 'none'}",
@@ -213,6 +213,22 @@ def introduction(
         f"MFU        of {peak_source}; 6N + 12LDT operations a token",
     ]
     return "\n".join(lines)
+
+
+def economies(config: Config) -> list[str]:
+    """What is done to be faster or to need less memory, in a line each."""
+    float8, recomputed, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
+    lines = []
+    if float8.enable:
+        lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
+    if recomputed.mode != "none":
+        option = {"selective": recomputed.selective_ac_option, "memory_budget": recomputed.memory_budget}
+        lines.append(f"recompute  {recomputed.mode} {option.get(recomputed.mode, '')}".rstrip())
+    if chunks > 1:
+        lines.append(f"loss       in {chunks} parts")
+    if config.compile.enable:
+        lines.append(f"compile    blocks and loss, {config.compile.backend}")
+    return lines
 
 
 def pipeline_lines(config: Config) -> list[str]:

@@ -566,6 +566,10 @@ $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
 $ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
 > {file}: parallelism.fsdp_reshard_after_forward = "always": "ZBVZeroBubble" computes gradients of inputs and of weights
     apart and needs the weights gathered in between; set "never" or "default"
+activation_checkpoint.mode = "selective"
+[parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_schedule = "ZBVZeroBubble"
+> {file}: activation_checkpoint.selective_ac_option = "op" (default): "ZBVZeroBubble" computes gradients of inputs and
+    of weights apart and would need what was recomputed twice; set a number, or mode = "full"
 # torch makes the groups on a part of the ranks only
 [parallelism]; pipeline_parallel_degree = 2; fsdp_reshard_after_forward = 2
 > {file}: parallelism.fsdp_reshard_after_forward = 2: torch makes these groups as if all ranks shared one model, and

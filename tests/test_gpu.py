@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite import config, mesh, parity
+from titanlite import build, config, mesh, parity
 from titanlite.attention import KERNELS
 from titanlite.metrics import Peak
+from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda", 0)
@@ -101,6 +102,51 @@ def test_compiled_trains_as_eager_does(folder, monkeypatch):
     assert len(eager) == 3
     assert eager[-1][LOSS] < eager[0][LOSS] - 0.5
     assert [row[LOSS] for row in compiled] == pytest.approx([row[LOSS] for row in eager], rel=0, abs=2e-3)
+
+
+@pytest.mark.parametrize("options", [[], ["--compile.enable"], ["--activation_checkpoint.mode=full"]], ids=str)
+def test_a_step_does_not_wait_for_the_device(folder, alone, options):
+    """But once, to read its loss: see docs/house.md."""
+    job = config.check(config.load([str(folder / "gpu.toml"), *options]), alone)
+    layout = build.build_layout(job, DEVICE)
+    model, stages = build.build_model(job, layout, DEVICE)
+    work, optimizer = build.build_step(job, layout, model, stages, DEVICE), build.build_optimizer(job, model)
+    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=DEVICE, state=None)
+    parameters = list(model.parameters())
+    try:
+        for step in range(4):
+            batch = loader.next()
+            if step == 2:  # after the first allocations and compilations
+                torch.cuda.set_sync_debug_mode("error")
+            work.forward_backward(batch)
+            scale_gradients(parameters, clip_factor(gradient_norm(parameters, DEVICE), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        loader.close()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_trains_as_bfloat16_does(folder, recipe):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8")
+    plain = train(folder, "plain")
+    float8 = train(folder, "float8", "--float8.enable", f"--float8.recipe={recipe}")
+    assert float8[-1][LOSS] < float8[0][LOSS] - 0.5
+    assert float8[-1][LOSS] != plain[-1][LOSS]
+    assert [row[LOSS] for row in float8] == pytest.approx([row[LOSS] for row in plain], rel=0.02)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_low_bit_moments_train(folder, state_dtype):
+    rows = train(folder, "run", f"--optimizer.state_dtype={state_dtype}")
+    assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
+
+
+def test_float16_trains(folder):
+    rows = train(folder, "run", "--training.mixed_precision_param=float16")
+    assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
 
 
 def test_resume_with_deterministic_algorithms_is_bit_for_bit(folder):

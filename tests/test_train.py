@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
-from titanlite import config, metrics
+from titanlite import build, config, metrics, parity
+from titanlite.optimizer import LossScale
 from titanlite.step import Step
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +167,95 @@ def test_tensorboard_has_the_same_values(runs, folder):
         assert points == [(row["step"], pytest.approx(row[tag], rel=1e-6)) for row in found]  # float32 there
     (text,) = events.Tensors("config/text_summary")
     assert b"global_batch_size = 8" in text.tensor_proto.string_val[0]
+
+
+def test_float16_scales_the_loss(runs, folder):
+    """From a scale at which gradients overflow, it is halved until they do not; a checkpoint remembers it."""
+    half = [
+        "--training.mixed_precision_param=float16",
+        "--checkpoint.enable",
+        "--training.loss_scale_growth_interval=2",
+    ]
+    half += ["--lr_scheduler.total_steps=12", f"--training.initial_loss_scale={2**21}"]
+    found = runs(2, "run", *half)
+    state = json.loads((folder / "run" / "checkpoint" / "step-6" / "state.json").read_text())
+    good = [row for row in found if row["grad_norm"] is not None]
+    assert len(good) < len(found), "none has overflowed"
+    assert state["skipped"] == 0, "an overflow is not a step that went wrong"
+    assert len(good) > 2
+    assert good[-1]["loss_metrics/global_avg_loss"] < found[0]["loss_metrics/global_avg_loss"] - 0.05
+    plain = runs(2, "plain", "--lr_scheduler.total_steps=12", "--training.steps=1")
+    assert good[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=0.02), "of the true gradients"
+    whole = runs(2, "whole", *half, "--training.steps=8")
+    parts = runs(2, "run", *half, "--training.steps=8")
+    assert computed(whole)[6:] == computed(parts)[6:]
+
+
+def test_loss_scale():
+    scale = LossScale(8.0, growth_interval=2)
+    values = []
+    for overflowed in (True, False, True, False, False, False, False, False):
+        scale.update(overflowed=overflowed)
+        values.append(scale.value)
+    assert values == [4, 4, 2, 2, 4, 4, 8, 8]
+    other = LossScale(1.0, growth_interval=2)
+    other.load(json.loads(json.dumps(scale.state())))
+    other.update(overflowed=False)
+    assert other.value == 16
+    fixed = LossScale()
+    fixed.load([8.0, 0])
+    fixed.update(overflowed=True)
+    assert fixed.value == 1
+
+
+PRECISIONS = {
+    "float32": ("float32, compute float32, gradients float32, reduced in float32, moments float32: 16 bytes", []),
+    "bfloat16 compute": (
+        "float32, compute bfloat16, gradients float32, reduced in float32, moments float32: 16 bytes",
+        ["training.mixed_precision_param=bfloat16"],
+    ),
+    "bfloat16": (
+        "bfloat16 (rounded by chance), compute bfloat16, gradients bfloat16, reduced in float32, "
+        "moments bfloat16: 8 bytes",
+        ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
+    ),
+    "int8": (
+        "float32, compute float32, gradients float32, reduced in float32, moments int8: 10.03 bytes",
+        ["optimizer.state_dtype=int8"],
+    ),
+}
+
+
+def kept(argv: list[str]) -> tuple[str, float]:
+    """What a run's first lines say of its precision; and bytes a parameter of the blocks' matrices as they are."""
+    launch = config.Launch.from_environment(n_devices=0)
+    job, device = config.check(config.load(argv), launch), torch.device("cpu")
+    layout = build.build_layout(job, device)
+    model, stages = build.build_model(job, layout, device)
+    work, optimizer = build.build_step(job, layout, model, stages, device), build.build_optimizer(job, model)
+    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=device, state=None)
+    work.forward_backward(loader.next())
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    loader.close()
+    size, elements = 0, 0
+    for name, weight in model.named_parameters():
+        if "feed_forward" in name:
+            moments = [optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
+            held = [weight.to_local(), weight.grad.to_local()]
+            held += [part for m in moments for part in ([m.codes, m.scale] if hasattr(m, "codes") else [m])]
+            size += sum(part.numel() * part.itemsize for part in held)
+            elements += weight.to_local().numel()
+    return build.describe_precision(job), size / elements
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_first_lines_say_what_is_kept(ranks, folder, name):
+    says, options = PRECISIONS[name]
+    wide = ["--model.dim=128", "--model.ffn_dim=256", *(f"--{option}" for option in options)]
+    for text, size in ranks(2).run(kept, argv=[str(folder / "small.toml"), *wide]):
+        assert text == f"weights {says} a parameter"
+        assert float(says.split(": ")[1].split()[0]) == pytest.approx(size, abs=0.01)
 
 
 def test_a_peak_measured_in_a_slow_moment_is_measured_again():

@@ -119,7 +119,7 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
     """Convert a stage on the meta device.
 
     Raises:
-        ConfigError: if the device has no float8.
+        ConfigError: if the device has no float8, or no layer is to be converted.
     """
     from titanlite import float8  # here: the import takes a second
 
@@ -129,7 +129,7 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
         raise ConfigError(
             [f"float8.enable = true: {name} has no float8 products; set float8.emulate = true, or this to false"]
         )
-    float8.convert_to_float8(
+    converted = float8.convert_to_float8(
         stage,
         recipe=options.recipe,
         emulate=options.emulate,
@@ -137,6 +137,8 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
         filter_fqns=options.filter_fqns,
         tensor_degree=config.parallelism.tensor_parallel_degree,
     )
+    if not converted:
+        raise ConfigError(["float8.enable = true: no layer is converted; see float8.filter_fqns, or set false"])
 
 
 def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
@@ -195,6 +197,20 @@ def build_loss_scale(config: Config) -> LossScale:
 def parameter_sizes(config: Config) -> dict[str, int]:
     """Elements of each parameter of the whole model."""
     return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
+
+
+def describe_precision(config: Config) -> str:
+    """The types of everything that is kept, and the bytes that a weight costs, over all ranks that it is sharded over:
+    itself, its gradient and its two moments. A bit of int8 moments is not: their scales, and embeddings and norms."""
+    training, state = config.training, config.optimizer.state_dtype
+    kept = training.dtype if state == "auto" else state
+    moment = 1 + 4 / 256 if state == "int8" else getattr(torch, kept).itemsize
+    size = 2 * getattr(torch, training.dtype).itemsize + 2 * moment
+    rounded = " (rounded by chance)" if config.optimizer.stochastic_rounding else ""
+    return (
+        f"weights {training.dtype}{rounded}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
+        f"reduced in {training.mixed_precision_reduce}, moments {kept}: {size:.4g} bytes a parameter"
+    )
 
 
 def count_flops_per_token(config: Config, sizes: dict[str, int]) -> int:

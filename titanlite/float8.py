@@ -10,7 +10,12 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.float8.float8_linear import Float8Linear
 
 from titanlite.model import Llama
 
@@ -19,7 +24,7 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 def convert_to_float8(
     model: Llama, *, recipe: Recipe, emulate: bool, all_gather: bool, filter_fqns: Sequence[str], tensor_degree: int
-) -> None:
+) -> int:
     """Convert linear layers of a model or a stage on the meta device, in place, before anything is cut.
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
@@ -32,6 +37,9 @@ def convert_to_float8(
         all_gather: FSDP gathers weights in float8 (tensorwise).
         filter_fqns: layers with one of these in their name are left alone.
         tensor_degree: ranks that each weight will be cut over.
+
+    Returns:
+        How many layers were converted.
     """
 
     def wanted(module: nn.Module, name: str) -> bool:
@@ -42,6 +50,7 @@ def convert_to_float8(
         Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
     )
     convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+    return sum(isinstance(module, Float8Linear) for module in model.modules())
 
 
 def precompute_scales(models: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:

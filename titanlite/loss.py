@@ -157,4 +157,4 @@ def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
     """Number of valid targets in this rank's microbatches; a float64 scalar on `device`, ready to be summed over ranks
     (exact up to 2^53 tokens)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
-    return torch.tensor(count, dtype=torch.float64, device=device)
+    return torch.full((), count, dtype=torch.float64, device=device)  # filled there: a copy would wait for the device

@@ -314,6 +314,14 @@ def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
             'false, or the schedule to "Interleaved1F1B"',
             schedule_key,
         )
+    recomputation = config.activation_checkpoint
+    if schedule in SPLIT_BACKWARD and (recomputation.mode, recomputation.selective_ac_option) == ("selective", "op"):
+        refuse(
+            "activation_checkpoint.selective_ac_option",
+            f"{show(schedule)} computes gradients of inputs and of weights apart and would need what was recomputed "
+            'twice; set a number, or mode = "full"',
+            *("activation_checkpoint.mode", schedule_key),
+        )
     if parallelism.fsdp_reduce_gradients == "last_microstep":
         refuse(
             "parallelism.fsdp_reduce_gradients",
