@@ -106,7 +106,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             lr = config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump())
             set_lr(optimizer, lr)
             loss_sum, valid = work.forward_backward(batch, loss_scale.value)
-            norm = gradient_norm(parameters, device) / loss_scale.value
+            norm = gradient_norm(parameters, device)
 
             # One small sum tells all ranks the loss, and whether one of them was asked to stop.
             totals = torch.stack([loss_sum, torch.full_like(loss_sum, asked_to_stop())])
@@ -114,7 +114,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
             loss, norm_value, stopping = torch.stack([totals[0] / valid, norm.to(totals), totals[1]]).tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if math.isfinite(loss) and math.isfinite(norm_value):
-                scale_gradients(parameters, clip_factor(norm, training.max_norm) / loss_scale.value)
+                scale_gradients(parameters, clip_factor(norm, training.max_norm))
                 optimizer.step()
             elif overflowed and loss_scale.value > 1:
                 say(

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, compare, resolve, trace
+from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, resolve, trace
 from titanlite import build, config, data, loss, optimizer, parity
 from titanlite.checkpoint import Checkpointer
 from titanlite.parallel import fsdp, pipeline, tensor
@@ -138,6 +138,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "compiled, selective recomputation, cp x tp": COMPILED | SELECTIVE | CP | TP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
+    "compiled, tp, logits gathered": COMPILED | TP | {"disable_loss_parallel": True},
     "compiled, cp": COMPILED | CP,
     "compiled, ulysses, documents": COMPILED | ULYSSES | DOCUMENTS,
     "compiled, pp": COMPILED | PP,
@@ -383,6 +384,68 @@ def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, layout, first):
 def test_a_plan_that_does_not_fit_raises(ranks, tmp_path):
     with pytest.raises(RankError, match="reduction dim"):
         compare(ranks, tmp_path, 2, MODEL | TP, _rows_for_columns)
+
+
+def computed(job: config.Config) -> tuple[int, int, int]:
+    """How many matrix products, attentions and SwiGLU's silus a step's forward and backward compute."""
+    layout = build.build_layout(job, CPU)
+    model, stages = build.build_model(job, layout, CPU)
+    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
+    with CountCalls("aten") as counted:
+        build.build_step(job, layout, model, stages, CPU).forward_backward(loader.next())
+    loader.close()
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    return counted.calls["mm"], counted.calls[attention], counted.calls["silu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "products", "attentions", "silus"),
+    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_SECOND, 3, 0.5, 0.5)],
+    ids=["none", "full", "selective", "every second"],
+)
+def test_what_is_computed_again(ranks, tmp_path, options, products, attentions, silus):
+    """In a block, beside 7 products and their 14 gradients. The last product is needed for no gradient, so it is not
+    computed again in full recomputation, which ends with what the backward asks for."""
+    layers = 4
+    layout = {name_of(key): value for key, value in (MODEL | options | {"model__n_layers": layers}).items()}
+    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout)
+    (found,) = ranks(1).run(computed, job=job)
+    once = layers * 21 + 3, layers, layers
+    assert found == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
+
+
+def prefetched(job: config.Config) -> list[tuple[int, int]]:
+    """How many units each block has gathered ahead of it, forward and backward (private to FSDP, as of 2.13)."""
+    model, _ = build.build_model(job, build.build_layout(job, CPU), CPU)
+    states = [block._get_fsdp_state() for block in model.layers.values()]
+    return [(len(s._states_to_forward_prefetch), len(s._states_to_backward_prefetch)) for s in states]
+
+
+def test_prefetch_reaches_fsdp(ranks, tmp_path):
+    options = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 1, "model__n_layers": 4}
+    layout = {name_of(key): value for key, value in options.items()}
+    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout)
+    assert ranks(1).run(prefetched, job=job) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
+
+
+def graphs(job: config.Config) -> int:
+    """How many graphs dynamo makes of a step."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    parity.run(job, config.Launch.from_environment(n_devices=0), steps=1)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, FULL, SELECTIVE, LOSS_IN_PARTS], ids=["", "full", "selective", "loss in parts"]
+)
+def test_blocks_that_are_alike_are_compiled_once(ranks, tmp_path, options):
+    counts = []
+    for n_layers in (2, 5):
+        layout = {name_of(key): value for key, value in (MODEL | COMPILED | options).items()}
+        job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout | {"model__n_layers": n_layers})
+        counts += ranks(1).run(graphs, job=job)
+    assert counts[0] == counts[1] > 0
 
 
 # The plan and the traffic --------------------------------------------------------------------------------------------

@@ -112,20 +112,22 @@ def collectives(job: config.Config) -> dict[str, int]:
     model, stages = build.build_model(job, layout, CPU)
     loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
     work = build.build_step(job, layout, model, stages, CPU)
-    with CountCollectives() as counted:
+    with CountCalls("c10d") as counted:
         work.forward_backward(loader.next())
     loader.close()
     return dict(counted.calls)
 
 
-class CountCollectives(TorchDispatchMode):
-    def __init__(self) -> None:
+class CountCalls(TorchDispatchMode):
+    """Of the operators of a namespace, by name."""
+
+    def __init__(self, namespace: str) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.namespace, self.calls = namespace, Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name, *_ = str(function).split(".")
-        if namespace == "c10d":
+        if namespace == self.namespace:
             self.calls[name] += 1
         return function(*args, **(kwargs or {}))
 

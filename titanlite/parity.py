@@ -111,7 +111,6 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
         set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
         loss_sum, valid = work.forward_backward(loader.next(), scale.value)
         dist.all_reduce(loss_sum)
-        scale_gradients(parameters, 1 / scale.value)
         norm = gradient_norm(parameters, device)
         trace.losses.append((loss_sum / valid).item())
         trace.norms.append(norm.item())
@@ -405,7 +404,11 @@ def _runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
         "parallelism__context_parallel_kernel": "auto",
         "parallelism__enable_async_tensor_parallel": False,
         "float8__emulate": loaded.config.float8.enable,
+        # The same graphs, without a C++ compiler's minutes; it does not choose what is kept.
+        "compile__backend": "aot_eager",
     }
+    if loaded.config.activation_checkpoint.mode == "memory_budget":
+        lacking["activation_checkpoint__mode"] = "none"
     return dataclasses.replace(loaded, config=loaded.config.replace(**lacking, profiling__enable_memory_snapshot=False))
 
 

@@ -34,6 +34,8 @@ class Pool:
         # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["titanlite.build"])
+        # Ranks are killed in the end; what they leave is freed then, and need not be told.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):

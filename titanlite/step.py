@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titanlite.data import Batch, Microbatch
 from titanlite.loss import count_valid
+from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
 from titanlite.parallel.pipeline import Pipeline
 
@@ -55,11 +56,14 @@ class Step:
         self.reshard_after_forward, self.reduce_gradients = reshard_after_forward, reduce_gradients
 
     def forward_backward(self, batch: Batch, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Leave the gradient of the global loss in the parameters, multiplied with `loss_scale`.
+        """Leave the gradient of the global loss in the parameters.
 
         The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and
         microsteps. Tokens are counted first, so each microstep's sum is divided by the final count and gradients only
         ever add up.
+
+        Args:
+            loss_scale: what the loss is multiplied by before the backward, and gradients are divided by after it.
 
         Returns:
             Sum of this rank's token losses (nats; 0 if they do not count) and the global number of valid tokens,
@@ -76,6 +80,8 @@ class Step:
                 reduce_gradients=self.reduce_gradients,
             )
             loss_sum += self.runner.forward_backward(microbatch.to(self.device), valid / loss_scale)
+        if loss_scale != 1:
+            scale_gradients(self.model.parameters(), 1 / loss_scale)
         return (loss_sum if self.counts else torch.zeros_like(loss_sum)), valid
 
     @torch.no_grad()
