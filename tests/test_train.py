@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
 from titanlite import build, config, metrics, parity
-from titanlite.optimizer import LossScale
+from titanlite.build import meta_model
+from titanlite.config import Config
+from titanlite.optimizer import LossScale, init_optimizer
 from titanlite.step import Step
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +210,26 @@ def test_loss_scale():
     assert fixed.value == 1
 
 
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_stochastic_rounding_keeps_small_updates(stochastic):
+    """Of 1 in bfloat16 an update of 1e-3 is a quarter of the last digit: to the nearest it is lost each time; by chance
+    the mean of many weights moves as it should, to 3 deviations of its own."""
+    steps, lr, digit = 10, 1e-3, 2**-8
+    model = meta_model(Config()).to(torch.bfloat16).to_empty(device="cpu")
+    weight = model.layers["0"].feed_forward.w1.weight
+    with torch.no_grad():
+        weight.fill_(1)
+    options = Config().optimizer.model_dump() | {"lr": lr, "weight_decay": 0.0, "stochastic_rounding": stochastic}
+    optimizer = init_optimizer(model, **options)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    moved = 1 - weight.double().mean().item()
+    allowed = 3 * digit * math.sqrt(steps) / math.sqrt(weight.numel())
+    assert moved == (pytest.approx(steps * lr, abs=allowed) if stochastic else 0)
+
+
 PRECISIONS = {
     "float32": ("float32, compute float32, gradients float32, reduced in float32, moments float32: 16 bytes", []),
     "bfloat16 compute": (
@@ -218,6 +240,10 @@ PRECISIONS = {
         "bfloat16 (rounded by chance), compute bfloat16, gradients bfloat16, reduced in float32, "
         "moments bfloat16: 8 bytes",
         ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
+    ),
+    "bfloat16 moments": (
+        "float32, compute float32, gradients float32, reduced in float32, moments bfloat16: 12 bytes",
+        ["optimizer.state_dtype=bfloat16"],
     ),
     "int8": (
         "float32, compute float32, gradients float32, reduced in float32, moments int8: 10.03 bytes",
