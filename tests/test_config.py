@@ -209,7 +209,7 @@ parallelism.module_fqns_per_model_part = 3; parallelism.module_fqns_per_model_pa
 parallelism.module_fqns_per_model_part = ["layers.0"]; parallelism.module_fqns_per_model_part = [["layers.0", 1]]
 parallelism.module_fqns_per_model_part = [["norm"], "output"]; parallelism.module_fqns_per_model_part = [[["norm"]]]
 > a list of lists of strings
-parallelism.context_parallel_kernel = "sdpa"; parallelism.context_parallel_kernel = true
+training.attention_kernel = "sdpa"; training.attention_kernel = true
 > one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
 float8.recipe = "blockwise"
 > one of "tensorwise", "rowwise", "rowwise_with_gw_hp"
@@ -696,12 +696,12 @@ $ --parallelism.module_fqns_per_model_part=[[layers.0]]
 > command line: parallelism.module_fqns_per_model_part = "[[layers.0]]": expected a list of lists of strings
 $ --parallelism.module_fqns_per_model_part=[["layers.0"],3]
 > command line: parallelism.module_fqns_per_model_part = [["layers.0"], 3]: expected a list of lists of strings
-$ --parallelism.module_fqns_per_model_part --parallelism.tensor_parallel_degree --parallelism.context_parallel_kernel
+$ --parallelism.module_fqns_per_model_part --parallelism.tensor_parallel_degree --training.attention_kernel
 > command line: --parallelism.module_fqns_per_model_part: expected a value; write
     --parallelism.module_fqns_per_model_part=VALUE
 > command line: --parallelism.tensor_parallel_degree: expected a value; write --parallelism.tensor_parallel_degree=VALUE
-> command line: --parallelism.context_parallel_kernel: expected a value; write
-    --parallelism.context_parallel_kernel=VALUE
+> command line: --training.attention_kernel: expected a value; write
+    --training.attention_kernel=VALUE
 
 ## several
 [training]; steps = 0; shufle = true; dataset = "text"; global_batch_size = 12
@@ -788,7 +788,8 @@ model.n_kv_heads = 0; parallelism.tensor_parallel_degree = 16
 > {file}: model.n_kv_heads = 0: expected a whole number at least 1
 model.flavor = "llama"; parallelism.tensor_parallel_degree = 32
 > {file}: model.flavor = "llama": expected {flavors}
-[parallelism]; context_parallel_degree = 0; context_parallel_ulysses_degree = 2; context_parallel_kernel = "math"
+training.attention_kernel = "math"
+[parallelism]; context_parallel_degree = 0; context_parallel_ulysses_degree = 2
 > {file}: parallelism.context_parallel_degree = 0: expected a whole number at least 1
 [parallelism]; context_parallel_degree = 3; context_parallel_ulysses_degree = "all"
 > {file}: parallelism.context_parallel_ulysses_degree = "all": expected a whole number at least 1
@@ -815,7 +816,7 @@ pipeline_parallel_schedule = "DualPipeV"; fsdp_reshard_after_forward = "sometime
     whole number at least 2
 > {file}: parallelism.fsdp_reduce_gradients = "seldom": expected one of "each_microstep", "last_microstep"
 > {file}: parallelism.pipeline_parallel_balance = 3: expected one of "layers", "parameters"
-training.document_mask = "yes"; parallelism.context_parallel_kernel = "math"
+training.document_mask = "yes"; training.attention_kernel = "math"
 > {file}: training.document_mask = "yes": expected true or false
 compile.enable = "yes"; compile.backend = "aot_eager"
 parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
@@ -928,34 +929,37 @@ training.dataset = "c4"; training.streaming = true; training.shuffle = false; tr
 @ ranks=12 devices=0
 > {file}: training.streams = 4: expected a multiple of the data-parallel degree 3, so that each rank has whole streams
 # what the devices can do
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "flash"
+training.attention_kernel = "flash"
+[parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
-> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
-training.document_mask = true; parallelism.context_parallel_kernel = "cpu"
+> {file}: training.attention_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
+training.document_mask = true; training.attention_kernel = "cpu"
 @ ranks=1 devices=1
-> {file}: parallelism.context_parallel_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+> {file}: training.attention_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
     CUDA in bfloat16
 # by the type that is computed in, whatever the weights have
-training.document_mask = true; training.mixed_precision_param = "float32"; parallelism.context_parallel_kernel = "flash"
+training.document_mask = true; training.mixed_precision_param = "float32"; training.attention_kernel = "flash"
 @ ranks=1 devices=1
-> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "efficient", "math" on CUDA in float32
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cudnn"
+> {file}: training.attention_kernel = "flash": expected one of "auto", "efficient", "math" on CUDA in float32
+training.attention_kernel = "cudnn"
+[parallelism]; context_parallel_degree = 2
 $ --training.dtype=bfloat16 --training.mixed_precision_param=float32
 @ ranks=2 devices=2
-> {file}: parallelism.context_parallel_kernel = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
-training.document_mask = true; training.mixed_precision_param = "float16"; parallelism.context_parallel_kernel = "cpu"
+> {file}: training.attention_kernel = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
+training.document_mask = true; training.mixed_precision_param = "float16"; training.attention_kernel = "cpu"
 @ ranks=1 devices=1
-> {file}: parallelism.context_parallel_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+> {file}: training.attention_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
     CUDA in float16
 training.dtype = "float64"; parallelism.context_parallel_degree = 2
-$ --parallelism.context_parallel_kernel=efficient
+$ --training.attention_kernel=efficient
 @ ranks=2 devices=2
-> command line: parallelism.context_parallel_kernel = "efficient": expected one of "auto", "math" on CUDA in float64
+> command line: training.attention_kernel = "efficient": expected one of "auto", "math" on CUDA in float64
 # a mask needs a kernel where context parallelism is turned off, too
-[parallelism]; context_parallel_degree = 1; context_parallel_kernel = "flash"
+training.attention_kernel = "flash"
+[parallelism]; context_parallel_degree = 1
 $ --training.document_mask
 @ ranks=1 devices=0
-> {file}: parallelism.context_parallel_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
+> {file}: training.attention_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
 compile.enable = true
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 @ ranks=2 devices=0
@@ -987,16 +991,16 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
 # and with each parallelism
 training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.global_batch_size = 40
-compile.enable = true
+compile.enable = true; training.attention_kernel = "cudnn"
 [parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; tensor_parallel_degree = 2
-data_parallel_shard_degree = 3; enable_async_tensor_parallel = true; context_parallel_kernel = "cudnn"
+data_parallel_shard_degree = 3; enable_async_tensor_parallel = true
 @ ranks=8 devices=0
 > {file}: parallelism.data_parallel_shard_degree = 3: pipeline 2 x replicate 1 x shard 3 x context 2 x tensor 2 needs 24
     ranks, and the launch has 8; start 24 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 > {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
-> {file}: parallelism.context_parallel_kernel = "cudnn": expected one of "auto", "cpu", "math" on a CPU
+> {file}: training.attention_kernel = "cudnn": expected one of "auto", "cpu", "math" on a CPU
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
 training.global_batch_size = 16
 @ ranks=9 devices=8
@@ -1072,8 +1076,6 @@ def test_wrong_config(folder: Folder, given: list[str], lines: list[str]):
 ABSENT = """
 parallelism.disable_loss_parallel = true; parallelism.enable_async_tensor_parallel = true
 > parallelism.tensor_parallel_degree is above 1; set that, or remove it
-parallelism.context_parallel_kernel = "math"
-> parallelism.context_parallel_degree is above 1 or training.document_mask is true; remove it
 parallelism.pipeline_parallel_schedule = "GPipe"; parallelism.pipeline_parallel_microbatch_size = 3
 parallelism.pipeline_parallel_stages_per_rank = 2; parallelism.pipeline_parallel_balance = "parameters"
 parallelism.pipeline_parallel_first_stage_less_layers = 0; parallelism.pipeline_parallel_last_stage_less_layers = 2
@@ -1103,8 +1105,8 @@ def test_option_of_an_absent_axis(folder: Folder, assignment: str, users: str):
 
 
 def test_kernel_is_read_under_a_document_mask(folder: Folder):
-    toml = "training.document_mask = true\nparallelism.context_parallel_kernel = 'math'"
-    assert config.check(folder.load(toml), on(1)).parallelism.context_parallel_kernel == "math"
+    toml = "training.document_mask = true\ntraining.attention_kernel = 'math'"
+    assert config.check(folder.load(toml), on(1)).training.attention_kernel == "math"
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
@@ -1285,13 +1287,16 @@ training.seq_len = 8
 [parallelism]; context_parallel_degree = 2; tensor_parallel_degree = 4
 @ ranks=8 devices=0
 > 1 x 1 x 1 x 2 (1) x 4
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cpu"
+training.attention_kernel = "cpu"
+[parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
 > 1 x 1 x 1 x 2 (1) x 1
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cudnn"
+training.attention_kernel = "cudnn"
+[parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=2
 > 1 x 1 x 1 x 2 (1) x 1
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "math"
+training.attention_kernel = "math"
+[parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
 > 1 x 1 x 1 x 2 (1) x 1
 
@@ -1309,14 +1314,6 @@ $ --parallelism.context_parallel_ulysses_degree=3
 training.seq_len = 7; model.n_heads = 4; model.n_kv_heads = 2
 [parallelism]; context_parallel_degree = 1; context_parallel_ulysses_degree = 8
 @ ranks=1 devices=0
-> 1 x 1 x 1 x 1 (1) x 1
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "flash"
-$ --parallelism.context_parallel_degree=1
-@ ranks=1 devices=0
-> 1 x 1 x 1 x 1 (1) x 1
-[parallelism]; context_parallel_degree = 2; context_parallel_kernel = "cpu"
-$ --parallelism.context_parallel_degree=1
-@ ranks=1 devices=1
 > 1 x 1 x 1 x 1 (1) x 1
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 $ --parallelism.tensor_parallel_degree=1
@@ -1564,7 +1561,7 @@ def test_overrides_may_stand_before_the_file(folder: Folder):
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 RESHARD_KEY = "parallelism.fsdp_reshard_after_forward"
-KERNEL = "parallelism.context_parallel_kernel"
+KERNEL = "training.attention_kernel"
 CONTEXT = "parallelism.context_parallel_degree"
 ULYSSES = "parallelism.context_parallel_ulysses_degree"
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -1604,14 +1601,14 @@ F32 = "training.mixed_precision_param = 'float32'"
 PP2, CP2, TP2 = f"{PIPELINE} = 2\n", f"{CONTEXT} = 2\n", f"{TENSOR} = 2\n"
 MASK = "training.document_mask = true\n"
 RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
-    "one CPU rank":        ("", on(1),                                      (1, 8, "always", "cpu", 1)),
-    "bfloat16":            ("", on(1, devices=1),                           (1, 8, "always", "flash", 1)),
-    "bfloat16 weights":    (BF16, on(1, devices=1),                         (1, 8, "always", "flash", 1)),
-    "float16":             (F16, on(1, devices=1),                          (1, 8, "always", "flash", 1)),
-    "float32":             (F32, on(1, devices=1),                          (1, 8, "always", "efficient", 1)),
-    "float64":             (F64, on(1, devices=1),                          (1, 8, "always", "math", 1)),
-    "bfloat16 on CPU":     (BF16, on(1),                                    (1, 8, "always", "cpu", 1)),
-    "float64 on CPU":      (F64, on(1),                                     (1, 8, "always", "cpu", 1)),
+    "one CPU rank":        ("", on(1),                                      (1, 8, "always", "auto", 1)),
+    "bfloat16":            (MASK, on(1, devices=1),                           (1, 8, "always", "flash", 1)),
+    "bfloat16 weights":    (MASK + BF16, on(1, devices=1),                         (1, 8, "always", "flash", 1)),
+    "float16":             (MASK + F16, on(1, devices=1),                          (1, 8, "always", "flash", 1)),
+    "float32":             (MASK + F32, on(1, devices=1),                          (1, 8, "always", "efficient", 1)),
+    "float64":             (MASK + F64, on(1, devices=1),                          (1, 8, "always", "math", 1)),
+    "bfloat16 on CPU":     (MASK + BF16, on(1),                                    (1, 8, "always", "cpu", 1)),
+    "float64 on CPU":      (MASK + F64, on(1),                                     (1, 8, "always", "cpu", 1)),
     "given kernel":        (f"{CP2}{KERNEL} = 'cudnn'", on(2, devices=2),   (1, 8, "always", "cudnn", 1)),
     "given kernel on CPU": (f"{CP2}{KERNEL} = 'math'", on(2),               (1, 8, "always", "math", 1)),
     "bfloat16 pieces":     (CP2, on(2, devices=2),                          (1, 8, "always", "flash", 1)),
@@ -1620,23 +1617,23 @@ RESOLVED_PARALLELISM = {  # config, launch, values of RESOLVED_PARALLELISM_KEYS
     "masked, bfloat16":    (f"{MASK}{KERNEL} = 'efficient'", on(1, devices=1), (1, 8, "always", "efficient", 1)),
     "masked, float32":     (f"{MASK}{F32}\n{KERNEL} = 'math'", on(1, devices=1), (1, 8, "always", "math", 1)),
     "masked, float64":     (f"{MASK}{F64}\n{KERNEL} = 'math'", on(1, devices=1), (1, 8, "always", "math", 1)),
-    "given reshard":       (f"{RESHARD_KEY} = 'never'", on(2),              (2, 16, "never", "cpu", 1)),
-    "default written out": (f"{RESHARD_KEY} = 'default'", on(2),            (2, 16, "always", "cpu", 1)),
-    "tensor":              (TP2, on(8),                                     (4, 32, "always", "cpu", 1)),
+    "given reshard":       (f"{RESHARD_KEY} = 'never'", on(2),              (2, 16, "never", "auto", 1)),
+    "default written out": (f"{RESHARD_KEY} = 'default'", on(2),            (2, 16, "always", "auto", 1)),
+    "tensor":              (TP2, on(8),                                     (4, 32, "always", "auto", 1)),
     "context":             (CP2, on(8),                                     (4, 32, "always", "cpu", 1)),
     "context groups":      (f"{CP2}{RESHARD_KEY} = 4", on(8),               (4, 32, 4, "cpu", 1)),
-    "pipeline":            (PP2, on(8),                                     (4, 32, "never", "cpu", 1)),
-    "pipeline, default":   (f"{PP2}{RESHARD_KEY} = 'default'", on(8),       (4, 32, "never", "cpu", 1)),
-    "pipeline, always":    (f"{PP2}{RESHARD_KEY} = 'always'", on(8),        (4, 32, "always", "cpu", 1)),
+    "pipeline":            (PP2, on(8),                                     (4, 32, "never", "auto", 1)),
+    "pipeline, default":   (f"{PP2}{RESHARD_KEY} = 'default'", on(8),       (4, 32, "never", "auto", 1)),
+    "pipeline, always":    (f"{PP2}{RESHARD_KEY} = 'always'", on(8),        (4, 32, "always", "auto", 1)),
     "all axes":            (f"{PP2}{CP2}{TP2}{REPLICATE} = 2", on(48),      (3, 48, "never", "cpu", 1)),
-    "GPipe":               (f"{PP2}{SCHEDULE} = 'GPipe'", on(2),            (1, 8, "never", "cpu", 1)),
-    "1F1B":                (f"{PP2}{SCHEDULE} = '1F1B'", on(2),             (1, 8, "never", "cpu", 1)),
-    "Interleaved1F1B":     (f"{PP2}{SCHEDULE} = 'Interleaved1F1B'", on(2),  (1, 8, "never", "cpu", 2)),
-    "LoopedBFS":           (f"{PP2}{SCHEDULE} = 'LoopedBFS'", on(2),        (1, 8, "never", "cpu", 2)),
-    "zero bubble":         (f"{PP2}{SCHEDULE} = 'InterleavedZeroBubble'", on(2), (1, 8, "never", "cpu", 2)),
-    "ZBVZeroBubble":       (f"{PP2}{SCHEDULE} = 'ZBVZeroBubble'", on(2, devices=2), (1, 8, "never", "flash", 2)),
-    "DualPipeV":           (f"{PP2}{SCHEDULE} = 'DualPipeV'", on(2, devices=2), (1, 8, "never", "flash", 2)),
-    "given stages":        (f"{PP2}{SCHEDULE} = 'LoopedBFS'\n{STAGES} = 3", on(2), (1, 8, "never", "cpu", 3)),
+    "GPipe":               (f"{PP2}{SCHEDULE} = 'GPipe'", on(2),            (1, 8, "never", "auto", 1)),
+    "1F1B":                (f"{PP2}{SCHEDULE} = '1F1B'", on(2),             (1, 8, "never", "auto", 1)),
+    "Interleaved1F1B":     (f"{PP2}{SCHEDULE} = 'Interleaved1F1B'", on(2),  (1, 8, "never", "auto", 2)),
+    "LoopedBFS":           (f"{PP2}{SCHEDULE} = 'LoopedBFS'", on(2),        (1, 8, "never", "auto", 2)),
+    "zero bubble":         (f"{PP2}{SCHEDULE} = 'InterleavedZeroBubble'", on(2), (1, 8, "never", "auto", 2)),
+    "ZBVZeroBubble":       (f"{PP2}{SCHEDULE} = 'ZBVZeroBubble'", on(2, devices=2), (1, 8, "never", "auto", 2)),
+    "DualPipeV":           (f"{PP2}{SCHEDULE} = 'DualPipeV'", on(2, devices=2), (1, 8, "never", "auto", 2)),
+    "given stages":        (f"{PP2}{SCHEDULE} = 'LoopedBFS'\n{STAGES} = 3", on(2), (1, 8, "never", "auto", 3)),
 }
 # fmt: on
 

@@ -75,7 +75,7 @@ def test_equals_one_process_in_float64(folder, alone, option):
     """NCCL with one rank, FSDP, accumulation and clipping against plain tensors on the same device."""
     arguments = ["--training.dtype=float64", f"--training.{option}"]
     job = config.check(config.load([str(folder / "gpu.toml"), *arguments]), alone)
-    assert job.parallelism.context_parallel_kernel == "math"
+    assert job.training.attention_kernel == "math"
     found = parity.run(job, alone, steps=3)
     differences = parity.differences(found, parity.run_alone(job, DEVICE, steps=3))
     assert {what: d for what, d in differences.items() if d > parity.ALLOWED_IN_FLOAT64} == {}
@@ -86,7 +86,7 @@ def test_bfloat16_is_the_default_and_trains(folder, option):
     rows = train(folder, "run", f"--training.{option}")
     resolved = (folder / "run" / "config.toml").read_text()
     assert 'mixed_precision_param = "bfloat16"' in resolved
-    assert 'context_parallel_kernel = "flash"' in resolved
+    assert 'attention_kernel = "flash"' in resolved
     assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
     assert 0 < rows[-1]["memory/max_active(GiB)"] <= rows[-1]["memory/max_reserved(GiB)"]
 

@@ -139,6 +139,10 @@ class Training(Section):
     scales the loss (initial_loss_scale)."""
     mixed_precision_reduce: Precision = "auto"
     """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
+    attention_kernel: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Kernel of attention; auto: what torch's scaled_dot_product_attention chooses. Under context parallelism or a
+    document mask auto is cpu on a CPU, and on CUDA flash for bfloat16 and float16, efficient for float32, math for
+    float64."""
     initial_loss_scale: Positive = 65536.0
     """What the loss is multiplied by under float16, so that small gradients are not lost. A step whose gradients
     overflow is skipped and halves it."""
@@ -234,9 +238,6 @@ class Parallelism(Section):
     """Ranks that share each sequence."""
     context_parallel_ulysses_degree: Count = 1
     """How many of these trade sequence for heads (Ulysses); the others pass keys and values around a ring."""
-    context_parallel_kernel: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel under context parallelism or a document mask; auto: cpu on a CPU; on CUDA flash for bfloat16
-    and float16, efficient for float32, math for float64."""
 
     @property
     def n_stages(self) -> int:
@@ -530,19 +531,19 @@ def check(loaded: Loaded[Config], launch: Launch) -> Config:
     if problems:
         raise ConfigError(problems)
 
-    reshard, kernel = parallelism.fsdp_reshard_after_forward, parallelism.context_parallel_kernel
+    reshard, kernel = parallelism.fsdp_reshard_after_forward, training.attention_kernel
     if reshard == "default":
         reshard = "never" if parallelism.pipeline_parallel_degree > 1 else "always"
-    if kernel == "auto":
+    if kernel == "auto" and (parallelism.context_parallel_degree > 1 or training.document_mask):
         kernel = KERNELS_ON_CUDA[param][0] if launch.n_devices else "cpu"
     horizon = config.lr_scheduler.total_steps
     return config.replace(
         parallelism__data_parallel_shard_degree=shard,
         parallelism__fsdp_reshard_after_forward=reshard,
-        parallelism__context_parallel_kernel=kernel,
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         training__global_batch_size=global_batch_size,
+        training__attention_kernel=kernel,
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=reduce,
         lr_scheduler__total_steps=training.steps if horizon == -1 else horizon,
@@ -575,13 +576,12 @@ KERNELS_ON_CUDA = {
 
 def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) -> None:
     """What depends on the kind of device. `param`: the type that the model computes in."""
-    parallelism = config.parallelism
-    kernel = parallelism.context_parallel_kernel
+    parallelism, kernel = config.parallelism, config.training.attention_kernel
     choices = ("auto", *(KERNELS_ON_CUDA[param] if launch.n_devices else ("cpu", "math")))
-    if kernel not in choices and (parallelism.context_parallel_degree > 1 or config.training.document_mask):
+    if kernel not in choices:
         where = f"CUDA in {param}" if launch.n_devices else "a CPU"
         names = ", ".join(show(choice) for choice in choices)
-        refuse("parallelism.context_parallel_kernel", f"expected one of {names} on {where}")
+        refuse("training.attention_kernel", f"expected one of {names} on {where}")
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not launch.n_devices:
         refuse("parallelism.enable_async_tensor_parallel", "needs CUDA, and this run is on a CPU; set false")
     if config.float8.enable and not config.float8.emulate and not launch.n_devices:

@@ -275,7 +275,7 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
     if dtype == "float64":  # in which low-bit moments have no meaning
         small |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     if dtype != "bfloat16":  # the kernel of the config may not take this type
-        small["parallelism__context_parallel_kernel"] = "auto"
+        small["training__attention_kernel"] = "auto"
     return dataclasses.replace(loaded, config=config.replace(**small)), changed
 
 
@@ -401,7 +401,7 @@ def _runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
     if not on_cpu:
         return loaded
     lacking = {
-        "parallelism__context_parallel_kernel": "auto",
+        "training__attention_kernel": "auto",
         "parallelism__enable_async_tensor_parallel": False,
         "float8__emulate": loaded.config.float8.enable,
         # The same graphs, without a C++ compiler's minutes; it does not choose what is kept.

@@ -246,11 +246,7 @@ def _context_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     degree, ulysses = parallelism.context_parallel_degree, parallelism.context_parallel_ulysses_degree
     tensor = parallelism.tensor_parallel_degree
     key, inner_key = "parallelism.context_parallel_degree", "parallelism.context_parallel_ulysses_degree"
-    kernel_key = "parallelism.context_parallel_kernel"
     turned_off = degree == 1 and "context_parallel_degree" in parallelism.model_fields_set
-    if kernel_key in given and degree == 1 and not training.document_mask and not turned_off:
-        why = f"read only when {key} is above 1 or training.document_mask is true; remove it"
-        refuse(kernel_key, why, key, "training.document_mask")
     divides = degree % ulysses == 0
     if not divides and not turned_off:
         refuse(inner_key, f"expected a divisor of {key} = {degree}, of which it is the inner part", key)

@@ -18,7 +18,6 @@ def parallelize(
     layout: Layout,
     *,
     attention_kernel: str,
-    document_mask: bool,
     checkpoint_mode: Mode,
     checkpoint_option: Literal["op"] | int,
     memory_budget: float,
@@ -45,13 +44,14 @@ def parallelize(
     there need not be replaced.
 
     Args:
+        attention_kernel: "auto": leave attention to torch, which needs one device, whole sequences and no documents.
         compile_backend: None: do not compile.
         The others: see the options of the same names in titanlite/config.py.
     """
     tensor_mesh = layout.mesh["tp"]
     if tensor_mesh.size() > 1:
         apply_tensor_parallel(model, tensor_mesh)
-    if layout.ring_group or layout.ulysses_group or document_mask:
+    if attention_kernel != "auto":
         apply_context_parallel(
             model, ring_group=layout.ring_group, ulysses_group=layout.ulysses_group, kernel=attention_kernel
         )
