@@ -107,12 +107,17 @@ def runs(ranks: Any, folder: Path) -> Runs:
     return Runs(ranks, folder)
 
 
-def run_train(argv: list[str], stop_after: int = 10**9, not_finite: tuple[tuple[int, int], ...] = ()) -> str:
+Steps = tuple[tuple[int, int], ...]
+"""(rank, step)"""
+
+
+def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), overflow: Steps = ()) -> str:
     """On every rank: train, and return what a user would be told if it is refused or stopped.
 
     Args:
         stop_after: rank 0 is asked to stop during this step.
-        not_finite: (rank, step) whose loss is to be infinite.
+        not_finite: whose loss is to be infinite.
+        overflow: whose gradients are to be infinite, and the loss not.
     """
     launch = config.Launch.from_environment(n_devices=0)
     job = config.check(config.load(argv), launch)
@@ -120,7 +125,10 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: tuple[tuple[
 
     def forward_backward(*arguments: Any, **others: Any) -> Any:
         loss_sum, valid = real(*arguments, **others)
-        return loss_sum * (math.inf if (launch.rank, next(calls)) in not_finite else 1), valid
+        step = launch.rank, next(calls)
+        if step in overflow:
+            next(arguments[0].model.parameters()).grad.to_local().fill_(math.inf)
+        return loss_sum * (math.inf if step in not_finite else 1), valid
 
     asked = itertools.count(1)
     try:
@@ -191,6 +199,15 @@ def test_float16_scales_the_loss(runs, folder):
     whole = runs(2, "whole", *half, "--training.steps=8")
     parts = runs(2, "run", *half, "--training.steps=8")
     assert computed(whole)[6:] == computed(parts)[6:]
+
+
+def test_one_ranks_overflow_skips_the_step_on_all(runs, folder):
+    half = ["--training.mixed_precision_param=float16", "--checkpoint.enable"]
+    found = runs(2, "run", *half, overflow=((1, 3),))
+    assert [row["step"] for row in found if row["grad_norm"] is None] == [3]
+    state = json.loads((folder / "run" / "checkpoint" / "step-6" / "state.json").read_text())
+    assert (state["loss_scale"], state["skipped"]) == ([2**15, 3], 0)
+    assert "the gradient norm is inf" in refusal(runs, 2, "float32", overflow=((1, 3),))
 
 
 def test_loss_scale():
