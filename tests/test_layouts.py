@@ -64,8 +64,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{" x ".join(names): product(*names) for n in (2, 3) for names in itertools.combinations(AXES, n)},
     # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others
     **{f"{name} {degree}": schedule(name, pipeline_parallel_degree=degree, training__local_batch_size=8,
-                                    model__n_layers=9, microsteps=1) for name in SCHEDULES for degree in (2, 4)},
-    **{f"{name} x {other}": schedule(name) | AXES[other] for name in SCHEDULES for other in ("shard", "cp", "tp")},
+                                    model__n_layers=9, microsteps=4 // degree) for name in SCHEDULES for degree in (2, 4)},
+    **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_MICROSTEP for name in SCHEDULES
+       for other in ("shard", "cp", "tp")},
     "GPipe, one microbatch": schedule("GPipe", pipeline_parallel_microbatch_size=4),
     "GPipe, reshard always": schedule("GPipe", fsdp_reshard_after_forward="always") | SHARD,
     "1F1B, reshard always": schedule("1F1B", fsdp_reshard_after_forward="always") | SHARD,
@@ -148,7 +149,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What rounds, each against one process that rounds alike: scales of float8 belong to a rank's tokens and channels,
 # blocks of 8-bit moments to its shard. All sides of weights are multiples of 16 on two ranks.
-WIDE = {"model__dim": 64, "model__ffn_dim": 96, "model__n_kv_heads": 8, "optimizer__lr": 1e-4}
+WIDE = {"model__dim": 64, "model__ffn_dim": 96, "model__n_kv_heads": 8, "optimizer__lr": 1e-4, "microsteps": 1}
 FLOAT8 = WIDE | {"float8__enable": True, "float8__emulate": True}
 GATHERED = {"float8__enable_fsdp_float8_all_gather": True, "float8__precompute_float8_dynamic_scale_for_fsdp": True}
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
@@ -234,10 +235,9 @@ def by_one_process() -> Any:
     def compute(job: config.Config) -> tuple[parity.Trace, dict[str, float], parity.Trace]:
         key = "".join(part.model_dump_json() for part in (job.model, job.training, job.optimizer, job.float8))
         if key not in found:
-            with torch.compiler.set_stance("force_eager"):
-                alone = parity.run_alone(job, CPU, steps=STEPS)
-                bounds = parity.allowed(job, alone, CPU, steps=STEPS)
-                found[key] = alone, bounds, parity.run_alone(job.replace(**PLAIN), CPU, steps=STEPS)
+            alone = parity.run_alone(job, CPU, steps=STEPS)
+            bounds = parity.allowed(job, alone, CPU, steps=STEPS)
+            found[key] = alone, bounds, parity.run_alone(job.replace(**PLAIN), CPU, steps=STEPS)
         return found[key]
 
     return compute
@@ -251,7 +251,7 @@ def test_rounds_as_one_process_does(ranks, by_one_process, tmp_path, name):
     options = {name_of(key): value for key, value in with_batches(ROUNDING[name]).items()}
     job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
     alone, bounds, plain = by_one_process(job)
-    layout, *_ = ranks(n).run(trace, job=job, eager="compiled" not in name)
+    layout, *_ = ranks(n).run(trace, job=job)
     found = parity.differences(alone, layout)
     wrong = {what: (d, bounds[what]) for what, d in found.items() if d > bounds[what]}
     assert wrong == {}
@@ -494,8 +494,7 @@ def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> parity
     """Go on from what is in a folder for some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
     checkpointer = Checkpointer(folder, identity={}, keep_latest_k=0, async_mode="disabled")
-    with torch.compiler.set_stance("force_eager"):
-        found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
+    found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
     return found if launch.rank == 0 else None
 
@@ -536,9 +535,8 @@ def test_low_bit_moments_resume_under_another_layout(ranks, tmp_path, moments):
     low_bit = INT8 | {"optimizer__state_dtype": moments}
     _, before = two_steps(ranks, tmp_path, low_bit | SHARD, tmp_path / "checkpoint")
     job, after = two_steps(ranks, tmp_path, low_bit | TP, tmp_path / "checkpoint")
-    with torch.compiler.set_stance("force_eager"):
-        alone = parity.run_alone(job, CPU, steps=4)
-        bounds = parity.allowed(job, alone, CPU, steps=4)
+    alone = parity.run_alone(job, CPU, steps=4)
+    bounds = parity.allowed(job, alone, CPU, steps=4)
     assert before.losses + after.losses == pytest.approx(alone.losses, abs=bounds["step 4 loss"])
     found = {name: (after.weights[name] - weight).abs().max().item() for name, weight in alone.weights.items()}
     assert {name: d for name, d in found.items() if d > bounds[f"final weight {name}"]} == {}

@@ -62,16 +62,11 @@ Break = Callable[[int], contextlib.AbstractContextManager[Any]]
 """Breaks a part on purpose, on the rank with this number."""
 
 
-def trace(job: config.Config, broken: Break | None = None, eager: bool = False) -> parity.Trace | None:
-    """The trace of a layout, from rank 0, with a part broken or none.
-
-    Args:
-        eager: run what would be compiled as it is: torchao compiles the step of its optimizers.
-    """
+def trace(job: config.Config, broken: Break | None = None) -> parity.Trace | None:
+    """The trace of a layout, from rank 0, with a part broken or none."""
     launch = config.Launch.from_environment(n_devices=0)
     torch.compiler.reset()  # what earlier cases compiled counts towards a limit
-    stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
-    with stance, broken(launch.rank) if broken else contextlib.nullcontext():
+    with broken(launch.rank) if broken else contextlib.nullcontext():
         result = parity.run(job, launch, steps=STEPS)
     return result if launch.rank == 0 else None
 

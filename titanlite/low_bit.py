@@ -1,6 +1,7 @@
 """Adam with moments in fewer bits, and stochastic rounding of weights, on torchao's low-bit optimizers: the step is
-computed in float32 for each element and compiled."""
+computed in float32 for each element, and compiled on a GPU."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -39,6 +40,13 @@ class LowBitAdam(AdamW8bit):
         block = 256 if state_dtype == "int8" else 1
         super().__init__(groups, lr, betas, eps, block_size=block, bf16_stochastic_round=stochastic_rounding)
         self.is_adamw = name == "AdamW"
+
+    def step(self, closure: Any = None) -> Any:
+        """As any optimizer's."""
+        # What inductor makes of the 8-bit step for a CPU ends the process (torch 2.13, torchao 0.18).
+        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+            return super().step(closure)
 
     def _new_buffer(self, weight: Tensor, signed: bool) -> Tensor:
         return torch.zeros_like(weight) if id(weight) in self._wide else super()._new_buffer(weight, signed)
