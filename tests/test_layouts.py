@@ -64,7 +64,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{" x ".join(names): product(*names) for n in (2, 3) for names in itertools.combinations(AXES, n)},
     # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others
     **{f"{name} {degree}": schedule(name, pipeline_parallel_degree=degree, training__local_batch_size=8,
-                                    model__n_layers=9, microsteps=4 // degree) for name in SCHEDULES for degree in (2, 4)},
+                                    model__n_layers=9, microsteps=4 // degree)
+       for name in SCHEDULES for degree in (2, 4)},
     **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_MICROSTEP for name in SCHEDULES
        for other in ("shard", "cp", "tp")},
     "GPipe, one microbatch": schedule("GPipe", pipeline_parallel_microbatch_size=4),
@@ -149,7 +150,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What rounds, each against one process that rounds alike: scales of float8 belong to a rank's tokens and channels,
 # blocks of 8-bit moments to its shard. All sides of weights are multiples of 16 on two ranks.
-WIDE = {"model__dim": 64, "model__ffn_dim": 96, "model__n_kv_heads": 8, "optimizer__lr": 1e-4, "microsteps": 1}
+WIDE = {"model__dim": 64, "model__ffn_dim": 96, "model__n_kv_heads": 8, "optimizer__lr": 1e-4}
 FLOAT8 = WIDE | {"float8__enable": True, "float8__emulate": True}
 GATHERED = {"float8__enable_fsdp_float8_all_gather": True, "float8__precompute_float8_dynamic_scale_for_fsdp": True}
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
@@ -248,7 +249,7 @@ def test_rounds_as_one_process_does(ranks, by_one_process, tmp_path, name):
     """No farther from it than a few times what rounding alone does to it; and as far as it from one that does not
     round so, or the layout has ignored the option."""
     n = world_size(ROUNDING[name])
-    options = {name_of(key): value for key, value in with_batches(ROUNDING[name]).items()}
+    options = {name_of(key): value for key, value in with_batches(ROUNDING[name] | ONE_MICROSTEP).items()}
     job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
     alone, bounds, plain = by_one_process(job)
     layout, *_ = ranks(n).run(trace, job=job)
