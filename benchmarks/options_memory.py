@@ -16,10 +16,9 @@ Each case is a new process. After two steps, by when everything is compiled and 
              growth of the resident set, with glibc told to return what is freed at once, so that it is the live
              tensors (Linux only: /proc); on CUDA the allocator's peak over what it held.
 
-and the peak is their sum: the median of three steps. Neither counts the process itself: libraries and, above all, the
-compiler that state_dtype and stochastic rounding start. From then on glibc keeps freed memory, as in a training run,
-and the case and the baseline, which stays for all of them, take --rounds steps in turn. Seconds are medians, and the
-ratio is the median of those of neighbouring steps.
+and the peak is their sum: the median of three steps. Neither counts the process itself, libraries and the compiler.
+From then on glibc keeps freed memory, as in a training run, and the case and the baseline, which stays for all of them,
+take --rounds steps in turn. Seconds are medians, and the ratio is the median of those of neighbouring steps.
 
 Prints a line of JSON a case, then the table; and draws docs/images/options_memory.png, on CUDA options_memory_cuda.png.
 A case whose process ends before its time is "failed" in its line, and not in the table; stderr has why.
