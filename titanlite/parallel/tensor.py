@@ -7,12 +7,14 @@ all-gather leads into each attention and feed-forward layer and a reduce-scatter
 twice.
 """
 
+import functools
 import warnings
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -50,6 +52,25 @@ class VocabularyParallel(ParallelStyle):
         return output.redistribute(placements=[WHOLE]).to_local() if isinstance(output, DTensor) else output
 
 
+class VocabularyParallelEmbedding(ParallelStyle):
+    """The embedding's weight cut by vocabulary: each rank looks up the tokens that it has rows for, and the sums over
+    ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its backward makes the gradient
+    of the whole vocabulary on each rank, in torch 2.11 to 2.15.)"""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, mesh, VocabularyParallel._cut)
+        module.forward = functools.partial(self._look_up, module, mesh)
+        return module
+
+    @staticmethod
+    def _look_up(module: nn.Module, mesh: DeviceMesh, tokens_BT: Tensor) -> Tensor:
+        weight_VD = module.weight.to_local()
+        own_BT = tokens_BT - mesh.get_local_rank() * len(weight_VD)  # number within this rank's rows
+        here_BT = (own_BT >= 0) & (own_BT < len(weight_VD))
+        part_BTD = F.embedding(own_BT.where(here_BT, 0), weight_VD).where(here_BT.unsqueeze(-1), 0)
+        return DTensor.from_local(part_BTD, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
+
+
 # fmt: off
 BLOCK: dict[str, ParallelStyle] = {
     "attention_norm":  SequenceParallel(),
@@ -67,7 +88,7 @@ BLOCK: dict[str, ParallelStyle] = {
     "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
 }
 ENDS: dict[str, ParallelStyle] = {
-    "tok_embeddings":  RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),  # cut by vocabulary
+    "tok_embeddings":  VocabularyParallelEmbedding(),
     "norm":            SequenceParallel(),
     "output":          VocabularyParallel(),
 }
