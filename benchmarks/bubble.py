@@ -15,11 +15,11 @@ end); each step is a line of JSON, and the first of a launch, which connects the
     simulated  the same actions in the same order, each beginning as soon as its rank is free and its input is there,
                with messages that take no time; what is measured beyond it is Python, gloo and waiting for a core
 
-The order is torch's private `pipeline_order` (as of 2.13), except for GPipe and 1F1B: those run without it,
-and the one that 1F1B has numbers the last rank's forwards from 1.
+Both are of titanlite/plan/schedule.py, by which the plan knows a step's time.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from titanlite.data import Microbatch
 from titanlite.parallel.pipeline import Pipeline
+from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
 from titanlite.ranks import Pool
 from titanlite.stages import ONE_STAGE, Schedule, rank_of_stage
 
@@ -135,7 +136,7 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
     )
     tokens = torch.zeros(n_microbatches, 1, dtype=torch.int64)
     batch, valid = Microbatch(tokens, tokens, tokens, None), torch.ones((), dtype=torch.float64)
-    measured = Measured([], [], pipeline._schedule.pipeline_order)
+    measured = Measured([], [], pipeline.order)
     for step in range(steps + 1):
         dist.barrier()
         start, clock.seconds = time.perf_counter(), 0.0
@@ -146,77 +147,11 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
     return measured
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Simulated
-
-
-class Action(NamedTuple):
-    kind: str
-    """F forward, B backward, or I and W: its two halves."""
-    stage: int
-    microbatch: int
-
-
-Group = list[Action]
-"""Actions whose results are sent when all of them are done."""
-
-
-def actions(
-    schedule: Schedule, rank: int, n_ranks: int, n_microbatches: int, order: dict[int, list[Any]]
-) -> list[Group]:
-    """What a rank does, in order."""
-    if schedule in ONE_STAGE:
-        ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
-        forwards, backwards = ([Action(kind, rank, i) for i in range(n_microbatches)] for kind in "FB")
-        turns = forwards[:ahead]
-        for i, backward in enumerate(backwards):
-            turns += [backward, *forwards[ahead + i : ahead + i + 1]]
-        return [[turn] for turn in turns]
-    given = [action for action in order[rank] if action is not None]
-    return [
-        [Action(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
-        for parts in (action.sub_actions or (action,) for action in given)
-    ]
-
-
-def simulate(turns: list[list[Group]], n_stages: int, sleeps: Sleeps) -> float:
-    """Idle share, from each rank's actions."""
-    arrived: dict[tuple[bool, int, int], float] = {}  # (whether of a forward, stage, microbatch): when it was sent
-    free, busy, next_turn = [0.0] * len(turns), [0.0] * len(turns), [0] * len(turns)
-
-    def needed(action: Action) -> tuple[bool, int, int] | None:
-        if action.kind == "F":
-            return (True, action.stage - 1, action.microbatch) if action.stage > 0 else None
-        if action.kind in "BI":
-            return (False, action.stage + 1, action.microbatch) if action.stage < n_stages - 1 else None
-        return None
-
-    def seconds(action: Action) -> float:
-        whole = sleeps.input + sleeps.weight
-        halves = {"I": 0.0, "W": whole} if action.stage == 0 else {"I": sleeps.input, "W": sleeps.weight}
-        return {"F": sleeps.forward, "B": whole, **halves}[action.kind]
-
-    def can_run(group: Group) -> bool:
-        own = {(action.kind == "F", action.stage, action.microbatch) for action in group if action.kind != "W"}
-        return all(needed(action) is None or needed(action) in arrived or needed(action) in own for action in group)
-
-    while any(turn < len(groups) for turn, groups in zip(next_turn, turns, strict=True)):
-        progress = False
-        for rank, groups in enumerate(turns):
-            while next_turn[rank] < len(groups) and can_run(groups[next_turn[rank]]):
-                group = groups[next_turn[rank]]
-                for action in group:
-                    start = max(free[rank], arrived.get(needed(action), 0.0))
-                    free[rank] = start + seconds(action)
-                    busy[rank] += seconds(action)
-                for kind, stage, microbatch in group:
-                    if kind != "W":
-                        arrived[kind == "F", stage, microbatch] = free[rank]
-                next_turn[rank] += 1
-                progress = True
-        if not progress:
-            raise ValueError("the schedule waits for itself")
-    return 1 - statistics.mean(busy) / max(free)
+def seconds_of(sleeps: Sleeps, action: Action) -> float:
+    """How long an action sleeps."""
+    whole = sleeps.input + sleeps.weight
+    halves = {"I": 0.0, "W": whole} if action.stage == 0 else {"I": sleeps.input, "W": sleeps.weight}
+    return {"F": sleeps.forward, "B": whole, **halves}[action.kind]
 
 
 def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int) -> float | None:
@@ -242,11 +177,12 @@ def compare(pool: Pool, schedule: Schedule, n_microbatches: int, whole: Sleeps, 
         print(
             json.dumps({**case, "ranks": n_ranks, "seconds": seconds, "asleep": asleep, "idle": idle[-1]}), flush=True
         )
-    turns = [actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
+    turns = [own_actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
+    simulated = idle_share(simulate(turns, n_stages, functools.partial(seconds_of, sleeps)))
     expected = formula(schedule, n_ranks, per_rank, n_microbatches)
     return (
         f"{schedule:22} {n_ranks:5} {n_microbatches:12} {'-' if expected is None else f'{expected:.1%}':>8} "
-        f"{simulate(turns, n_stages, sleeps):10.1%} {statistics.median(idle):9.1%}"
+        f"{simulated:10.1%} {statistics.median(idle):9.1%}"
     )
 
 

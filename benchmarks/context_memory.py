@@ -19,11 +19,11 @@ ratio to one rank (ideal: 1 / degree).
 import argparse
 import json
 import os
-import re
 from pathlib import Path
 
 import psutil
 import torch
+from resident import forget_peak, map_each_tensor, resident_bytes
 
 from titanlite import build, parity
 from titanlite.config import Config, Launch, check, load
@@ -31,11 +31,6 @@ from titanlite.ranks import Pool
 
 SHORTEST = 4096
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
-
-
-def resident_gib(field: str) -> float:
-    """VmRSS, what this process has resident; or VmHWM, the most it had since the last reset."""
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 def growth_gib(config: Config, threads: int) -> tuple[float, float]:
@@ -47,12 +42,12 @@ def growth_gib(config: Config, threads: int) -> tuple[float, float]:
     work = build.build_step(config, layout, model, stages, device)
     loader = build.build_loader(config, layout, parity.proof_sequences(config), device=device, state=None)
     batch = loader.next()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
-    before = resident_gib("VmRSS")
+    forget_peak()
+    before = resident_bytes("VmRSS")
     work.forward_backward(batch)
-    peak = resident_gib("VmHWM")
+    peak = resident_bytes("VmHWM")
     loader.close()
-    return before, peak - before
+    return before / 2**30, (peak - before) / 2**30
 
 
 def measure(length: int, degree: int, ulysses: int, n_layers: int) -> list[tuple[float, float]]:
@@ -82,10 +77,7 @@ def main() -> None:
     parser.add_argument("--limit-gib", type=float, default=psutil.virtual_memory().available / 2**30)
     options = parser.parse_args()
     degrees = [degree for degree in options.cp if degree % options.ulysses == 0]
-    # Each rank is forked from a server that begins with these, and glibc reads them as it begins: tensors from 64 KiB
-    # on are mapped one by one, and unmapped when they are freed.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    os.environ["MALLOC_MMAP_MAX_"] = str(2**20)
+    map_each_tensor()  # each rank is forked from a server that begins after this
     print(f"torch {torch.__version__}; debug model with {options.layers} layers; Ulysses {options.ulysses}")
     table: dict[int, dict[int, float]] = {}
     length, need = SHORTEST, 0.0  # GiB of all ranks together at this length, judged by the one before

@@ -29,7 +29,6 @@ import json
 import multiprocessing
 import os
 import platform
-import re
 import statistics
 import time
 from importlib.metadata import version
@@ -39,6 +38,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -106,10 +106,10 @@ class Trainer:
             return held / 2**20, (torch.cuda.max_memory_allocated(self.device) - held) / 2**20
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         held = sum(n_bytes(value) for value in [*self.parameters, *states] if isinstance(value, Tensor))
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; man 5 proc
-        before = resident_mib("VmRSS")
+        forget_peak()
+        before = resident_bytes("VmRSS")
         self.step()
-        return held / 2**20, resident_mib("VmHWM") - before
+        return held / 2**20, (resident_bytes("VmHWM") - before) / 2**20
 
 
 def n_bytes(tensor: Tensor) -> int:
@@ -119,11 +119,6 @@ def n_bytes(tensor: Tensor) -> int:
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(n_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
-
-
-def resident_mib(field: str) -> float:
-    """VmRSS, what this process has resident; or VmHWM, the most it had since the last reset."""
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
 
 
 def serve(options: Options, device_type: str, pipe: Connection) -> None:
@@ -213,9 +208,7 @@ def main() -> None:
     wanted = arguments.cases or list(cases)
     if unknown := set(wanted) - set(cases):
         parser.error(f"no such case on {device}: {', '.join(sorted(unknown))}; there are: {', '.join(cases)}")
-    # glibc reads these when a process begins: tensors from 64 KiB on are mapped one by one, and unmapped when freed.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    os.environ["MALLOC_MMAP_MAX_"] = str(2**20)
+    map_each_tensor()
     common = MODELS[device] | {"training.local_batch_size": 1}
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     print(f"torch {torch.__version__}, torchao {version('torchao')}, {name}; {json.dumps(common)}", flush=True)

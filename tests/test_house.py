@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_WHOLE_CONFIG = {"train.py", "titanlite/build.py", "titanlite/parity.py"}
 SEE_THE_WHOLE_CONFIG |= {"titanlite/config.py", "titanlite/rules.py"}
+SEE_THE_WHOLE_CONFIG |= {"titanlite/plan/__init__.py", "titanlite/plan/rehearsal.py"}
 
 
 def names_used(source: str) -> set[str]:

@@ -69,40 +69,17 @@ def meta_model(config: Config, only: Collection[str] | None = None) -> Llama:
 def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
     """All modules that this rank has, cut over the mesh and with their initial weights, under their names in the whole
     model; and the pipeline stages that they make up, by number: without a pipeline one, which is the model itself."""
-    training, parallelism = config.training, config.parallelism
+    parallelism = config.parallelism
     stages: dict[int, Llama] = {}
     names = [None]
     if parallelism.pipeline_parallel_degree > 1:
         names = stage_modules(config)
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(names))
     for number, (only, rank) in enumerate(zip(names, ranks, strict=True)):
-        if rank != layout.mesh.get_local_rank("pp"):
-            continue
-        stage = stages[number] = meta_model(config, only)
-        if config.float8.enable:
-            convert_to_float8(config, stage, device)
-        if stage.output is not None:
-            stage.output.loss = functools.partial(
-                head_loss, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
-            )
-        parallelize(
-            stage,
-            layout,
-            checkpoint_mode=config.activation_checkpoint.mode,
-            checkpoint_option=config.activation_checkpoint.selective_ac_option,
-            memory_budget=config.activation_checkpoint.memory_budget,
-            attention_kernel=training.attention_kernel,
-            compile_backend=config.compile.backend if config.compile.enable else None,
-            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
-            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            cpu_offload=training.enable_cpu_offload,
-            forward_prefetch=parallelism.fsdp_forward_prefetch,
-            backward_prefetch=parallelism.fsdp_backward_prefetch,
-        )
-        stage.materialize(device, weights_on_cpu=training.enable_cpu_offload)
-        init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
+        if rank == layout.mesh.get_local_rank("pp"):
+            stage = stages[number] = build_stage(config, layout, only, device)
+            stage.materialize(device, weights_on_cpu=config.training.enable_cpu_offload)
+            init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     model, *others = stages.values()
     if others:
         model = meta_model(config, only=())
@@ -114,6 +91,35 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     return model, stages
 
 
+def build_stage(config: Config, layout: Layout, only: Collection[str] | None, device: torch.device) -> Llama:
+    """The named modules, or all, cut over the mesh, still on the meta device."""
+    training, parallelism = config.training, config.parallelism
+    stage = meta_model(config, only)
+    if config.float8.enable:
+        convert_to_float8(config, stage, device)
+    if stage.output is not None:
+        stage.output.loss = functools.partial(
+            head_loss, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
+        )
+    parallelize(
+        stage,
+        layout,
+        checkpoint_mode=config.activation_checkpoint.mode,
+        checkpoint_option=config.activation_checkpoint.selective_ac_option,
+        memory_budget=config.activation_checkpoint.memory_budget,
+        attention_kernel=training.attention_kernel,
+        compile_backend=config.compile.backend if config.compile.enable else None,
+        async_tensor_parallel=parallelism.enable_async_tensor_parallel,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cpu_offload=training.enable_cpu_offload,
+        forward_prefetch=parallelism.fsdp_forward_prefetch,
+        backward_prefetch=parallelism.fsdp_backward_prefetch,
+    )
+    return stage
+
+
 def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> None:
     """Convert a stage on the meta device.
 
@@ -123,7 +129,7 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
     from titanlite import float8  # here: the import takes a second
 
     options = config.float8
-    if not options.emulate and torch.cuda.get_device_capability(device) < (8, 9):
+    if not options.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
             [f"float8.enable = true: {name} has no float8 products; set float8.emulate = true, or this to false"]
@@ -145,19 +151,24 @@ def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], devi
     parallelism, training = config.parallelism, config.training
     if parallelism.pipeline_parallel_degree == 1:
         return Whole(stages[0])
-    size = parallelism.pipeline_parallel_microbatch_size
-    n_tokens = training.seq_len // parallelism.context_parallel_degree
     return Pipeline(
         stages,
         n_stages=parallelism.n_stages,
         group=layout.mesh["pp"].get_group(),
         schedule=parallelism.pipeline_parallel_schedule,
-        n_microbatches=training.local_batch_size // size,
-        hidden_shape=(size, n_tokens // parallelism.tensor_parallel_degree, config.model.dim),
-        n_tokens=n_tokens,
+        n_microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        hidden_shape=hidden_shape(config),
+        n_tokens=training.seq_len // parallelism.context_parallel_degree,
         dtype=getattr(torch, training.mixed_precision_param),
         device=device,
     )
+
+
+def hidden_shape(config: Config) -> tuple[int, int, int]:
+    """Of what a rank hands to the next pipeline stage: [microbatch, its tokens, D]."""
+    parallelism = config.parallelism
+    pieces = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    return parallelism.pipeline_parallel_microbatch_size, config.training.seq_len // pieces, config.model.dim
 
 
 def build_step(config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device) -> Step:
@@ -273,6 +284,15 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
 def data_ranks(config: Config) -> int:
     """How many ranks, or groups of ranks, take sequences of their own."""
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+
+
+def world_size(config: Config) -> int:
+    """Ranks that the degrees multiply to."""
+    parallelism = config.parallelism
+    others = (
+        parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    )
+    return data_ranks(config) * others
 
 
 def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:

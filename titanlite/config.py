@@ -352,6 +352,19 @@ class Comm(Section):
     """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 turns it off."""
 
 
+class Plan(Section):
+    """What titanlite.plan reckons with; training does not read it."""
+
+    device: str = "h100"
+    """A name in titanlite/devices.py, or a TOML file with the same keys."""
+    devices_per_host: Union[Literal[-1], Count] = -1
+    """-1: as many as hosts with such devices usually have."""
+    tokens: CountOrZero = 0
+    """Tokens to train on, for days, hours and costs; 0: what training.steps see."""
+    price: NotNegative = 0.0
+    """Of one device for one hour, in any currency."""
+
+
 class Debug(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
     """Seed of the weights, the data order and the random generators."""
@@ -374,6 +387,7 @@ class Config(Section):
     validation: Validation = Field(default_factory=Validation)
     profiling: Profiling = Field(default_factory=Profiling)
     comm: Comm = Field(default_factory=Comm)
+    plan: Plan = Field(default_factory=Plan)
     debug: Debug = Field(default_factory=Debug)
 
     def replace(self, **values: Any) -> Config:

@@ -90,6 +90,17 @@ class Layout:
     context_rank: int
     """Number of this rank among those that share its sequences by pieces: ring rank x ulysses + ulysses rank."""
 
+    def axes(self) -> dict[str, tuple[str, list[int]]]:
+        """The axis of each of its groups, by the group's name, and the numbers of its ranks."""
+        # Where an axis has all ranks, its group is that of all.
+        groups = {"all": dist.group.WORLD, **{axis: self.mesh[axis].get_group() for axis in AXES}}
+        groups |= {"ring": self.ring_group, "ulysses": self.ulysses_group}
+        return {
+            group.group_name: (axis, dist.get_process_group_ranks(group))
+            for axis, group in groups.items()
+            if group is not None
+        }
+
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups of its axes but the one of all ranks."""
         groups = [*self.mesh.get_all_groups(), self.ring_group, self.ulysses_group]

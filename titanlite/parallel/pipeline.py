@@ -17,6 +17,33 @@ from titanlite.model import Llama
 from titanlite.stages import Schedule, rank_of_stage
 
 
+def pipeline_stage(
+    stage: Llama,
+    number: int,
+    n_stages: int,
+    group: dist.ProcessGroup,
+    *,
+    hidden_shape: tuple[int, int, int],
+    n_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PipelineStage:
+    """A stage as torch's schedules take it. Arguments: see Pipeline."""
+    # Shapes are given, so that none are inferred by running a microbatch. Tensors that need gradients say so.
+    hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+    loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
+    tokens = torch.empty(hidden_shape[0], n_tokens, dtype=torch.int64, device="meta")
+    return PipelineStage(
+        stage,
+        number,
+        n_stages,
+        device,
+        input_args=tokens if number == 0 else hidden,
+        output_args=loss if number == n_stages - 1 else hidden,
+        group=group,
+    )
+
+
 class Pipeline:
     """This rank's stages, and how microbatches pass through all ranks' stages.
 
@@ -46,19 +73,9 @@ class Pipeline:
         self.stages, self.n_stages, self.group, self.n_microbatches = stages, n_stages, group, n_microbatches
         self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
         self._rank_of = dict(enumerate(rank_of_stage(schedule, group.size(), n_stages)))
-        # Shapes are given, so that none are inferred by running a microbatch. Tensors that need gradients say so.
-        hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
-        tokens = torch.empty(hidden_shape[0], n_tokens, dtype=torch.int64, device="meta")
         parts = [
-            PipelineStage(
-                stage,
-                number,
-                n_stages,
-                device,
-                input_args=tokens if number == 0 else hidden,
-                output_args=loss if number == n_stages - 1 else hidden,
-                group=group,
+            pipeline_stage(
+                stage, number, n_stages, group, hidden_shape=hidden_shape, n_tokens=n_tokens, dtype=dtype, device=device
             )
             for number, stage in stages.items()
         ]
@@ -70,6 +87,11 @@ class Pipeline:
             scale_grads=False,  # the loss is divided by the number of tokens, and gradients only add up
         )
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def order(self) -> dict[int, list]:
+        """Each rank's actions, where the schedule runs from such a list (private to torch: pipeline_order)."""
+        return self._schedule.pipeline_order
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
         """The last stage has made the loss of a microbatch already."""

@@ -1,0 +1,438 @@
+"""What a config needs and how fast it will go, before anyone rents the hardware.
+
+    python -m titanlite.plan CONFIG.toml [--section.key=value ...] [--html FILE]
+
+The plan runs the program that trains (titanlite/build.py) on fake tensors in a fake world of the real size, once for
+each kind of pipeline stage (rehearsal.py), and puts the step together from that: what is allocated when (memory.py),
+how long it takes on the device that the config names (cost.py), and what pipeline ranks wait for (schedule.py).
+"""
+
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import torch
+
+from titanlite import build, devices
+from titanlite.config import KERNELS_ON_CUDA, Config, Launch, check, ranks_wanted, stage_modules
+from titanlite.options import Loaded
+from titanlite.plan.cost import Cost, Pricer
+from titanlite.plan.memory import Bytes, Ledger, Point
+from titanlite.plan.rehearsal import KINDS, SPLIT, Rehearsal, layers_of, rehearse
+from titanlite.plan.schedule import Action, Span, all_actions, simulate
+from titanlite.stages import module_names, rank_of_stage
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""CUDA's context, kernels and cuBLAS's workspaces: what nvidia-smi shows of a process before its first tensor."""
+GROUP_BYTES = int(0.25 * 2**30)
+"""Buffers of a process group on NCCL."""
+FRAGMENTATION = 0.03
+"""Share of the peak that the allocator cannot hand out, with expandable segments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """A rank's memory. Ranks that differ only in their number on other axes than pp need the same.
+
+    Attributes:
+        rank: on the pipeline.
+        points: what is on the device at each moment of a step.
+        on_host: bytes by kind that offloading keeps in host memory.
+        allowance: bytes by what they are for, besides tensors.
+    """
+
+    rank: int
+    points: list[Point]
+    on_host: Bytes
+    allowance: dict[str, int]
+
+    @property
+    def peak(self) -> Point:
+        return max(self.points, key=lambda point: point.total)
+
+    @property
+    def total(self) -> int:
+        """Peak with allowance, bytes."""
+        return self.peak.total + sum(self.allowance.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a config will do.
+
+    Attributes:
+        config: resolved for `world_size` of `device`.
+        ranks: of the pipeline.
+        spans: of each pipeline rank's actions, seconds from the step's beginning; empty without a pipeline.
+        cost: of the busiest rank's step; `elapsed` without waiting for others.
+        step_seconds: of the whole step.
+        update_seconds: of it, after the last backward: gradients' reduction in a pipeline, norm, clipping, optimizer.
+        flops_per_token: by the convention that MFU counts by.
+        axes: numbers of the ranks along each, of the first rank's groups.
+    """
+
+    config: Config
+    device: devices.Device
+    world_size: int
+    ranks: list[RankPlan]
+    spans: list[list[Span]]
+    cost: Cost
+    step_seconds: float
+    update_seconds: float
+    flops_per_token: int
+    n_parameters: int
+    axes: dict[str, list[int]]
+
+    def spread(self, axis: str) -> tuple[int, int]:
+        """How many ranks an axis has, and on how many hosts."""
+        ranks = self.axes.get(axis, [0])
+        return len(ranks), len({rank // per_host(self.config, self.device) for rank in ranks})
+
+    @property
+    def worst(self) -> RankPlan:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.training.seq_len
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        return self.tokens_per_step / self.step_seconds / self.world_size
+
+    @property
+    def mfu(self) -> float:
+        return self.tokens_per_second * self.flops_per_token / self.device.bf16
+
+    @property
+    def bubble(self) -> float:
+        """Share of the pipeline's time that its ranks wait."""
+        if not self.spans:
+            return 0.0
+        busy = sum(span.end - span.start for rank in self.spans for span in rank)
+        return 1 - busy / (len(self.spans) * max(span.end for rank in self.spans for span in rank))
+
+
+def resolve(loaded: Loaded[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
+    """The config as train.py resolves it on the hardware that it names, the device and the number of ranks.
+
+    Args:
+        world_size: ranks; None: what the degrees ask for, or, where the shards are what remains, those of a host.
+
+    Raises:
+        ConfigError: with what train.py refuses it with.
+    """
+    device = devices.find(loaded.config.plan.device)
+    n_devices = 0 if loaded.config.plan.device == "cpu" else per_host(loaded.config, device)
+    world = world_size or ranks_wanted(loaded, os.environ, n_devices)
+    local = min(world, per_host(loaded.config, device))
+    return check(loaded, Launch(0, 0, world, local, n_devices)), device, world
+
+
+def per_host(config: Config, device: devices.Device) -> int:
+    """Devices of a host."""
+    return device.per_host if config.plan.devices_per_host == -1 else config.plan.devices_per_host
+
+
+def make_plan(
+    loaded: Loaded[Config],
+    progress: Callable[[str, int, int], None] | None = None,
+    *,
+    world_size: int | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        world_size: see `resolve`.
+        progress: told what was done, how many of how many.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    config, device, world = resolve(loaded, world_size)
+    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+    stages = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
+    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(stages))
+    rehearsals = _rehearse_all(config, stages, ranks, progress)
+    hosts = per_host(config, device)
+    pricers = [Pricer(device, rehearsal.axes, hosts) for rehearsal in rehearsals]
+    priced = [_Priced(rehearsal, pricer) for rehearsal, pricer in zip(rehearsals, pricers, strict=True)]
+    sizes = build.parameter_sizes(config)
+    common = {
+        "config": config,
+        "device": device,
+        "world_size": world,
+        "flops_per_token": build.count_flops_per_token(config, sizes),
+        "n_parameters": sum(sizes.values()),
+        "axes": dict(rehearsals[0].axes.values()),
+    }
+    allowance = _allowance(config, device)
+    if degree == 1:
+        points, cost, update = _whole_step(config, priced[0])
+        return Plan(
+            **common,
+            ranks=[_rank_plan(config, 0, points, allowance)],
+            spans=[],
+            cost=cost,
+            step_seconds=cost.elapsed,
+            update_seconds=update,
+        )
+    n_microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    turns = all_actions(parallelism.pipeline_parallel_schedule, degree, len(stages), n_microbatches)
+    message = _message_bytes(config)
+    stride = world // degree
+    message_seconds = pricers[0].collective("send", message, [0, stride])
+    spans = simulate(turns, len(stages), lambda action: priced[action.stage].seconds_of(action), message_seconds)
+    own = [[number for number, rank in enumerate(ranks) if rank == mine] for mine in range(degree)]
+    plans, costs, updates = [], [], []
+    for rank, actions in enumerate(turns):
+        mine = {number: priced[number] for number in own[rank]}
+        points = _pipeline_points(config, mine, [action for group in actions for action in group], n_microbatches)
+        plans.append(_rank_plan(config, rank, points, allowance))
+        cost, update = Cost(), 0.0
+        for number, stage in mine.items():
+            for action in (action for group in actions for action in group if action.stage == number):
+                cost.add(stage.cost_of(action))
+            for key in (("reduce",), ("update",)):
+                cost.add(stage.cost_of_passage(key), stage.scale)
+                update += stage.cost_of_passage(key).elapsed * stage.scale
+        messages = sum(action.kind in "FB" for group in actions for action in group)
+        cost.traffic["pp", "send"] = messages, messages * message
+        cost.seconds["link: pp"] += messages * message_seconds
+        costs.append(cost)
+        updates.append(update)
+    end = max(span.end for rank in spans for span in rank)
+    update = max(updates)
+    return Plan(
+        **common,
+        ranks=plans,
+        spans=spans,
+        cost=max(costs, key=lambda cost: cost.elapsed),
+        step_seconds=end + update,
+        update_seconds=update,
+    )
+
+
+def rehearsable(config: Config) -> Config:
+    """What runs on fake tensors instead of what is written, with the same allocations and the same work.
+
+    A compiled block is run as its Python, with elementwise results computed again in the backward as inductor's
+    partitioner does, and fused afterwards (fusion.py). On CUDA attention is taken through the kernel that the device
+    would choose, since fake tensors are the CPU's. Offloaded weights lie where they would be gathered from.
+    """
+    kernel, recomputed = config.training.attention_kernel, config.activation_checkpoint.mode
+    if kernel == "auto" and config.plan.device != "cpu":
+        kernel = KERNELS_ON_CUDA[config.training.mixed_precision_param][0]
+    if recomputed == "memory_budget" or (config.compile.enable and recomputed == "none"):
+        recomputed = "selective"
+    return config.replace(
+        training__attention_kernel=kernel,
+        training__enable_cpu_offload=False,
+        compile__enable=False,
+        activation_checkpoint__mode=recomputed,
+        parallelism__enable_async_tensor_parallel=False,
+    )
+
+
+class _Priced:
+    """A stage's rehearsal with its costs."""
+
+    def __init__(self, rehearsal: Rehearsal, pricer: Pricer):
+        self.rehearsal, self.pricer, self.scale = rehearsal, pricer, rehearsal.scale
+        self._segments: dict[int, Cost] = {}
+        self._passages: dict[tuple, Cost] = {}
+
+    def passage(self, kind: str, microbatch: int, last: int) -> tuple:
+        """Which passage stands for a microbatch's."""
+        wanted = 0 if microbatch == 0 else 2 if microbatch == last else 1
+        return (kind, wanted) if (kind, wanted) in self.rehearsal.passages else (kind, 0)
+
+    def cost_of_passage(self, key: tuple) -> Cost:
+        """Of all its segments, one after the other."""
+        if key not in self._passages:
+            total = Cost()
+            for segment in self.rehearsal.passages.get(key, []):
+                if id(segment) not in self._segments:
+                    self._segments[id(segment)] = self.pricer.price(segment.events)
+                total.add(self._segments[id(segment)])
+            self._passages[key] = total
+        return self._passages[key]
+
+    def cost_of(self, action: Action) -> Cost:
+        """Of a pipeline's action. Of a backward in halves, the half for weights has the products that the forward
+        has, and what remains is the half for inputs; a first stage does all of it with the weights."""
+        if action.kind == "F":
+            return self.cost_of_passage(("F", min(action.microbatch, 1)))
+        whole = self.cost_of_passage(("B", min(action.microbatch, 1)))
+        if action.kind == "B":
+            return whole
+        half = self.cost_of_passage(("F", 1)).seconds["products"] / whole.elapsed
+        share = {"I": 0.0, "W": 1.0} if action.stage == 0 else {"I": 1 - half, "W": half}
+        part = Cost()
+        part.add(whole, share[action.kind])
+        return part
+
+    def seconds_of(self, action: Action) -> float:
+        return self.cost_of(action).elapsed
+
+
+def _rehearse_all(
+    config: Config, stages: list[list[str]], ranks: list[int], progress: Callable[[str, int, int], None] | None
+) -> list[Rehearsal]:
+    """Of each stage; those that are alike are one. Each has a process of its own, since torch remembers the groups of a
+    world for as long as a process lives."""
+    option = config.activation_checkpoint.selective_ac_option
+    period = option if isinstance(option, int) and config.activation_checkpoint.mode == "selective" else 1
+
+    def likeness(names: list[str]) -> tuple:
+        layers = layers_of(names)
+        return tuple(name for name in names if name not in layers), len(layers), int(layers[0].split(".")[1]) % period
+
+    kinds: dict[tuple, int] = {}
+    for number, names in enumerate(stages):
+        kinds.setdefault(likeness(names), number)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titanlite.plan.rehearsal"])
+    workers = min(len(kinds), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        futures: dict[tuple, Future[Rehearsal]] = {
+            kind: pool.submit(
+                rehearse,
+                rehearsable(config),
+                stages[number],
+                number,
+                pipeline_rank=ranks[number],
+                n_stages=len(stages),
+                fused=config.compile.enable,
+            )
+            for kind, number in kinds.items()
+        }
+        done = {}
+        for kind, future in futures.items():
+            done[kind] = future.result()
+            if progress:
+                progress("stages rehearsed", len(done), len(futures))
+    return [done[likeness(names)] for names in stages]
+
+
+def _allowance(config: Config, device: devices.Device) -> dict[str, int]:
+    """Bytes besides tensors, but for fragmentation, which depends on the peak."""
+    if config.plan.device == "cpu":
+        return {}
+    parallelism = config.parallelism
+    degrees = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        parallelism.ring_degree,
+        parallelism.context_parallel_ulysses_degree,
+    )
+    groups = sum(degree > 1 for degree in degrees) + 1
+    return {"context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
+
+
+def _rank_plan(config: Config, rank: int, points: list[Point], allowance: dict[str, int]) -> RankPlan:
+    """Move what is offloaded to the host, and allow for what is not tensors."""
+    on_host: Bytes = {}
+    if config.training.enable_cpu_offload:
+        away = ("parameters", "gradients", "optimizer")
+        on_host = {kind: max(point.bytes[kind] for point in points) for kind in away}
+        points = [Point(point.label, {**point.bytes, **dict.fromkeys(away, 0)}) for point in points]
+    peak = max(point.total for point in points)
+    fragments = {"fragmentation": round(FRAGMENTATION * peak)} if allowance else {}
+    return RankPlan(rank, points, on_host, {**allowance, **fragments})
+
+
+ROUNDING = 512
+"""Bytes that CUDA's allocator rounds each tensor up to."""
+
+
+def _whole_step(config: Config, stage: _Priced) -> tuple[list[Point], Cost, float]:
+    """Without a pipeline: memory, cost, and the update's seconds."""
+    training = config.training
+    microsteps = training.global_batch_size // (training.local_batch_size * build.data_ranks(config))
+    ledger, cost = Ledger(stage.rehearsal.held, 1 if config.plan.device == "cpu" else ROUNDING), Cost()
+    passages = stage.rehearsal.passages
+    for microstep in range(min(microsteps, 3)):
+        last = min(microsteps, 3) - 1
+        times = microsteps - 2 if microstep == 1 and microsteps > 2 else 1
+        for kind, label in (("F", "forward"), ("B", "backward")):
+            key = stage.passage(kind, microstep if microstep != last or last == 0 else 2, 2)
+            ledger.play(passages[key], label)
+            cost.add(stage.cost_of_passage(key), times)
+    ledger.play(passages[("update",)], "update")
+    before = cost.elapsed
+    cost.add(stage.cost_of_passage(("update",)), stage.scale)
+    return ledger.points, cost, cost.elapsed - before
+
+
+def _message_bytes(config: Config) -> int:
+    batch, tokens, dim = build.hidden_shape(config)
+    return batch * tokens * dim * getattr(torch, config.training.mixed_precision_param).itemsize
+
+
+def _pipeline_points(
+    config: Config, stages: dict[int, _Priced], actions: list[Action], n_microbatches: int
+) -> list[Point]:
+    """A pipeline rank's memory: its stages' passages in the order of its actions."""
+    held: Bytes = {}
+    schedule, n_stages = config.parallelism.pipeline_parallel_schedule, config.parallelism.n_stages
+    message = _message_bytes(config)
+    for number, stage in stages.items():
+        for kind, size in stage.rehearsal.held.items():
+            held[kind] = held.get(kind, 0) + size
+        # torch receives each microbatch into a buffer of its own, which it keeps.
+        buffers = (number > 0) + (number < n_stages - 1)
+        held["communication"] = held.get("communication", 0) + buffers * n_microbatches * message
+    held["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rehearsal.rotary
+    ledger = Ledger(held, 1 if config.plan.device == "cpu" else ROUNDING)
+    begun: set[int] = set()
+    for action in actions:
+        _play(ledger, stages[action.stage], action, n_microbatches - 1, first_backward=action.stage not in begun)
+        if action.kind in "BW":
+            begun.add(action.stage)
+        # torch waits for what it sent only at the step's end (1F1B at once), and keeps it until then: the outputs,
+        # which a backward would free, and the gradients of inputs.
+        if schedule != "1F1B":
+            outputs = action.kind in "BW" and action.stage + 1 < n_stages and action.stage + 1 not in stages
+            gradients = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in stages
+            ledger.level["communication"] += ((outputs and schedule != "GPipe") + gradients) * message
+    after = dict(held)
+    for stage in stages.values():
+        ledger.play(stage.rehearsal.passages[("reduce",)], "reduce")
+    after["gradients"] = sum(stage.rehearsal.gradients for stage in stages.values())
+    ledger.settle(after)
+    for stage in stages.values():
+        ledger.play(stage.rehearsal.passages[("update",)], "update")
+    return ledger.points
+
+
+def _play(ledger: Ledger, stage: _Priced, action: Action, last: int, *, first_backward: bool) -> None:
+    """An action's memory.
+
+    Args:
+        last: number of the last microbatch.
+        first_backward: whether it is the first that makes gradients of the stage's weights.
+    """
+    passages, kind, own = stage.rehearsal.passages, action.kind, {"without": "message"}
+    label = f"{kind} of stage {action.stage}"
+    if action.stage == 0 and kind in "IW":  # a first stage does all with the weights
+        if kind == "I":
+            return
+        kind = "B"
+    if kind == "I":
+        ledger.play(passages[("I", SPLIT)], label, **own)
+    elif kind == "W":
+        # What it frees is what the forward and the other half left; its own passage lacks layers.
+        nets = [ledger.net(passages[key, SPLIT], **own) for key in "FI"]
+        level = {name: ledger.level[name] - sum(net[name] for net in nets) for name in KINDS}
+        if first_backward:
+            level["gradients"] += ledger.net(passages[("B", 0)], **own)["gradients"]
+        ledger.play(passages[("W", SPLIT)], label, **own)
+        ledger.settle(level)
+    else:
+        ledger.play(passages[stage.passage(kind, action.microbatch, last)], label, **own)

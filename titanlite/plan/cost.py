@@ -1,0 +1,128 @@
+"""How long a rehearsed segment takes on a device: arithmetic, memory and links, each at the rate that programs get.
+
+All that is not from a data sheet stands in EFFICIENCY. Nothing there is fitted to a run of a trainer.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from titanlite.devices import Device
+from titanlite.plan.tape import Event, Traffic, Work
+
+EFFICIENCY: dict[str, tuple[float, str]] = {
+    "product, bf16": (0.75, "large bf16 products reach 0.80 on an H200 (790 of 989 TFLOP/s); the model's are smaller"),
+    "product, fp8": (0.60, "large scaled fp8 products on an H100, torchao's float8 benchmarks"),
+    "product, fp32": (0.85, "large products on cores that are not tensor cores"),
+    "attention": (0.36, "FlashAttention-2 on an H100, 350 of 989 TFLOP/s (arXiv:2407.08608, figure 5)"),
+    "attention, backward": (0.30, "the same, figure 6: about 300 TFLOP/s"),
+    "attention, Ampere": (0.65, "FlashAttention-2 on an A100, 200 of 312 TFLOP/s (arXiv:2307.08691, figure 5)"),
+    "memory": (0.85, "a copy of a large tensor, against the data sheet's rate"),
+    "link": (0.80, "NCCL's bus bandwidth of large all-gathers on eight H100: 360 of 450 GB/s"),
+    "network": (0.85, "one 400 Gbit/s adapter a device: 42 of 50 GB/s"),
+    "host link": (0.80, "copies from pinned memory"),
+}
+"""Share of the data sheet's rate, and where it is from."""
+
+KERNEL_SECONDS = 4e-6
+"""From one kernel's beginning to the next one's, if both are empty: H100, launched ahead of time."""
+COLLECTIVE_SECONDS = 2e-5
+"""Of a collective of one byte within a host; and of each further host on a ring that spans hosts, a quarter of it."""
+
+EXPOSED = ("tp", "ulysses", "all")
+"""Axes whose collectives the next operator waits for; those of the others run beside it."""
+
+
+@dataclasses.dataclass
+class Cost:
+    """Seconds and amounts of some events; they add up.
+
+    Attributes:
+        seconds: by what takes them: "products", "attention", "memory" (all other operators), and "link: AXIS" of
+            collectives, before anything overlaps.
+        flops: by rate.
+        traffic: of (axis, collective): how often, and bytes in all.
+        elapsed: seconds with what overlaps.
+        weights: seconds of "products" that make gradients of weights, where they are counted apart.
+    """
+
+    seconds: Counter = dataclasses.field(default_factory=Counter)
+    flops: Counter = dataclasses.field(default_factory=Counter)
+    traffic: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    elapsed: float = 0.0
+
+    def add(self, other: "Cost", times: float = 1) -> None:
+        """Add another's, so many times."""
+        for name, value in other.seconds.items():
+            self.seconds[name] += value * times
+        for name, value in other.flops.items():
+            self.flops[name] += value * times
+        for key, (count, size) in other.traffic.items():
+            before = self.traffic.get(key, (0, 0))
+            self.traffic[key] = round(before[0] + count * times), round(before[1] + size * times)
+        self.elapsed += other.elapsed * times
+
+
+class Pricer:
+    """Prices events.
+
+    Args:
+        axes: of a rehearsal: each group's axis and ranks.
+        per_host: ranks of a host.
+    """
+
+    def __init__(self, device: Device, axes: Mapping[str, tuple[str, list[int]]], per_host: int):
+        self.device, self.axes, self.per_host = device, axes, per_host
+
+    def price(self, events: Iterable[Event]) -> Cost:
+        """Of a segment: collectives of FSDP run beside all of it, a ring's messages beside its attention."""
+        cost = Cost()
+        for event in events:
+            if isinstance(event, Work):
+                what, seconds = self._work(event)
+                cost.seconds[what] += seconds
+                if event.flops:
+                    cost.flops[event.rate] += event.flops
+            elif isinstance(event, Traffic) and event.name != "receive":
+                axis, ranks = self.axes.get(event.group, ("other", [0]))
+                if len(ranks) > 1:
+                    cost.seconds[f"link: {axis}"] += self.collective(event.name, event.size, ranks)
+                    count, size = cost.traffic.get((axis, event.name), (0, 0))
+                    cost.traffic[axis, event.name] = count + 1, size + event.size
+        seconds = cost.seconds
+        exposed = sum(seconds[f"link: {axis}"] for axis in EXPOSED)
+        beside = sum(value for name, value in seconds.items() if name.startswith("link: ")) - exposed
+        ring = seconds["link: ring"]
+        computing = seconds["products"] + seconds["memory"] + max(seconds["attention"], ring) + exposed
+        cost.elapsed = max(computing, beside - ring)
+        return cost
+
+    def _work(self, work: Work) -> tuple[str, float]:
+        """What it counts as, and its seconds: the longer of its arithmetic and its memory."""
+        moving = (work.read + work.written) / (self.device.memory_rate * EFFICIENCY["memory"][0])
+        if not work.flops:
+            return "memory", max(moving, KERNEL_SECONDS)
+        attention = "attention" in work.name
+        if attention:
+            backward = ", backward" if "backward" in work.name else ""
+            name = "attention, Ampere" if not self.device.fp8 else f"attention{backward}"
+        else:
+            name = f"product, {work.rate}"
+        rate = getattr(self.device, work.rate) or self.device.bf16
+        seconds = max(work.flops / (rate * EFFICIENCY[name][0]), moving, KERNEL_SECONDS)
+        return "attention" if attention else "products", seconds
+
+    def collective(self, name: str, size: int, ranks: list[int]) -> float:
+        """Seconds of one over these ranks, a ring: each of n ranks sends (n - 1) / n of the whole, twice to reduce it
+        for all. A ring that spans hosts has as many adapters as it has ranks on a host."""
+        n, hosts = len(ranks), len({rank // self.per_host for rank in ranks})
+        link, network = self.device.link * EFFICIENCY["link"][0], self.device.network * EFFICIENCY["network"][0]
+        rate = link if hosts == 1 else min(link, network * max(n // hosts, 1))
+        if name in ("send", "broadcast"):
+            moved = float(size)
+        elif name == "all_to_all":  # nothing is passed on: what goes to other hosts takes each rank's own adapter
+            away = (n - n // hosts) / n if hosts > 1 else 0.0
+            return COLLECTIVE_SECONDS + max(size * (n - 1) / n / link, size * away / network)
+        else:
+            moved = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
+        return COLLECTIVE_SECONDS * (1 + (hosts - 1) / 4) + moved / rate
