@@ -227,7 +227,7 @@ def economies(config: Config) -> list[str]:
     if chunks > 1:
         lines.append(f"loss       in {chunks} parts")
     if config.compile.enable:
-        lines.append(f"compile    blocks and loss, {config.compile.backend}")
+        lines.append(f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}")
     return lines
 
 

@@ -110,7 +110,7 @@ job.dump_folder = 3; job.description = true; job.description = 2020-01-01; job.d
 model.hf_assets_path = 3; training.dataset_path = 3; training.dataset_config = 3; training.dataset_split = 3
 training.dataset_text_key = 3; training.cache_folder = 3; checkpoint.folder = 3; checkpoint.initial_load_path = 3
 metrics.save_tb_folder = 3; validation.dataset_path = 3; validation.dataset_split = 3
-profiling.save_traces_folder = 3; profiling.save_memory_snapshot_folder = 3
+profiling.save_traces_folder = 3; profiling.save_memory_snapshot_folder = 3; plan.device = 3
 > a string
 model.tie_embeddings = 1; training.streaming = "yes"; training.shuffle = 0; training.shuffle = "true"
 training.enable_cpu_offload = 1; checkpoint.enable = "on"; metrics.enable_tensorboard = 1; validation.enable = 1
@@ -135,12 +135,13 @@ training.gc_freq = 0; training.loss_scale_growth_interval = 0; training.loss_chu
 training.nonfinite_steps_allowed = -1; lr_scheduler.warmup_steps = -1; checkpoint.keep_latest_k = -1
 comm.trace_buf_size = -1; parallelism.pipeline_parallel_first_stage_less_layers = -1
 parallelism.pipeline_parallel_last_stage_less_layers = 0.5; parallelism.fsdp_forward_prefetch = -1
-parallelism.fsdp_forward_prefetch = true; parallelism.fsdp_backward_prefetch = -1
+parallelism.fsdp_forward_prefetch = true; parallelism.fsdp_backward_prefetch = -1; plan.tokens = -1
 > a whole number at least 0
 training.global_batch_size = 0; training.global_batch_size = -2; training.global_batch_size = 8.0
 training.global_batch_size = true; lr_scheduler.total_steps = 0; parallelism.data_parallel_shard_degree = 0
 checkpoint.load_step = 0; validation.steps = 0; parallelism.pipeline_parallel_stages_per_rank = 0
 parallelism.pipeline_parallel_stages_per_rank = -2; parallelism.pipeline_parallel_stages_per_rank = "auto"
+plan.devices_per_host = 0
 > {COUNT_OR_AUTO}
 profiling.profile_freq = 3
 > a whole number at least 4
@@ -153,7 +154,7 @@ training.initial_loss_scale = 0
 > a number above 0
 optimizer.lr = nan; optimizer.lr = inf; training.initial_loss_scale = inf
 > a finite number above 0
-optimizer.weight_decay = -0.1
+optimizer.weight_decay = -0.1; plan.price = -1
 > a number at least 0
 optimizer.weight_decay = inf
 > a finite number at least 0
@@ -213,6 +214,7 @@ training.attention_kernel = "sdpa"; training.attention_kernel = true
 > one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
 float8.recipe = "blockwise"
 > one of "tensorwise", "rowwise", "rowwise_with_gw_hp"
+compile.components = "model"; compile.components = [1]
 float8.filter_fqns = 3; float8.filter_fqns = "layers.0."; float8.filter_fqns = [1]; float8.filter_fqns = [["layers.0."]]
 > a list of strings
 activation_checkpoint.mode = "op"; activation_checkpoint.mode = true
@@ -403,12 +405,18 @@ compile.enable = true
     remove it
 # without compiling, and with a backend that does not choose
 activation_checkpoint.mode = "memory_budget"
-> {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true and
-    compile.backend = "inductor", or another mode
+> {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true,
+    with "model" in compile.components and compile.backend = "inductor", or another mode
 compile.enable = true; compile.backend = "aot_eager"
 $ --activation_checkpoint.mode=memory_budget
 > command line: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable =
-    true and compile.backend = "inductor", or another mode
+    true, with "model" in compile.components and compile.backend = "inductor", or another mode
+compile.enable = true; compile.components = ["loss"]; activation_checkpoint.mode = "memory_budget"
+> {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true,
+    with "model" in compile.components and compile.backend = "inductor", or another mode
+compile.enable = true; compile.components = ["model", "optimizer"]
+> {file}: compile.components = ["model", "optimizer"]: expected "model", "loss" or both; to compile nothing, set
+    compile.enable = false
 
 ## precision
 training.initial_loss_scale = 8.0; training.loss_scale_growth_interval = 10
@@ -461,11 +469,11 @@ parallelism.tensor_parallel_degree = 4; training.seq_len = 30
 # without compiling, and with a backend that does not overlap
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 > {file}: parallelism.enable_async_tensor_parallel = true: the overlap is made by torch.compile; set compile.enable =
-    true and compile.backend = "inductor", or this to false
+    true, with "model" in compile.components and compile.backend = "inductor", or this to false
 compile.enable = true; compile.backend = "aot_eager"; parallelism.tensor_parallel_degree = 2
 $ --parallelism.enable_async_tensor_parallel
 > command line: parallelism.enable_async_tensor_parallel = true: the overlap is made by torch.compile; set
-    compile.enable = true and compile.backend = "inductor", or this to false
+    compile.enable = true, with "model" in compile.components and compile.backend = "inductor", or this to false
 
 ## context
 [parallelism]; context_parallel_degree = 4; context_parallel_ulysses_degree = 3
@@ -851,7 +859,8 @@ $ --training.steps=0
 
 ## launch
 @ ranks=4 hosts=2 devices=1
-> {file}: 2 ranks on this host, which has 1 device; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
+> {file}: 2 ranks on this host, which has 1 device; start fewer (smaller degrees, or NGPU),
+    or use more hosts (NNODES); python -m titanlite.plan {file} tells what it needs and how fast it will be
 parallelism.data_parallel_shard_degree = 1
 @ ranks=4 devices=0
 > {file}: parallelism.data_parallel_shard_degree = 1: replicate 1 x shard 1 needs 1 rank, and the launch has 4; start 1
@@ -1004,7 +1013,8 @@ data_parallel_shard_degree = 3; enable_async_tensor_parallel = true
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
 training.global_batch_size = 16
 @ ranks=9 devices=8
-> {file}: 9 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
+> {file}: 9 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU),
+    or use more hosts (NNODES); python -m titanlite.plan {file} tells what it needs and how fast it will be
 > {file}: training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 9 = 72
 
 ## ranks per host
@@ -1016,9 +1026,11 @@ $ --parallelism.data_parallel_replicate_degree=8
 > {file}: 8 ranks cannot be dealt evenly to NNODES = 3 hosts
 $ --parallelism.data_parallel_shard_degree=16
 @ devices=8
-> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
+> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU),
+    or use more hosts (NNODES); python -m titanlite.plan {file} tells what it needs and how fast it will be
 @ NGPU=16 devices=8
-> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU), or use more hosts (NNODES)
+> {file}: 16 ranks on this host, which has 8 devices; start fewer (smaller degrees, or NGPU),
+    or use more hosts (NNODES); python -m titanlite.plan {file} tells what it needs and how fast it will be
 # the launch is checked
 $ --training.global_batch_size=16
 @ NGPU=4 devices=8

@@ -108,7 +108,8 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
         checkpoint_option=config.activation_checkpoint.selective_ac_option,
         memory_budget=config.activation_checkpoint.memory_budget,
         attention_kernel=training.attention_kernel,
-        compile_backend=config.compile.backend if config.compile.enable else None,
+        compile_components=config.compile.components if config.compile.enable else (),
+        compile_backend=config.compile.backend,
         async_tensor_parallel=parallelism.enable_async_tensor_parallel,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         param_dtype=getattr(torch, training.mixed_precision_param),
@@ -284,6 +285,11 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
 def data_ranks(config: Config) -> int:
     """How many ranks, or groups of ranks, take sequences of their own."""
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+
+
+def microsteps(config: Config) -> int:
+    """How many times a rank takes local_batch_size sequences in a step."""
+    return config.training.global_batch_size // (config.training.local_batch_size * data_ranks(config))
 
 
 def world_size(config: Config) -> int:

@@ -1,6 +1,7 @@
 """torch.compile, a block at a time: blocks are alike, so what is compiled for one serves all."""
 
 import functools
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -11,20 +12,25 @@ from titanlite.model import Llama
 
 
 def apply_compile(
-    model: Llama, *, backend: Literal["inductor", "aot_eager"], async_tensor_group: dist.ProcessGroup | None
+    model: Llama,
+    *,
+    components: Collection[str],
+    backend: Literal["inductor", "aot_eager"],
+    async_tensor_group: dist.ProcessGroup | None,
 ) -> None:
-    """Compile every block of a model or a stage in place, without a graph break.
+    """Compile a model or a stage in place, without a graph break.
 
     Args:
+        components: "model": every block; "loss": the output head and the loss.
         async_tensor_group: tensor-parallel ranks whose collectives inductor is to take apart and overlap with the
             matrix products before and after them (asynchronous tensor parallel; CUDA); None: leave them whole.
     """
     if async_tensor_group is not None:
         _overlap_tensor_parallel(async_tensor_group)
-    for block in model.layers.values():
+    for block in model.layers.values() if "model" in components else ():
         # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
-    if model.output is not None:
+    if model.output is not None and "loss" in components:
         piece = torch.compile(loss_of_piece, backend=backend, fullgraph=True)
         model.output.loss = functools.partial(model.output.loss, piece=piece)
 

@@ -283,7 +283,9 @@ class ActivationCheckpoint(Section):
 
 class Compile(Section):
     enable: bool = False
-    """Compile each block with torch.compile. The first steps take longer."""
+    """Compile with torch.compile. The first steps take longer."""
+    components: list[str] = Field(default=["model", "loss"])
+    """What to compile: "model", each block by itself; "loss", the output head and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """inductor: generated kernels; aot_eager: traced, but run with torch's own (fast to compile, for tests)."""
 
@@ -427,12 +429,21 @@ def stage_modules(config: Config) -> list[list[str]]:
         )
         costs = [ends[0], *[1] * model.n_layers, 0, ends[1]]
     else:
-        head_size = model.dim // model.n_heads
-        attention = 2 * model.dim * head_size * (model.n_heads + model.n_kv_heads)
-        layer = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
-        matrix = model.dim * model.vocab_size
+        layer, matrix = _layer_parameters(model), model.dim * model.vocab_size
         costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
     return deal(names, costs, n_stages)
+
+
+def _layer_parameters(model: Model) -> int:
+    head_size = model.dim // model.n_heads
+    attention = 2 * model.dim * head_size * (model.n_heads + model.n_kv_heads)
+    return attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+
+
+def count_parameters(model: Model) -> int:
+    """Weights of the whole model."""
+    matrices = 1 if model.tie_embeddings else 2
+    return matrices * model.dim * model.vocab_size + model.n_layers * _layer_parameters(model) + model.dim
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,7 +499,7 @@ def check(loaded: Loaded[Config], launch: Launch) -> Config:
         devices = f"{launch.n_devices} {'device' if launch.n_devices == 1 else 'devices'}"
         problems.append(
             f"{loaded.file}: {_ranks(launch.local_world_size)} on this host, which has {devices}; start fewer "
-            "(smaller degrees, or NGPU), or use more hosts (NNODES)"
+            f"(smaller degrees, or NGPU), or use more hosts (NNODES); {_plan_command(loaded.file)}"
         )
 
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
@@ -628,6 +639,14 @@ def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devic
     return product * shard if shard != -1 else max(product, hosts * max(n_devices, 1))
 
 
+BYTES_KEPT = 6
+"""Of a weight from step to step, at the least: itself and two moments in bfloat16."""
+
+
+def _plan_command(file: str) -> str:
+    return f"python -m titanlite.plan {file} tells what it needs and how fast it will be"
+
+
 def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
     """How many ranks run_train.sh starts on this host.
 
@@ -635,9 +654,21 @@ def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_dev
         environment: of which NGPU and NNODES are read.
 
     Raises:
-        ConfigError: if the degrees and the hosts do not fit together or `check` refuses the resulting launch.
+        ConfigError: if the degrees and the hosts do not fit together, `check` refuses the resulting launch, or there is
+            no device and the host's memory does not hold what the ranks keep from step to step.
     """
     hosts, wanted = _number(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
+    kept = count_parameters(loaded.config.model) * BYTES_KEPT
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not n_devices and kept > hosts * memory:
+        devices = f"{wanted} {'device' if wanted == 1 else 'devices'}"
+        raise ConfigError(
+            [
+                f"{loaded.file}: needs {devices}, and this host has none; nor has its memory of "
+                f"{memory / 2**30:.0f} GiB room for weights and optimizer states of {kept / 2**30:,.0f} GiB; "
+                f"{_plan_command(loaded.file)}"
+            ]
+        )
     if wanted % hosts:
         raise ConfigError([f"{loaded.file}: {_ranks(wanted)} cannot be dealt evenly to NNODES = {hosts} hosts"])
     check(loaded, Launch(0, 0, wanted, wanted // hosts, n_devices))

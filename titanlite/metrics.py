@@ -12,21 +12,9 @@ from pathlib import Path
 
 import torch
 
-VALIDATION_LOSS = "validation_metrics/global_avg_loss"
+from titanlite import devices
 
-# Dense matrix rates in FLOP/s from the vendors' data sheets, for bfloat16 inputs without sparsity, by a part of the
-# name that torch.cuda.get_device_name() gives. First match counts.
-BF16_PEAKS = {
-    "A100": 312e12,  # NVIDIA A100 data sheet, 2021
-    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, 2023
-    "H100 NVL": 835e12,  # NVIDIA H100 NVL data sheet, 2024
-    "H100": 989e12,  # SXM; NVIDIA H100 data sheet, 2023
-    "H200": 989e12,  # NVIDIA H200 data sheet, 2024
-    "B200": 2250e12,  # NVIDIA DGX B200 data sheet, 2024
-    "MI300X": 1307e12,  # AMD MI300X data sheet, 2023
-    "L40S": 362e12,  # NVIDIA L40S data sheet, 2023
-    "RTX 4090": 165e12,  # NVIDIA Ada architecture whitepaper, 2022: with fp32 accumulation
-}
+VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class Peak:
@@ -42,10 +30,10 @@ class Peak:
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        parts = [part for part in BF16_PEAKS if part in name] if dtype == torch.bfloat16 else []
-        if parts:
-            self.flops, self._factors = BF16_PEAKS[parts[0]], None
-            self.source = f"{self.flops / 1e12:.0f} TFLOP/s, data sheet of {parts[0]}, dense bfloat16"
+        known = devices.of_gpu(name) if dtype == torch.bfloat16 else None
+        if known:
+            self.flops, self._factors = known.bf16, None
+            self.source = f"{self.flops / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
             return
         n = 8192 if device.type == "cuda" else 1024
         self._factors = [torch.randn(n, n, device=device).to(dtype) for _ in range(2)]

@@ -26,7 +26,7 @@ def between_options(config: Config, given: set[str]) -> Refusals:
     _pipeline_rules(config, given, refuse)
     _recomputation_rules(config, given, refuse)
     _precision_rules(config, given, refuse)
-    _switched_off(config, "compile", given, refuse)
+    _compile_rules(config, given, refuse)
     _switched_off(config, "float8", given, refuse)
     return refuse
 
@@ -45,13 +45,25 @@ def _recomputation_rules(config: Config, given: set[str], refuse: Refusals) -> N
         if f"activation_checkpoint.{key}" in given and mode != user and not turned_off:
             why = f"read only when activation_checkpoint.mode is {show(user)}; remove it"
             refuse(f"activation_checkpoint.{key}", why, "activation_checkpoint.mode")
-    if mode == "memory_budget" and not (config.compile.enable and config.compile.backend == "inductor"):
+    if mode == "memory_budget" and not _inductor_has_blocks(config):
         refuse(
             "activation_checkpoint.mode",
-            'the compiler chooses what is kept; set compile.enable = true and compile.backend = "inductor", or another '
-            "mode",
-            *("compile.enable", "compile.backend"),
+            'the compiler chooses what is kept; set compile.enable = true, with "model" in compile.components and '
+            'compile.backend = "inductor", or another mode',
+            *("compile.enable", "compile.backend", "compile.components"),
         )
+
+
+def _inductor_has_blocks(config: Config) -> bool:
+    compiled = config.compile
+    return compiled.enable and compiled.backend == "inductor" and "model" in compiled.components
+
+
+def _compile_rules(config: Config, given: set[str], refuse: Refusals) -> None:
+    _switched_off(config, "compile", given, refuse)
+    components = config.compile.components
+    if not components or set(components) - {"model", "loss"}:
+        refuse("compile.components", 'expected "model", "loss" or both; to compile nothing, set compile.enable = false')
 
 
 def _precision_rules(config: Config, given: set[str], refuse: Refusals) -> None:
@@ -225,12 +237,12 @@ def _tensor_rules(config: Config, refuse: Refusals) -> None:
             if getattr(parallelism, name) and "tensor_parallel_degree" not in parallelism.model_fields_set:
                 refuse(f"parallelism.{name}", f"read only when {key} is above 1; set that, or remove it", key)
         return
-    if parallelism.enable_async_tensor_parallel and (not config.compile.enable or config.compile.backend != "inductor"):
+    if parallelism.enable_async_tensor_parallel and not _inductor_has_blocks(config):
         refuse(
             "parallelism.enable_async_tensor_parallel",
-            'the overlap is made by torch.compile; set compile.enable = true and compile.backend = "inductor", or this '
-            "to false",
-            *("compile.enable", "compile.backend", key),
+            'the overlap is made by torch.compile; set compile.enable = true, with "model" in compile.components and '
+            'compile.backend = "inductor", or this to false',
+            *("compile.enable", "compile.backend", "compile.components", key),
         )
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(model, name) % degree:

@@ -1,5 +1,6 @@
 """The only place where the order of parallelisms stands."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -21,7 +22,8 @@ def parallelize(
     checkpoint_mode: Mode,
     checkpoint_option: Literal["op"] | int,
     memory_budget: float,
-    compile_backend: Literal["inductor", "aot_eager"] | None,
+    compile_components: Collection[str],
+    compile_backend: Literal["inductor", "aot_eager"],
     async_tensor_parallel: bool,
     reshard_after_forward: Reshard,
     param_dtype: torch.dtype,
@@ -45,7 +47,7 @@ def parallelize(
 
     Args:
         attention_kernel: "auto": leave attention to torch, which needs one device, whole sequences and no documents.
-        compile_backend: None: do not compile.
+        compile_components: empty: do not compile.
         The others: see the options of the same names in titanlite/config.py.
     """
     tensor_mesh = layout.mesh["tp"]
@@ -56,9 +58,9 @@ def parallelize(
             model, ring_group=layout.ring_group, ulysses_group=layout.ulysses_group, kernel=attention_kernel
         )
     apply_activation_checkpoint(model, mode=checkpoint_mode, option=checkpoint_option, budget=memory_budget)
-    if compile_backend:
+    if compile_components:
         group = tensor_mesh.get_group() if async_tensor_parallel and tensor_mesh.size() > 1 else None
-        apply_compile(model, backend=compile_backend, async_tensor_group=group)
+        apply_compile(model, components=compile_components, backend=compile_backend, async_tensor_group=group)
     apply_fsdp(
         model,
         layout.mesh,

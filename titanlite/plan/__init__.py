@@ -22,7 +22,7 @@ from titanlite.plan.cost import Cost, Pricer
 from titanlite.plan.memory import Bytes, Ledger, Point
 from titanlite.plan.rehearsal import KINDS, SPLIT, Rehearsal, layers_of, rehearse
 from titanlite.plan.schedule import Action, Span, all_actions, simulate
-from titanlite.stages import module_names, rank_of_stage
+from titanlite.stages import ONE_STAGE, module_names, rank_of_stage
 
 CONTEXT_BYTES = int(0.6 * 2**30)
 """CUDA's context, kernels and cuBLAS's workspaces: what nvidia-smi shows of a process before its first tensor."""
@@ -65,10 +65,10 @@ class Plan:
     Attributes:
         config: resolved for `world_size` of `device`.
         ranks: of the pipeline.
-        spans: of each pipeline rank's actions, seconds from the step's beginning; empty without a pipeline.
+        spans: of each pipeline rank's actions in a microstep, seconds from its beginning; empty without a pipeline.
         cost: of the busiest rank's step; `elapsed` without waiting for others.
         step_seconds: of the whole step.
-        update_seconds: of it, after the last backward: gradients' reduction in a pipeline, norm, clipping, optimizer.
+        update_seconds: of it, after the last backward: norm, clipping, optimizer.
         flops_per_token: by the convention that MFU counts by.
         axes: numbers of the ranks along each, of the first rank's groups.
     """
@@ -159,7 +159,8 @@ def make_plan(
     rehearsals = _rehearse_all(config, stages, ranks, progress)
     hosts = per_host(config, device)
     pricers = [Pricer(device, rehearsal.axes, hosts) for rehearsal in rehearsals]
-    priced = [_Priced(rehearsal, pricer) for rehearsal, pricer in zip(rehearsals, pricers, strict=True)]
+    late = parallelism.pipeline_parallel_schedule in ONE_STAGE
+    priced = [_Priced(*both, gathers_late=late) for both in zip(rehearsals, pricers, strict=True)]
     sizes = build.parameter_sizes(config)
     common = {
         "config": config,
@@ -187,32 +188,37 @@ def make_plan(
     message_seconds = pricers[0].collective("send", message, [0, stride])
     spans = simulate(turns, len(stages), lambda action: priced[action.stage].seconds_of(action), message_seconds)
     own = [[number for number, rank in enumerate(ranks) if rank == mine] for mine in range(degree)]
-    plans, costs, updates = [], [], []
-    for rank, actions in enumerate(turns):
+    microsteps = build.microsteps(config)
+    plans, costs, reductions, updates = [], [], [], []
+    for rank, groups in enumerate(turns):
         mine = {number: priced[number] for number in own[rank]}
-        points = _pipeline_points(config, mine, [action for group in actions for action in group], n_microbatches)
+        actions = [action for group in groups for action in group]
+        points = _pipeline_points(config, mine, actions, n_microbatches, microsteps)
         plans.append(_rank_plan(config, rank, points, allowance))
-        cost, update = Cost(), 0.0
-        for number, stage in mine.items():
-            for action in (action for group in actions for action in group if action.stage == number):
-                cost.add(stage.cost_of(action))
-            for key in (("reduce",), ("update",)):
-                cost.add(stage.cost_of_passage(key), stage.scale)
-                update += stage.cost_of_passage(key).elapsed * stage.scale
-        messages = sum(action.kind in "FB" for group in actions for action in group)
-        cost.traffic["pp", "send"] = messages, messages * message
-        cost.seconds["link: pp"] += messages * message_seconds
+        cost = Cost()
+        for action in actions:
+            cost.add(mine[action.stage].cost_of(action), microsteps)
+            neighbour = action.stage + (1 if action.kind == "F" else -1)
+            if action.kind in "FBI" and 0 <= neighbour < len(stages) and neighbour not in mine:
+                cost.traffic["pp", "send"] = tuple(
+                    before + more * microsteps
+                    for before, more in zip(cost.traffic.get(("pp", "send"), (0, 0)), (1, message), strict=True)
+                )
+                cost.seconds["link: pp"] += message_seconds * microsteps
+        for stage in mine.values():
+            cost.add(stage.cost_of_passage(("reduce",)), stage.scale * microsteps)
+            cost.add(stage.cost_of_passage(("update",)), stage.scale)
         costs.append(cost)
-        updates.append(update)
+        reductions.append(sum(stage.cost_of_passage(("reduce",)).elapsed * stage.scale for stage in mine.values()))
+        updates.append(sum(stage.cost_of_passage(("update",)).elapsed * stage.scale for stage in mine.values()))
     end = max(span.end for rank in spans for span in rank)
-    update = max(updates)
     return Plan(
         **common,
         ranks=plans,
         spans=spans,
         cost=max(costs, key=lambda cost: cost.elapsed),
-        step_seconds=end + update,
-        update_seconds=update,
+        step_seconds=(end + max(reductions)) * microsteps + max(updates),
+        update_seconds=max(updates),
     )
 
 
@@ -226,7 +232,8 @@ def rehearsable(config: Config) -> Config:
     kernel, recomputed = config.training.attention_kernel, config.activation_checkpoint.mode
     if kernel == "auto" and config.plan.device != "cpu":
         kernel = KERNELS_ON_CUDA[config.training.mixed_precision_param][0]
-    if recomputed == "memory_budget" or (config.compile.enable and recomputed == "none"):
+    compiled = config.compile.enable and "model" in config.compile.components
+    if recomputed == "memory_budget" or (compiled and recomputed == "none"):
         recomputed = "selective"
     return config.replace(
         training__attention_kernel=kernel,
@@ -238,10 +245,16 @@ def rehearsable(config: Config) -> Config:
 
 
 class _Priced:
-    """A stage's rehearsal with its costs."""
+    """A stage's rehearsal with its costs.
 
-    def __init__(self, rehearsal: Rehearsal, pricer: Pricer):
+    Args:
+        gathers_late: whether a pipeline's first forward of a stage waits for its weights. Schedules of several stages
+            a rank gather them ahead.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, pricer: Pricer, *, gathers_late: bool):
         self.rehearsal, self.pricer, self.scale = rehearsal, pricer, rehearsal.scale
+        self.gathers_late = gathers_late
         self._segments: dict[int, Cost] = {}
         self._passages: dict[tuple, Cost] = {}
 
@@ -265,7 +278,7 @@ class _Priced:
         """Of a pipeline's action. Of a backward in halves, the half for weights has the products that the forward
         has, and what remains is the half for inputs; a first stage does all of it with the weights."""
         if action.kind == "F":
-            return self.cost_of_passage(("F", min(action.microbatch, 1)))
+            return self.cost_of_passage(("F", 0 if self.gathers_late and action.microbatch == 0 else 1))
         whole = self.cost_of_passage(("B", min(action.microbatch, 1)))
         if action.kind == "B":
             return whole
@@ -306,7 +319,7 @@ def _rehearse_all(
                 number,
                 pipeline_rank=ranks[number],
                 n_stages=len(stages),
-                fused=config.compile.enable,
+                fused=config.compile.components if config.compile.enable else (),
             )
             for kind, number in kinds.items()
         }
@@ -353,8 +366,7 @@ ROUNDING = 512
 
 def _whole_step(config: Config, stage: _Priced) -> tuple[list[Point], Cost, float]:
     """Without a pipeline: memory, cost, and the update's seconds."""
-    training = config.training
-    microsteps = training.global_batch_size // (training.local_batch_size * build.data_ranks(config))
+    microsteps = build.microsteps(config)
     ledger, cost = Ledger(stage.rehearsal.held, 1 if config.plan.device == "cpu" else ROUNDING), Cost()
     passages = stage.rehearsal.passages
     for microstep in range(min(microsteps, 3)):
@@ -376,9 +388,10 @@ def _message_bytes(config: Config) -> int:
 
 
 def _pipeline_points(
-    config: Config, stages: dict[int, _Priced], actions: list[Action], n_microbatches: int
+    config: Config, stages: dict[int, _Priced], actions: list[Action], n_microbatches: int, microsteps: int
 ) -> list[Point]:
-    """A pipeline rank's memory: its stages' passages in the order of its actions."""
+    """A pipeline rank's memory: its stages' passages in the order of its actions. Of more than two microsteps the
+    others are as the second."""
     held: Bytes = {}
     schedule, n_stages = config.parallelism.pipeline_parallel_schedule, config.parallelism.n_stages
     message = _message_bytes(config)
@@ -390,22 +403,23 @@ def _pipeline_points(
         held["communication"] = held.get("communication", 0) + buffers * n_microbatches * message
     held["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rehearsal.rotary
     ledger = Ledger(held, 1 if config.plan.device == "cpu" else ROUNDING)
-    begun: set[int] = set()
-    for action in actions:
-        _play(ledger, stages[action.stage], action, n_microbatches - 1, first_backward=action.stage not in begun)
-        if action.kind in "BW":
-            begun.add(action.stage)
-        # torch waits for what it sent only at the step's end (1F1B at once), and keeps it until then: the outputs,
-        # which a backward would free, and the gradients of inputs.
-        if schedule != "1F1B":
-            outputs = action.kind in "BW" and action.stage + 1 < n_stages and action.stage + 1 not in stages
-            gradients = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in stages
-            ledger.level["communication"] += ((outputs and schedule != "GPipe") + gradients) * message
-    after = dict(held)
-    for stage in stages.values():
-        ledger.play(stage.rehearsal.passages[("reduce",)], "reduce")
-    after["gradients"] = sum(stage.rehearsal.gradients for stage in stages.values())
-    ledger.settle(after)
+    after = {**held, "gradients": sum(stage.rehearsal.gradients for stage in stages.values())}
+    for _ in range(min(microsteps, 2)):
+        begun: set[int] = set()
+        for action in actions:
+            first_backward = action.stage not in begun
+            _play(ledger, stages[action.stage], action, n_microbatches - 1, first_backward=first_backward)
+            if action.kind in "BW":
+                begun.add(action.stage)
+            # torch waits for what it sent only at the step's end (1F1B at once), and keeps it until then: the outputs,
+            # which a backward would free, and the gradients of inputs.
+            if schedule != "1F1B":
+                outputs = action.kind in "BW" and action.stage + 1 < n_stages and action.stage + 1 not in stages
+                gradients = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in stages
+                ledger.level["communication"] += ((outputs and schedule != "GPipe") + gradients) * message
+        for stage in stages.values():
+            ledger.play(stage.rehearsal.passages[("reduce",)], "reduce")
+        ledger.settle(after)
     for stage in stages.values():
         ledger.play(stage.rehearsal.passages[("update",)], "update")
     return ledger.points

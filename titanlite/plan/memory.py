@@ -56,7 +56,9 @@ class Ledger:
         for segment in segments:
             net, at_peak = self._summary(segment, without)
             what, *number = segment.mark
-            where = f"{label}, layer {number[0]}" if what.startswith("layer") else label
+            where = label
+            if what.startswith("layer"):
+                where += ", head and loss" if what == "layer head" else f", layer {number[0]}"
             self.points.append(Point(where, {kind: self.level[kind] + at_peak[kind] for kind in KINDS}))
             self.level = {kind: self.level[kind] + net[kind] for kind in KINDS}
             self.points.append(Point(where, dict(self.level)))

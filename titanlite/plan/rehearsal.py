@@ -2,7 +2,8 @@
 three, since the others are alike; and the whole step put together from what those did.
 
 A step is cut at marks. ("F", m) begins the forward of microbatch m and ("B", m) its backward, ("I", m) and ("W", m) its
-two halves, for the gradients of inputs and of weights; within them ("layer F", n) and ("layer B", n) begin block n's.
+two halves, for the gradients of inputs and of weights; within them ("layer F", n) and ("layer B", n) begin block n's,
+and ("layer head", -1) what follows the last block, with the head's own backward where there is no pipeline.
 ("reduce",) is where a pipeline's gradients are reduced and ("update",) is the norm, clipping and the optimizer. What
 lies between two marks is a segment.
 """
@@ -10,7 +11,7 @@ lies between two marks is a segment.
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ def rehearse(
     *,
     pipeline_rank: int,
     n_stages: int,
-    fused: bool = False,
+    fused: Collection[str] = (),
     shortened: bool = True,
 ) -> Rehearsal:
     """Run one step of a stage.
@@ -117,7 +118,7 @@ def rehearse(
         names: of the stage's modules.
         number: of the stage.
         pipeline_rank: that has it.
-        fused: treat blocks and loss as compiled (fusion.py).
+        fused: what of "model" and "loss" to treat as compiled (fusion.py).
         shortened: leave out layers that others stand for; false: run them all, to see that this makes no difference.
     """
     parallelism = config.parallelism
@@ -164,7 +165,9 @@ def rehearse(
     segments = list(_segments(tape.events))
     _name_kinds(segments, logits=config.model.vocab_size)
     if fused:
-        compiled = [segment for segment in segments if segment.mark[0].startswith("layer")]
+        kinds = {"model": ("layer F", "layer B"), "loss": ("layer head",)}
+        marks = [mark for component in fused for mark in kinds[component]]
+        compiled = [segment for segment in segments if segment.mark[0] in marks]
         for segment, events in zip(compiled, fuse([segment.events for segment in compiled]), strict=True):
             segment.events[:] = events
     weights = sum(size for kind, name, size in held if kind == "parameters" and name != "rope")
@@ -268,6 +271,8 @@ def _mark_layers(tape: Tape, stage: Llama) -> None:
         if output.requires_grad:
             output.register_hook(lambda grad: tape.mark("layer B", layer))
 
+    if stage.norm is not None:
+        stage.norm.register_forward_pre_hook(lambda *_: tape.mark("layer head", -1), prepend=True)
     for name, block in stage.layers.items():
         block.register_forward_pre_hook(functools.partial(before, int(name)), prepend=True)
         block.register_forward_hook(functools.partial(after, int(name)))
@@ -284,9 +289,8 @@ def _microbatch(config: Config, n_sequences: int) -> Microbatch:
 def _drive_whole(config: Config, tape: Tape, model: Llama) -> None:
     """The microsteps of step.Step: the first, one of the middle, the last."""
     training = config.training
-    microsteps = training.global_batch_size // (training.local_batch_size * build.data_ranks(config))
     runner, valid = Whole(model), torch.ones((), dtype=torch.float64)
-    numbers = {1: [0], 2: [0, 2]}.get(microsteps, [0, 1, 2])
+    numbers = {1: [0], 2: [0, 2]}.get(build.microsteps(config), [0, 1, 2])
     for microstep in numbers:
         tape.mark("F", microstep)
         fsdp.before_microstep(
@@ -378,7 +382,7 @@ def _name_kinds(segments: Sequence[Segment], *, logits: int) -> None:
     phase, born, ended = "", {}, {}
     for segment in segments:
         what = segment.mark[0]
-        phase = {"layer F": "F", "layer B": "B", "I": "B", "W": "B"}.get(what, what)
+        phase = {"layer F": "F", "layer head": "F", "layer B": "B", "I": "B", "W": "B"}.get(what, what)
         for event in segment.events:
             if isinstance(event, Memory):
                 if event.change > 0 and event.piece not in born:
