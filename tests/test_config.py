@@ -193,8 +193,8 @@ optimizer.name = "adamw"
 > one of "AdamW", "Adam"
 optimizer.implementation = "loop"
 > one of "fused", "foreach", "for-loop"
-optimizer.state_dtype = "float32"; optimizer.state_dtype = 8
-> one of "auto", "bfloat16", "int8"
+optimizer.state_dtype = "float64"; optimizer.state_dtype = 8
+> one of "auto", "float32", "bfloat16", "int8"
 lr_scheduler.decay_type = "exponential"
 > one of "linear", "sqrt", "cosine"
 parallelism.fsdp_reshard_after_forward = 1; parallelism.fsdp_reshard_after_forward = true

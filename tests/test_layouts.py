@@ -177,6 +177,8 @@ ROUNDING: dict[str, dict[str, Any]] = {
     "int8 moments, CPU offload": INT8 | SHARD | OFFLOAD,
     "bfloat16 moments, shard x tp": IN_FLOAT32 | {"optimizer__state_dtype": "bfloat16"} | SHARD | TP,
     "stochastic rounding, shard x tp": STOCHASTIC | SHARD | TP,
+    "stochastic rounding, float32 moments, shard x tp":
+        STOCHASTIC | {"optimizer__state_dtype": "float32"} | SHARD | TP,
     "stochastic rounding, int8 moments, pp x shard": INT8 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
     **{f"float16, {name}": HALF | AXES[name] for name in ("pp", "shard", "cp", "tp")},
     "float16, loss in 3 parts, shard x tp": HALF | LOSS_IN_PARTS | SHARD | TP,

@@ -268,6 +268,11 @@ PRECISIONS = {
         "moments bfloat16: 8 bytes",
         ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
     ),
+    "bfloat16, float32 moments": (
+        "bfloat16 (rounded by chance), compute bfloat16, gradients bfloat16, reduced in float32, "
+        "moments float32: 12 bytes",
+        ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true", "optimizer.state_dtype=float32"],
+    ),
     "bfloat16 moments": (
         "float32, compute float32, gradients float32, reduced in float32, moments bfloat16: 12 bytes",
         ["optimizer.state_dtype=bfloat16"],

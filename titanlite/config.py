@@ -170,7 +170,7 @@ class Optimizer(Section):
     """For weight matrices and embeddings; norms and biases have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations takes the step."""
-    state_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
+    state_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of the two moments; auto: training.dtype; int8: a byte and a scale for each 256 of them."""
     stochastic_rounding: bool = False
     """Round weights that are kept in bfloat16 up or down by chance, so that updates smaller than their last digit are

@@ -1,5 +1,5 @@
-"""Adam with moments in fewer bits, and stochastic rounding of weights, on torchao's low-bit optimizers: the step is
-computed in float32 for each element, and compiled on a GPU."""
+"""Adam with moments in another type than the weights, mostly in fewer bits, and stochastic rounding of weights, on
+torchao's low-bit optimizers: the step is computed in float32 for each element, and compiled on a GPU."""
 
 import contextlib
 from collections.abc import Iterable
@@ -11,8 +11,9 @@ from torchao.optim import AdamW8bit
 
 
 class LowBitAdam(AdamW8bit):
-    """Moments of fewer than 4096 elements on a rank (norms, mostly) keep their weight's type; and, in int8, those whose
-    number of elements is no multiple of 256, the block that shares a scale (arXiv:2110.02861).
+    """Moments of fewer than 4096 elements on a rank (norms, mostly) keep their weight's type where others have fewer
+    bits; and, in int8, those whose number of elements is no multiple of 256, the block that shares a scale
+    (arXiv:2110.02861).
 
     Args:
         wide: weights whose moments keep their type. In int8 an embedding's must (the same paper, section 2.3): rows of
@@ -30,7 +31,7 @@ class LowBitAdam(AdamW8bit):
         *,
         wide: Iterable[Tensor],
         name: Literal["AdamW", "Adam"],
-        state_dtype: Literal["auto", "bfloat16", "int8"],
+        state_dtype: Literal["auto", "float32", "bfloat16", "int8"],
         stochastic_rounding: bool,
         lr: float,
         betas: tuple[float, float],
@@ -49,6 +50,8 @@ class LowBitAdam(AdamW8bit):
             return super().step(closure)
 
     def _new_buffer(self, weight: Tensor, signed: bool) -> Tensor:
+        if self.state_dtype == "float32":
+            return torch.zeros_like(weight, dtype=torch.float32)
         return torch.zeros_like(weight) if id(weight) in self._wide else super()._new_buffer(weight, signed)
 
     def _subclass_zeros(self, weight: Tensor, signed: bool, block_size: int) -> Tensor:

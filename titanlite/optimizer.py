@@ -22,7 +22,7 @@ def init_optimizer(
     eps: float,
     weight_decay: float,
     implementation: Literal["fused", "foreach", "for-loop"],
-    state_dtype: Literal["auto", "bfloat16", "int8"],
+    state_dtype: Literal["auto", "float32", "bfloat16", "int8"],
     stochastic_rounding: bool,
 ) -> torch.optim.Optimizer:
     """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101). Matrices decay, embeddings too; norms and biases do not.
@@ -32,7 +32,8 @@ def init_optimizer(
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    if state_dtype != "auto" or stochastic_rounding:
+    own_type = state_dtype not in ("auto", str(matrices[0].dtype).removeprefix("torch."))
+    if own_type or stochastic_rounding:
         from titanlite.low_bit import LowBitAdam  # here: the import takes a second
 
         return LowBitAdam(

@@ -8,8 +8,11 @@ how long it takes on the device that the config names (cost.py), and what pipeli
 """
 
 import dataclasses
+import functools
+import logging
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 
@@ -28,6 +31,8 @@ CONTEXT_BYTES = int(0.6 * 2**30)
 """CUDA's context, kernels and cuBLAS's workspaces: what nvidia-smi shows of a process before its first tensor."""
 GROUP_BYTES = int(0.25 * 2**30)
 """Buffers of a process group on NCCL."""
+SHORTENED = True
+"""Leave out layers that others stand for; False: rehearse them all, to see that it makes no difference."""
 FRAGMENTATION = 0.03
 """Share of the peak that the allocator cannot hand out, with expandable segments."""
 
@@ -48,7 +53,7 @@ class RankPlan:
     on_host: Bytes
     allowance: dict[str, int]
 
-    @property
+    @functools.cached_property
     def peak(self) -> Point:
         return max(self.points, key=lambda point: point.total)
 
@@ -90,7 +95,7 @@ class Plan:
         ranks = self.axes.get(axis, [0])
         return len(ranks), len({rank // per_host(self.config, self.device) for rank in ranks})
 
-    @property
+    @functools.cached_property
     def worst(self) -> RankPlan:
         return max(self.ranks, key=lambda rank: rank.total)
 
@@ -268,9 +273,9 @@ class _Priced:
         if key not in self._passages:
             total = Cost()
             for segment in self.rehearsal.passages.get(key, []):
-                if id(segment) not in self._segments:
-                    self._segments[id(segment)] = self.pricer.price(segment.events)
-                total.add(self._segments[id(segment)])
+                if id(segment.events) not in self._segments:  # a copy of a layer has the layer's events
+                    self._segments[id(segment.events)] = self.pricer.price(segment.events)
+                total.add(self._segments[id(segment.events)])
             self._passages[key] = total
         return self._passages[key]
 
@@ -310,7 +315,7 @@ def _rehearse_all(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titanlite.plan.rehearsal"])
     workers = min(len(kinds), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_be_quiet, max_tasks_per_child=1) as pool:
         futures: dict[tuple, Future[Rehearsal]] = {
             kind: pool.submit(
                 rehearse,
@@ -319,6 +324,7 @@ def _rehearse_all(
                 number,
                 pipeline_rank=ranks[number],
                 n_stages=len(stages),
+                shortened=SHORTENED,
                 fused=config.compile.components if config.compile.enable else (),
             )
             for kind, number in kinds.items()
@@ -329,6 +335,12 @@ def _rehearse_all(
             if progress:
                 progress("stages rehearsed", len(done), len(futures))
     return [done[likeness(names)] for names in stages]
+
+
+def _be_quiet() -> None:
+    """What libraries warn of is about runs."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
 
 
 def _allowance(config: Config, device: devices.Device) -> dict[str, int]:

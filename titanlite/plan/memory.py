@@ -78,7 +78,7 @@ class Ledger:
 
     def _summary(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
         """Bytes by kind that a segment adds in all, and at its peak."""
-        if id(segment) not in self._summaries:
+        if id(segment.events) not in self._summaries:  # a copy of a layer has the layer's events
             now, total, most = dict.fromkeys(KINDS, 0), 0, 0
             at_peak = dict(now)
             for event in segment.events:
@@ -91,5 +91,5 @@ class Ledger:
                     total += change
                     if total > most:
                         most, at_peak = total, dict(now)
-            self._summaries[id(segment)] = now, at_peak
-        return self._summaries[id(segment)]
+            self._summaries[id(segment.events)] = now, at_peak
+        return self._summaries[id(segment.events)]

@@ -67,6 +67,7 @@ class Rehearsal(NamedTuple):
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
+    """Those of some modules' names that are layers'."""
     return [name for name in names if name.startswith("layers.")]
 
 
@@ -77,11 +78,13 @@ class Shortened(NamedTuple):
         names: of the modules that remain.
         repeated: the layers of which copies stand for those that are gone.
         copies: how many more of them there are.
+        numbers: of all the stage's layers, those that are gone among them.
     """
 
     names: list[str]
     repeated: list[int]
     copies: int
+    numbers: list[int]
 
 
 def shorten(names: Sequence[str], period: int) -> Shortened:
@@ -93,12 +96,12 @@ def shorten(names: Sequence[str], period: int) -> Shortened:
         period: layers after which the pattern repeats.
     """
     layers = layers_of(names)
+    all_numbers = [int(name.split(".")[1]) for name in layers]
     kept = 5 * period + len(layers) % period
     if len(layers) <= kept:
-        return Shortened(list(names), [], 0)
-    gone = set(layers[kept:])
-    numbers = [int(name.split(".")[1]) for name in layers[2 * period : 3 * period]]
-    return Shortened([name for name in names if name not in gone], numbers, (len(layers) - kept) // period)
+        return Shortened(list(names), [], 0, all_numbers)
+    names = [name for name in names if name not in layers[kept:]]
+    return Shortened(names, all_numbers[2 * period : 3 * period], (len(layers) - kept) // period, all_numbers)
 
 
 def rehearse(
@@ -126,7 +129,7 @@ def rehearse(
     every_nth = config.activation_checkpoint.mode == "selective" and option != "op"
     period = option if every_nth else 1
     period = max(period, parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
-    short = shorten(names, period) if shortened else Shortened(list(names), [], 0)
+    short = shorten(names, period if shortened else len(names))
     world = build.world_size(config)
     ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
     mesh.build_layout.cache_clear()  # of another rank's world
@@ -163,7 +166,8 @@ def rehearse(
             optimizer.zero_grad()
         tape.mark("end")
     segments = list(_segments(tape.events))
-    _name_kinds(segments, logits=config.model.vocab_size)
+    vocabulary = config.model.vocab_size
+    _name_kinds(segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
     if fused:
         kinds = {"model": ("layer F", "layer B"), "loss": ("layer head",)}
         marks = [mark for component in fused for mark in kinds[component]]
@@ -377,12 +381,21 @@ def _segments(events: Sequence[Event]) -> Iterator[Segment]:
         yield current
 
 
-def _name_kinds(segments: Sequence[Segment], *, logits: int) -> None:
-    """Give each piece that has no kind yet its kind, by what made it and how long it lives."""
-    phase, born, ended = "", {}, {}
+def _name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
+    """Give each piece that has no kind yet its kind, by what made it and how long it lives.
+
+    Args:
+        logits: lengths of their last dim.
+    """
+    phase, microbatch, born, ended = "", "", {}, {}
     for segment in segments:
-        what = segment.mark[0]
-        phase = {"layer F": "F", "layer head": "F", "layer B": "B", "I": "B", "W": "B"}.get(what, what)
+        what, *number = segment.mark
+        if what in ("F", "B", "I", "W"):  # the two halves of a backward are one
+            phase, microbatch = ("F" if what == "F" else "B") + str(number[0]), str(number[0])
+        elif what == "layer B":
+            phase = "B" + microbatch
+        elif not what.startswith("layer"):
+            phase = what
         for event in segment.events:
             if isinstance(event, Memory):
                 if event.change > 0 and event.piece not in born:
@@ -394,16 +407,17 @@ def _name_kinds(segments: Sequence[Segment], *, logits: int) -> None:
             piece.kind = _kind(piece, begun, ended.get(piece, ""), logits)
 
 
-def _kind(piece: Piece, begun: str, ended: str, logits: int) -> str:
+def _kind(piece: Piece, begun: str, ended: str, logits: Collection[int]) -> str:
     if piece.maker.startswith("fsdp.") or "allgather" in piece.maker:
         return "gathered"
     if piece.maker == "message" or "c10d" in piece.maker:
         return "communication"
-    if begun == "F" and piece.shape and logits % piece.shape[-1] == 0 and piece.shape[-1] > 1 and len(piece.shape) == 2:
+    in_forward, in_backward, microbatch = begun.startswith("F"), begun.startswith("B"), begun[1:]
+    if (in_forward or in_backward) and ended not in (f"F{microbatch}", f"B{microbatch}"):
+        return "gradients"  # the next microbatch's are added
+    if in_forward and piece.shape and piece.shape[-1] in logits:
         return "logits"
-    if begun == "B" and ended != "B":
-        return "gradients"
-    return "activations" if begun == "F" and ended != "F" else "temporary"
+    return "activations" if in_forward and ended != begun else "temporary"
 
 
 def _passages(segments: Sequence[Segment], short: Shortened) -> dict[tuple[Any, ...], list[Segment]]:
@@ -422,9 +436,7 @@ def _passages(segments: Sequence[Segment], short: Shortened) -> dict[tuple[Any, 
 
 
 def _with_all_layers(passage: list[Segment], short: Shortened) -> list[Segment]:
-    """Insert the copies behind the last of the layers that they are copies of."""
-    if not short.copies:
-        return passage
+    """Insert the copies behind the last of the layers that they are copies of, and number all as they would be."""
     whole, unit = [], []
     for segment in passage:
         whole.append(segment)
@@ -433,4 +445,11 @@ def _with_all_layers(passage: list[Segment], short: Shortened) -> list[Segment]:
             if len(unit) == len(short.repeated):
                 whole += unit * short.copies
                 unit = []
-    return whole
+    forward, backward = iter(short.numbers), reversed(short.numbers)
+    following = {"layer F": lambda: next(forward), "layer B": lambda: next(backward)}
+    return [
+        Segment((segment.mark[0], following[segment.mark[0]]()), segment.events)
+        if segment.mark[0] in following
+        else segment
+        for segment in whole
+    ]

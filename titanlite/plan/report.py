@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +12,7 @@ from titanlite import build
 from titanlite.plan import Plan, RankPlan, per_host
 from titanlite.plan.rehearsal import KINDS
 
-GIB = 2**30
+GIB, WIDTH = 2**30, 126
 
 
 def verdict(plan: Plan) -> tuple[bool, str]:
@@ -48,16 +49,20 @@ def report(plan: Plan, file: str) -> Group:
     return Group(*parts)
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def memory_table(plan: Plan) -> Table:
     """By rank and kind, at each rank's peak."""
-    table = Table(title="memory at the peak of a step, GiB", title_justify="left")
-    table.add_column("pipeline rank" if len(plan.ranks) > 1 else "rank")
+    table = _table("memory at the peak of a step, GiB")
+    table.add_column("rank")
     shown = [kind for kind in KINDS if any(rank.peak.bytes[kind] for rank in plan.ranks)]
     for name in (*shown, "tensors", "allowance", "total"):
         table.add_column(name, justify="right")
     for rank in plan.ranks:
         sizes = [*(rank.peak.bytes[kind] for kind in shown), rank.peak.total, sum(rank.allowance.values()), rank.total]
-        name = str(rank.rank) if len(plan.ranks) > 1 else "each"
+        name = f"pp {rank.rank}" if len(plan.ranks) > 1 else "each"
         table.add_row(name, *(f"{size / GIB:.2f}" for size in sizes), style="bold" if rank is plan.worst else "")
     allowance = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.worst.allowance.items())
     table.caption = f"allowance: {allowance}" if allowance else None
@@ -74,7 +79,7 @@ def host_line(rank: RankPlan) -> Text:
 
 def traffic_table(plan: Plan) -> Table:
     """Of the busiest rank, by mesh axis."""
-    table = Table(title="traffic of a rank in a step", title_justify="left")
+    table = _table("traffic of a rank in a step")
     for name in ("axis", "collective", "ranks", "over"):
         table.add_column(name)
     for name in ("times", "GiB", "GiB each"):
@@ -88,7 +93,7 @@ def traffic_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """Where the step goes."""
-    table = Table(title="time of a step", title_justify="left")
+    table = _table("time of a step")
     table.add_column("")
     table.add_column("seconds", justify="right")
     table.add_column("of the step", justify="right")
@@ -119,7 +124,7 @@ def speed_line(plan: Plan) -> str:
     """Rates."""
     parts = [
         f"{plan.tokens_per_second:,.0f} tokens/s a device, {plan.tokens_per_second * plan.world_size:,.0f} in all",
-        f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.0f} TFLOP/s",
+        f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s",
     ]
     if plan.spans:
         parts.append(f"pipeline bubble {plan.bubble:.1%} ({plan.config.parallelism.pipeline_parallel_schedule})")
@@ -142,4 +147,7 @@ def budget_line(plan: Plan) -> str:
 
 
 def print_report(plan: Plan, file: str) -> None:
-    Console(highlight=False).print(report(plan, file))
+    console = Console(highlight=False)
+    if console.width < WIDTH:  # a wrapped line is easier to read than a cut word
+        console = Console(highlight=False, width=WIDTH)
+    console.print(report(plan, file))

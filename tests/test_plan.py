@@ -1,0 +1,293 @@
+"""The plan against closed forms, against itself with all layers, and against what a process really allocates."""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite import build, config, mesh, parity, plan
+from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
+from titanlite.plan.report import verdict
+from titanlite.plan.schedule import all_actions, idle_share, simulate
+
+ROOT = Path(__file__).parents[1]
+TENSOR, CONTEXT, PIPELINE, SHARD = (
+    f"--parallelism.{axis}_degree=2"
+    for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_shard")
+)
+
+
+def loaded(*argv: str, file: str = "debug") -> config.Loaded:
+    return config.load([str(ROOT / "configs" / f"{file}.toml"), *argv])
+
+
+def kinds_at_most(made: plan.Plan) -> dict[str, int]:
+    """Of each kind, the most that the worst rank has at any time."""
+    points = made.worst.points
+    return {kind: max(point.bytes[kind] for point in points) for kind in points[0].bytes}
+
+
+TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes a parameter) of 7B on 4 devices
+    "replicate": (84, ["data_parallel_replicate_degree=4", "data_parallel_shard_degree=1"]),
+    "ZeRO-1": (42, ["fsdp_reshard_after_forward=never", "fsdp_reduce_gradients=last_microstep"]),
+    "ZeRO-2": (31.5, ["fsdp_reshard_after_forward=never"]),
+    "ZeRO-3": (21, []),
+}
+
+
+@pytest.mark.parametrize(("expected", "options"), TEXTBOOK.values(), ids=TEXTBOOK)
+def test_textbook_states_of_zero(expected, options):
+    """arXiv:1910.02054, figure 1, with gradients and weights in 2 bytes and two moments of 4. FSDP's own shard of
+    weights that it keeps gathered is beside them, and not in the textbook."""
+    if "shard" not in "".join(options).replace("reshard", ""):
+        options = [*options, "data_parallel_shard_degree=4"]
+    made = plan.make_plan(
+        loaded(
+            *("--training.dtype=bfloat16", "--optimizer.state_dtype=float32", "--compile.enable=false"),
+            *("--training.mixed_precision_reduce=bfloat16", "--training.seq_len=64", "--training.local_batch_size=1"),
+            *("--training.global_batch_size=12", *(f"--parallelism.{option}" for option in options)),
+            file="llama2_7b",
+        )
+    )
+    most = kinds_at_most(made)
+    whole = max(most["parameters"], most["gathered"]) + most["gradients"] + most["optimizer"]
+    assert whole / made.n_parameters * 7 == pytest.approx(expected, rel=0.01)
+
+
+END = ("reduce", "update")
+LAYOUTS = {
+    "accumulation": [SHARD, "--training.global_batch_size=128"],
+    "ZeRO-1": [
+        *(SHARD, "--training.global_batch_size=128", "--parallelism.fsdp_reshard_after_forward=never"),
+        "--parallelism.fsdp_reduce_gradients=last_microstep",
+    ],
+    "tensor, recompute op": [TENSOR, "--activation_checkpoint.mode=selective"],
+    "every third": [
+        *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"),
+        "--model.n_layers=22",
+    ],
+    "ring, prefetch": [CONTEXT, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
+    "1F1B": [PIPELINE],
+    "ZBV, tensor": [PIPELINE, TENSOR, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+}
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_leaving_layers_out_makes_no_difference(options, monkeypatch):
+    """To the byte, at each moment but for the end of the step, where what is left of gradients is not played back."""
+    job = loaded("--model.n_layers=15", *options)
+    short = plan.make_plan(job)
+    monkeypatch.setattr(plan, "SHORTENED", False)
+    whole = plan.make_plan(job)
+    assert [rank.peak.total for rank in short.ranks] == [rank.peak.total for rank in whole.ranks]
+    both = [[point.total for point in made.worst.points if point.label not in END] for made in (short, whole)]
+    assert both[0] == both[1]
+    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)  # the update's share is scaled
+    assert short.cost.flops == whole.cost.flops
+
+
+REAL = {
+    "plain": [],
+    "accumulation": ["training.global_batch_size=12"],
+    "recompute full": ["activation_checkpoint.mode=full"],
+    "loss in parts": ["training.loss_chunks=4"],
+    "moments in bfloat16": ["optimizer.state_dtype=bfloat16"],
+}
+
+
+def real_peak(argv: list[str]) -> int:
+    """Bytes of this process's third step at its peak, as torch's allocator reports them from the model's first on."""
+    gc.collect()  # what an earlier call left would be freed now
+    launch = config.Launch.from_environment(n_devices=0)
+    job, device = config.check(config.load(argv), launch), torch.device("cpu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        layout = build.build_layout(job, device)
+        model, stages = build.build_model(job, layout, device)
+        work = build.build_step(job, layout, model, stages, device)
+        optimizer = build.build_optimizer(job, model, stages.values())
+        loader = build.build_loader(job, layout, parity.proof_sequences(job), device=device, state=None)
+        parameters = list(model.parameters())
+        for _ in range(3):
+            batch, began = loader.next(), time.time_ns()
+            work.forward_backward(batch)
+            norm = gradient_norm(parameters, device)
+            scale_gradients(parameters, clip_factor(norm, job.training.max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        loader.close()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level) if event.start_ns() >= began else peak
+    return peak
+
+
+@pytest.mark.parametrize("options", REAL.values(), ids=REAL)
+def test_memory_is_that_of_a_real_run(options, ranks):
+    """Where a process is alone and no message has a buffer, all that differs is a few numbers that nobody counts."""
+    argv = [
+        *(str(ROOT / "configs" / "debug.toml"), "--plan.device=cpu", "--training.seq_len=64"),
+        *("--training.local_batch_size=4", *(f"--{option}" for option in options)),
+    ]
+    measured = ranks(1).run(real_peak, argv=argv)[0]
+    planned = plan.make_plan(config.load(argv)).worst.peak.total
+    assert planned == pytest.approx(measured, rel=0.005)
+
+
+def test_products_and_traffic_are_those_of_the_formulas():
+    made = plan.make_plan(loaded(SHARD, "--training.local_batch_size=2", "--plan.device=cpu"))
+    n_layers, dim, vocabulary = 6, 256, 272
+    tokens = 2 * 256
+    weights = made.n_parameters - vocabulary * dim - (2 * n_layers + 1) * dim  # norms multiply no matrix
+    attention = 7 * 2 * dim * tokens * 256 // 2 * n_layers  # 2 products forward, 5 backward, half of them masked
+    assert sum(made.cost.flops.values()) == 6 * weights * tokens + attention
+    blocks = made.n_parameters - 2 * vocabulary * dim - dim
+    count, size = made.cost.traffic["fsdp", "all_gather"]
+    # Norm and head once; blocks twice, and the embedding too, though its backward does not need it.
+    assert size == 4 * (2 * blocks + 3 * vocabulary * dim + dim)
+    assert count == 2 * n_layers + 3
+    assert made.cost.traffic["fsdp", "reduce_scatter"] == (n_layers + 2, 4 * made.n_parameters)
+
+
+def test_tensor_parallel_traffic():
+    """A gather into and a scatter out of each attention and feed-forward, forward and backward."""
+    made = plan.make_plan(loaded(TENSOR, "--training.local_batch_size=2", "--plan.device=cpu"))
+    n_layers, activation = 6, 4 * 2 * 256 * 256
+    gathers, scatters = made.cost.traffic["tp", "all_gather"], made.cost.traffic["tp", "reduce_scatter"]
+    # Beside the layers, forward and backward: into the head, and out of the embedding.
+    assert gathers == (4 * n_layers + 2, (4 * n_layers + 2) * activation)
+    assert scatters == (4 * n_layers + 2, (4 * n_layers + 2) * activation)
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
+def test_simulated_bubble_is_the_formula(schedule, per_rank):
+    n_ranks, n_microbatches = 4, 8
+    turns = all_actions(schedule, n_ranks, n_ranks * per_rank, n_microbatches)
+    spans = simulate(turns, n_ranks * per_rank, lambda action: {"F": 1.0, "B": 2.0}[action.kind])
+    assert idle_share(spans) == pytest.approx((n_ranks - 1) / (per_rank * n_microbatches + n_ranks - 1))
+
+
+def test_messages_take_time():
+    turns = all_actions("1F1B", 4, 4, 8)
+    ends = [
+        max(span.end for rank in simulate(turns, 4, lambda _: 1.0, message) for span in rank) for message in (0.0, 0.5)
+    ]
+    assert ends[1] > ends[0] + 2 * 3 * 0.5 - 1e-9  # there and back along the pipeline, at the least
+
+
+def test_settings_that_save_memory_do():
+    def peak(*options: str) -> int:
+        return plan.make_plan(loaded("--training.seq_len=512", *options)).worst.peak.total
+
+    assert peak("--activation_checkpoint.mode=full") < peak("--activation_checkpoint.mode=selective") < peak()
+    assert peak("--compile.enable") < peak()
+    assert peak("--compile.enable") < peak("--compile.enable", '--compile.components=["loss"]') < peak()
+
+
+def test_offloaded_states_are_in_host_memory():
+    off = plan.make_plan(loaded("--training.enable_cpu_offload"))
+    on = plan.make_plan(loaded())
+    states = sum(kinds_at_most(on)[kind] for kind in ("parameters", "optimizer"))
+    assert sum(off.worst.on_host.values()) >= states
+    assert off.worst.peak.total <= on.worst.peak.total - states
+
+
+@pytest.mark.parametrize("options", [[SHARD], [PIPELINE]], ids=str)
+def test_a_step_frees_what_it_allocates(options, monkeypatch):
+    monkeypatch.setattr(plan, "SHORTENED", False)
+    points = plan.make_plan(loaded(*options, "--plan.device=cpu")).worst.points
+    left = {kind: points[-1].bytes[kind] - size for kind, size in points[0].bytes.items()}
+    assert all(abs(size) < 100 for size in left.values()), left  # a scalar or two
+
+
+def command(module: str, *argv: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, *(["-m", module] if module != "train.py" else [str(ROOT / module)])]
+    environment = {**os.environ, "COLUMNS": "120"}
+    return subprocess.run([*program, *argv], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+WRONG = [
+    ["--model.n_heads=7"],
+    ["--parallelism.tensor_parallel_degree=3", "--optimizer.lr=-1"],
+    ["--training.sequence=12"],
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_a_config_that_cannot_run_is_refused_with_the_trainers_lines(options):
+    refused, trained = (command(module, "configs/debug.toml", *options) for module in ("titanlite.plan", "train.py"))
+    assert refused.returncode == trained.returncode == 2
+    assert refused.stderr == trained.stderr
+
+
+def test_command():
+    done = command("titanlite.plan", "configs/debug_pp.toml", "--plan.tokens=1000000", "--plan.price=2")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"fits: \d+\.\d of 79\.2 GiB on pipeline rank \d", done.stdout)
+    wanted = ("activations", "traffic of a rank", "matrix products", "tokens/s a device", "MFU", "device-hours", "MWh")
+    assert [word for word in wanted if word not in done.stdout] == []
+    assert not re.search("Traceback|Warning|warn", done.stderr), done.stderr
+
+
+def test_what_does_not_fit_says_so():
+    options = ("--model.flavor=llama3_8b", "--training.seq_len=65536", "--training.local_batch_size=1")
+    made = plan.make_plan(loaded(*options, "--plan.device=rtx_4090"))
+    fits, line = verdict(made)
+    assert not fits
+    assert line.startswith("does NOT fit")
+    assert command("titanlite.plan", "configs/debug.toml", *options, "--plan.device=rtx_4090").returncode == 1
+
+
+def test_a_device_of_ones_own(tmp_path):
+    text = (
+        "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_rate = 1e12\nlink = 1e11\nnetwork = 1e10\n"
+        "host_link = 1e10\nwatts = 100.0\nper_host = 4\nsource = 'mine'\n"
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    made = plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
+    assert made.device.source == "mine"
+    assert made.world_size == 4
+    (tmp_path / "mine.toml").write_text(text.replace("watts", "volts"))
+    with pytest.raises(config.ConfigError) as error:
+        plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
+    assert [problem.rpartition(": ")[2] for problem in error.value.problems] == [
+        "missing key watts",
+        "unknown key volts",
+    ]
+    with pytest.raises(config.ConfigError, match="expected one of a100_40"):
+        plan.make_plan(loaded("--plan.device=h300"))
+
+
+def test_a_host_without_devices_is_told_of_the_plan(monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * gib // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
+    with pytest.raises(config.ConfigError) as error:
+        config.ranks_per_host(loaded(file="70b"), {}, n_devices=0)
+    (line,) = error.value.problems
+    assert "needs 64 devices, and this host has none" in line
+    assert "16 GiB" in line
+    assert "394 GiB" in line
+    assert "python -m titanlite.plan" in line
+    assert "70b.toml" in line
+    assert config.ranks_per_host(loaded(file="debug_tp"), {}, n_devices=0) == 2
+
+
+def test_parameters_are_counted_without_torch():
+    for flavor in ("debug", "llama3_1b", "llama3_70b"):
+        job = loaded(f"--model.flavor={flavor}").config
+        assert config.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
+
+
+def test_axes_have_the_meshs_ranks():
+    made = plan.make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_host=4"))
+    assert {axis: made.axes[axis] for axis in ("pp", "fsdp", "tp")} == {"pp": [0, 4], "fsdp": [0, 2], "tp": [0, 1]}
+    assert made.spread("pp") == (2, 2)
+    assert made.spread("fsdp") == (2, 1)
+    assert mesh.AXES[0] == "pp"
