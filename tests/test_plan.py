@@ -63,10 +63,6 @@ def test_textbook_states_of_zero(expected, options):
 END = ("reduce", "update")
 LAYOUTS = {
     "accumulation": [SHARD, "--training.global_batch_size=128"],
-    "ZeRO-1": [
-        *(SHARD, "--training.global_batch_size=128", "--parallelism.fsdp_reshard_after_forward=never"),
-        "--parallelism.fsdp_reduce_gradients=last_microstep",
-    ],
     "tensor, recompute op": [TENSOR, "--activation_checkpoint.mode=selective"],
     "every third": [
         *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"),
@@ -213,18 +209,12 @@ def command(module: str, *argv: str) -> subprocess.CompletedProcess:
     return subprocess.run([*program, *argv], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-WRONG = [
-    ["--model.n_heads=7"],
-    ["--parallelism.tensor_parallel_degree=3", "--optimizer.lr=-1"],
-    ["--training.sequence=12"],
-]
-
-
-@pytest.mark.parametrize("options", WRONG, ids=str)
-def test_a_config_that_cannot_run_is_refused_with_the_trainers_lines(options):
+def test_a_config_that_cannot_run_is_refused_with_the_trainers_lines():
+    options = ["--parallelism.tensor_parallel_degree=3", "--optimizer.lr=-1", "--training.sequence=12"]
     refused, trained = (command(module, "configs/debug.toml", *options) for module in ("titanlite.plan", "train.py"))
     assert refused.returncode == trained.returncode == 2
     assert refused.stderr == trained.stderr
+    assert len(refused.stderr.splitlines()) == 2  # what is of a wrong type keeps the rules from being read
 
 
 def test_command():

@@ -1,10 +1,16 @@
 """What a config needs and how fast it will go, without the hardware that it names.
 
     python -m titanlite.plan CONFIG.toml [--section.key=value ...] [--html FILE]
+    python -m titanlite.plan --advise --gpus N --device NAME --model NAME --seq-len TOKENS
+                             [--global-batch TOKENS] [--float8] [--top K] [--write FILE.toml]
 
 Prints memory, traffic, time and cost of a training step on `plan.device`. --html writes the same with pictures (memory
 over the step, the pipeline's schedule, where the time goes) as one file. A config that cannot run is refused with
 train.py's own lines.
+
+--advise takes no config: it searches the layouts of a model on so many devices that are legal and fit, plans the most
+promising ones, prints the fastest and why, and writes the first as a config that trains (titanlite/plan/advise.py). It
+takes a few minutes.
 
 Exit status: 0 it fits its device; 1 it does not; 2 the config is wrong.
 """
@@ -18,22 +24,27 @@ from pathlib import Path
 
 from rich.console import Console
 
-from titanlite import options
+from titanlite import options, plan
 from titanlite.config import load
 from titanlite.options import ConfigError
+from titanlite.plan import advise
+from titanlite.plan.report import print_report, verdict
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--html", type=Path)
+    advise.add_options(parser)
     arguments, others = parser.parse_known_args(argv)
     began, console = time.monotonic(), Console(stderr=True)
     try:
+        advise.refuse_mixtures(arguments, others)
+        if arguments.advise:
+            return advise.main(arguments)
         loaded = load(others)
-        from titanlite import plan  # here: a wrong config is refused before torch is imported
-        from titanlite.plan.report import print_report, verdict
-
         with console.status("rehearsing") as status:
 
             def progress(what: str, done: int, of: int) -> None:
@@ -45,7 +56,7 @@ def main(argv: list[str]) -> int:
         return 2
     print_report(made, loaded.file)
     if arguments.html:
-        from titanlite.plan.pictures import write_html
+        from titanlite.plan.pictures import write_html  # here: matplotlib takes a second to import
 
         write_html(made, loaded.file, arguments.html)
         print(f"written: {arguments.html}")

@@ -118,8 +118,8 @@ class Pricer:
         n, hosts = len(ranks), len({rank // self.per_host for rank in ranks})
         link, network = self.device.link * EFFICIENCY["link"][0], self.device.network * EFFICIENCY["network"][0]
         rate = link if hosts == 1 else min(link, network * max(n // hosts, 1))
-        if name in ("send", "broadcast"):
-            moved = float(size)
+        if name == "send":  # at a host's border one rank has one adapter
+            moved, rate = float(size), link if hosts == 1 else network
         elif name == "all_to_all":  # nothing is passed on: what goes to other hosts takes each rank's own adapter
             away = (n - n // hosts) / n if hosts > 1 else 0.0
             return COLLECTIVE_SECONDS + max(size * (n - 1) / n / link, size * away / network)
