@@ -15,7 +15,7 @@ end); each step is a line of JSON, and the first of a launch, which connects the
     simulated  the same actions in the same order, each beginning as soon as its rank is free and its input is there,
                with messages that take no time; what is measured beyond it is Python, gloo and waiting for a core
 
-Both are of titanlite/plan/schedule.py, by which the plan knows a step's time.
+What is simulated is titanlite/plan/schedule.py, by which the plan knows a step's time.
 """
 
 import argparse
@@ -38,6 +38,9 @@ from titanlite.stages import ONE_STAGE, Schedule, rank_of_stage
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
+
+
+HEAD = f"{'idle share':22} {'ranks':>5} {'microbatches':>12} {'formula':>8} {'simulated':>10} {'measured':>9}"
 
 
 class Sleeps(NamedTuple):
@@ -205,8 +208,7 @@ def main() -> None:
         for schedule in options.schedules:
             table += [compare(pool, schedule, count, whole, options.steps) for count in options.microbatches]
         pool.close()
-    print(f"{'idle share':22} {'ranks':>5} {'microbatches':>12} {'formula':>8} {'simulated':>10} {'measured':>9}")
-    print("\n".join(table))
+    print("\n".join([HEAD, *table]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What each option saves: memory and time of a training step with one option changed, beside a step with none.
 
     python benchmarks/options_memory.py [--rounds 5] [--cases "loss_chunks = 8" ...]       (default: all cases)
+    python benchmarks/options_memory.py --vocab-size 131072 --cases "loss_chunks = 2"     (as large as Llama 3's)
     python benchmarks/options_memory.py --device cuda [the same]
 
 One rank takes whole steps (forward, backward, clipping, optimizer) as train.py does, of a model whose vocabulary is
@@ -59,6 +60,7 @@ CASES: dict[str, Options] = {
         "activation_checkpoint.mode": "selective",
         "activation_checkpoint.selective_ac_option": 2,
     },
+    "loss_chunks = 2": {"training.loss_chunks": 2},
     "loss_chunks = 8": {"training.loss_chunks": 8},
     "weights in bfloat16": {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": "true"},
     "moments in bfloat16": {"optimizer.state_dtype": "bfloat16"},
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", metavar="CASE")
+    parser.add_argument("--vocab-size", type=int, help="instead of the model's; draws nothing")
     arguments = parser.parse_args()
     device = arguments.device
     cases = CASES | (ONLY_ON_CUDA if device == "cuda" else ONLY_ON_CPU)
@@ -210,6 +213,8 @@ def main() -> None:
         parser.error(f"no such case on {device}: {', '.join(sorted(unknown))}; there are: {', '.join(cases)}")
     map_each_tensor()
     common = MODELS[device] | {"training.local_batch_size": 1}
+    if arguments.vocab_size:
+        common["model.vocab_size"] = arguments.vocab_size
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     print(f"torch {torch.__version__}, torchao {version('torchao')}, {name}; {json.dumps(common)}", flush=True)
     baseline, rows, of_baseline = Side(common, device), [], []
@@ -231,7 +236,12 @@ def main() -> None:
     print(table(rows))
     file = "options_memory.png" if device == "cpu" else "options_memory_cuda.png"
     size = f"{common['model.flavor']} model, {common['training.seq_len']} tokens, {name}"
-    draw(rows, HERE.parent / "docs" / "images" / file, f"Peak memory of a training step, one option at a time ({size})")
+    if not arguments.vocab_size:
+        draw(
+            rows,
+            HERE.parent / "docs" / "images" / file,
+            f"Peak memory of a training step, one option at a time ({size})",
+        )
 
 
 if __name__ == "__main__":

@@ -12,17 +12,25 @@ but not the context. Where theirs recomputes every second matrix product (torcht
 not offer, two plans are shown, of "selective" (no product is computed again) and of "full" (all are), and theirs is to
 lie between them or near one. Losses of 2024 were not compiled, so neither is ours in those rows.
 
+Bubbles: bubble.py's, simulated and measured. Then what two plans cost themselves.
+
 Prints a line of JSON a row, then the tables. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory and 20
 % for speed.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import platform
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import bubble
+import psutil
 import torch
 import torch.distributed as dist
 from resident import forget_peak, map_each_tensor, resident_bytes
@@ -245,6 +253,34 @@ def distance(published: float, planned: list[float], allowed: float) -> str:
     return f"{off:+7.1%}" + ("!" if abs(off) > allowed else "")
 
 
+def against_measured_bubbles() -> list[str]:
+    """Lines of bubble.py's table: idle shares by the formula, as simulated, and as measured."""
+    lines, whole = [bubble.HEAD], bubble.Sleeps(0.04, 0.04, 0.04)
+    for n_ranks in (2, 4):
+        pool = Pool(n_ranks, timeout_seconds=600)
+        lines += [bubble.compare(pool, schedule, 8, whole, steps=3) for schedule in bubble.SCHEDULES]
+        pool.close()
+    return lines
+
+
+def own_cost() -> list[str]:
+    """What planning takes: seconds, and memory of all its processes together at the most."""
+    lines = [f"{'the plan of':24} {'devices':>8} {'seconds':>8} {'GiB':>6}"]
+    for name, devices in (("70b", 64), ("405b", 16384)):
+        began, most = time.monotonic(), 0
+        command = [sys.executable, "-m", "titanlite.plan", str(DEBUG.parent / f"{name}.toml")]
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=HERE.parent)
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                tree = [process, *process.children(recursive=True)]
+                most = max(most, sum(one.memory_info().rss for one in tree))
+            time.sleep(0.2)
+        row = {"plan": name, "devices": devices, "seconds": time.monotonic() - began, "GiB": most / 2**30}
+        print(json.dumps(row), flush=True)
+        lines.append(f"{name:24} {devices:8,} {row['seconds']:8.1f} {row['GiB']:6.2f}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -254,7 +290,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, {platform.machine()}; {json.dumps(MODEL)}")
     real = [] if arguments.published else against_real_runs(arguments.only)
     published = against_published_runs()
-    print("\n".join([*real, "", *published]))
+    bubbles = [] if arguments.published else ["", *against_measured_bubbles(), "", *own_cost()]
+    print("\n".join([*real, "", *published, *bubbles]))
 
 
 if __name__ == "__main__":

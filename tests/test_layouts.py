@@ -114,7 +114,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "documents, ring 2 x ulysses 2": DOCUMENTS | USP,
     "documents, pp": DOCUMENTS | PP,
     "documents, cp x tp": DOCUMENTS | CP | TP,
-    "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
     # Recomputed activations
     **{f"{mode} recomputation, {name}": {"activation_checkpoint__mode": mode} | AXES[name]
        for mode in ("full", "selective") for name in ("pp", "shard", "cp", "tp")},
@@ -123,13 +122,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "full recomputation, ulysses, documents": FULL | ULYSSES | DOCUMENTS,
     "selective recomputation, ulysses, documents": SELECTIVE | ULYSSES | DOCUMENTS,
     "full recomputation, ZBVZeroBubble": FULL | schedule("ZBVZeroBubble"),
-    "selective recomputation, pp x cp x tp": SELECTIVE | PP | CP | TP,
     "every second block recomputed, DualPipeV": EVERY_SECOND | schedule("DualPipeV"),
     # The loss in parts
     **{f"loss in 3 parts, {name}": LOSS_IN_PARTS | AXES[name] for name in ("pp", "shard", "cp", "tp")},
     "loss in 3 parts, tp, logits gathered": LOSS_IN_PARTS | TP | {"disable_loss_parallel": True},
     "loss in 3 parts, shard, tied embeddings": LOSS_IN_PARTS | SHARD | TIED,
-    "loss in 3 parts, InterleavedZeroBubble x tp": LOSS_IN_PARTS | schedule("InterleavedZeroBubble") | TP,
+    "loss in 3 parts, InterleavedZeroBubble": LOSS_IN_PARTS | schedule("InterleavedZeroBubble"),
     "loss in 3 parts, compiled, tp": LOSS_IN_PARTS | COMPILED | TP,
     # Explicit prefetch
     "prefetch 2, shard": PREFETCH | SHARD,
@@ -137,9 +135,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "prefetch 2, cp x tp": PREFETCH | CP | TP,
     # Compiled, a block at a time
     "compiled, full recomputation, shard": COMPILED | FULL | SHARD,
-    "compiled, full recomputation, cp x tp": COMPILED | FULL | CP | TP,
     "compiled, selective recomputation, shard": COMPILED | SELECTIVE | SHARD,
-    "compiled, selective recomputation, cp x tp": COMPILED | SELECTIVE | CP | TP,
+    "compiled, selective recomputation, cp": COMPILED | SELECTIVE | CP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
     "compiled, tp, logits gathered": COMPILED | TP | {"disable_loss_parallel": True},
@@ -169,9 +166,9 @@ ROUNDING: dict[str, dict[str, Any]] = {
     "float8 gathered, shard": FLOAT8 | GATHERED | SHARD,
     "float8 gathered, shard x tp": FLOAT8 | GATHERED | SHARD | TP,
     "float8 gathered, pp x shard": FLOAT8 | GATHERED | PP | SHARD,
-    "float8, shard x cp x tp": FLOAT8 | SHARD | CP | TP,
+    "float8, cp x tp": FLOAT8 | CP | TP,
     "float8, selective recomputation, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
-    "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
+    "float8, compiled, tp": FLOAT8 | COMPILED | TP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
     **{f"int8 moments, {name}": INT8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
     "int8 moments, CPU offload": INT8 | SHARD | OFFLOAD,
@@ -184,12 +181,18 @@ ROUNDING: dict[str, dict[str, Any]] = {
     "float16, loss in 3 parts, shard x tp": HALF | LOSS_IN_PARTS | SHARD | TP,
 }  # fmt: skip
 NIGHTLY = {
+    "memory budget, inductor, shard x tp":  # minutes of a C++ compiler
+    {"activation_checkpoint__mode": "memory_budget", **COMPILED, "compile__backend": "inductor"} | SHARD | TP,
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
     "all five axes": product(*AXES),
     "all five axes, ZBVZeroBubble, documents": product(*AXES) | schedule("ZBVZeroBubble") | DOCUMENTS,
     "pp x ring x ulysses x tp": PP | USP | TP,
     "compiled, pp x cp x tp": COMPILED | PP | CP | TP,
     "full recomputation, pp x cp x tp": FULL | PP | CP | TP,
+    "selective recomputation, pp x cp x tp": SELECTIVE | PP | CP | TP,
+    "compiled, full recomputation, cp x tp": COMPILED | FULL | CP | TP,
+    "compiled, selective recomputation, cp x tp": COMPILED | SELECTIVE | CP | TP,
+    "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
 }
 
 

@@ -1,5 +1,6 @@
 """The plan against closed forms, against itself with all layers, and against what a process really allocates."""
 
+import functools
 import gc
 import os
 import re
@@ -13,6 +14,7 @@ import torch
 
 from titanlite import build, config, mesh, parity, plan
 from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
+from titanlite.plan import __main__ as plan_command
 from titanlite.plan.report import verdict
 from titanlite.plan.schedule import all_actions, idle_share, simulate
 
@@ -66,18 +68,18 @@ LAYOUTS = {
     "tensor, recompute op": [TENSOR, "--activation_checkpoint.mode=selective"],
     "every third": [
         *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"),
-        "--model.n_layers=22",
+        "--model.n_layers=19",
     ],
     "ring, prefetch": [CONTEXT, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
     "1F1B": [PIPELINE],
-    "ZBV, tensor": [PIPELINE, TENSOR, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+    "ZBV": [PIPELINE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
 }
 
 
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_leaving_layers_out_makes_no_difference(options, monkeypatch):
     """To the byte, at each moment but for the end of the step, where what is left of gradients is not played back."""
-    job = loaded("--model.n_layers=15", *options)
+    job = loaded("--model.n_layers=10", *options)
     short = plan.make_plan(job)
     monkeypatch.setattr(plan, "SHORTENED", False)
     whole = plan.make_plan(job)
@@ -92,8 +94,7 @@ REAL = {
     "plain": [],
     "accumulation": ["training.global_batch_size=12"],
     "recompute full": ["activation_checkpoint.mode=full"],
-    "loss in parts": ["training.loss_chunks=4"],
-    "moments in bfloat16": ["optimizer.state_dtype=bfloat16"],
+    "loss in parts, moments in bfloat16": ["training.loss_chunks=4", "optimizer.state_dtype=bfloat16"],
 }
 
 
@@ -179,6 +180,7 @@ def test_messages_take_time():
 
 
 def test_settings_that_save_memory_do():
+    @functools.cache
     def peak(*options: str) -> int:
         return plan.make_plan(loaded("--training.seq_len=512", *options)).worst.peak.total
 
@@ -214,7 +216,7 @@ def test_a_config_that_cannot_run_is_refused_with_the_trainers_lines():
     refused, trained = (command(module, "configs/debug.toml", *options) for module in ("titanlite.plan", "train.py"))
     assert refused.returncode == trained.returncode == 2
     assert refused.stderr == trained.stderr
-    assert len(refused.stderr.splitlines()) == 2  # what is of a wrong type keeps the rules from being read
+    assert "tensor_parallel_degree = 3" in refused.stderr
 
 
 def test_command():
@@ -232,7 +234,7 @@ def test_what_does_not_fit_says_so():
     fits, line = verdict(made)
     assert not fits
     assert line.startswith("does NOT fit")
-    assert command("titanlite.plan", "configs/debug.toml", *options, "--plan.device=rtx_4090").returncode == 1
+    assert plan_command.main([str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
 
 
 def test_a_device_of_ones_own(tmp_path):

@@ -365,7 +365,7 @@ def main(argv: list[str]) -> int:
         if not launched:
             world = ranks_wanted(loaded, os.environ, n_devices=0)
             launch = Launch(0, 0, world, world, 0)
-        resolved = check(_runnable(loaded, on_cpu=not n_devices), launch)
+        resolved = check(runnable(loaded, on_cpu=not n_devices), launch)
         small, changed = shrink(dataclasses.replace(loaded, config=resolved), arguments.dtype)
         config = check(small, launch)
         if not launched:
@@ -396,7 +396,7 @@ def main(argv: list[str]) -> int:
     return 0 if equal else 1
 
 
-def _runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
+def runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
     """Without what a CPU lacks, so that a config for GPUs can be proven on one."""
     if not on_cpu:
         return loaded

@@ -155,9 +155,7 @@ def rehearse(
             )
         drive(config, tape, stage)
         tape.mark("update")
-        for parameter in stage.parameters():
-            for part in _local(parameter.grad):
-                tape.piece_of(part).kind = "gradients"
+        _name_gradients(tape, stage)
         with torch.no_grad():
             parameters = list(stage.parameters())
             norm = gradient_norm(parameters, CPU)
@@ -255,6 +253,12 @@ def _held(tape: Tape, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tu
             piece.kind = "temporary"
             held.append(("temporary", "", piece.size))
     return held
+
+
+def _name_gradients(tape: Tape, stage: Llama) -> None:
+    for parameter in stage.parameters():
+        for part in _local(parameter.grad):
+            tape.piece_of(part).kind = "gradients"
 
 
 def _bytes_of_layers(held: list[tuple[str, str, int]], short: Shortened) -> dict[str, int]:

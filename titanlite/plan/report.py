@@ -39,6 +39,7 @@ def report(plan: Plan, file: str) -> Group:
         *([host_line(plan.worst)] if plan.worst.on_host else []),
         *([traffic_table(plan)] if plan.cost.traffic else []),
         time_table(plan),
+        Text(operations_line(plan)),
         Text(speed_line(plan), style="bold"),
         Text(budget_line(plan)),
     ]
@@ -118,6 +119,13 @@ def time_shares(plan: Plan) -> Counter:
     if plan.spans:
         shares["waiting for other stages"] = max(plan.step_seconds - cost.elapsed, 0.0)
     return shares
+
+
+def operations_line(plan: Plan) -> str:
+    """What a device computes in a step, with what is computed again, beside what MFU counts."""
+    done = ", ".join(f"{flops / 1e12:,.4g} TFLOP in {rate}" for rate, flops in sorted(plan.cost.flops.items()))
+    counted = plan.flops_per_token * plan.tokens_per_step / plan.world_size / 1e12
+    return f"a device's products and attention in a step: {done}; MFU counts {counted:,.4g}"
 
 
 def speed_line(plan: Plan) -> str:
