@@ -1,6 +1,6 @@
 """How true the plan is: its memory against real runs on this machine, its memory and speed against published runs.
 
-    python benchmarks/plan_accuracy.py [--only NAME ... | --published]
+    python benchmarks/plan_accuracy.py [layouts] [published] [bubbles] [cost]          (default: all four)
 
 Memory on a CPU: real ranks over gloo take three training steps of a small model under each layout. The third step's
 peak is the memory of all tensors before it, and what the kernel says that the process grew by at most (resident.py);
@@ -14,8 +14,8 @@ lie between them or near one. Losses of 2024 were not compiled, so neither is ou
 
 Bubbles: bubble.py's, simulated and measured. Then what two plans cost themselves.
 
-Prints a line of JSON a row, then the tables. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory and 20
-% for speed.
+Prints lines of JSON, then a table of each part. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory and
+20 % for speed.
 """
 
 import argparse
@@ -203,11 +203,10 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def against_real_runs(names: list[str]) -> list[str]:
+def against_real_runs() -> list[str]:
     """Lines of the table."""
     lines, pools = [], {}
-    for name in names:
-        ranks, changed = LAYOUTS[name]
+    for name, (ranks, changed) in LAYOUTS.items():
         options = MODEL | changed
         if ranks not in pools:
             pools[ranks] = Pool(ranks, timeout_seconds=300)
@@ -281,17 +280,24 @@ def own_cost() -> list[str]:
     return lines
 
 
+PARTS = {
+    "layouts": against_real_runs,
+    "published": against_published_runs,
+    "bubbles": against_measured_bubbles,
+    "cost": own_cost,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--published", action="store_true", help="published runs only")
-    arguments = parser.parse_args()
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parts = parser.parse_args().parts or list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
     map_each_tensor()
-    print(f"torch {torch.__version__}, {platform.machine()}; {json.dumps(MODEL)}")
-    real = [] if arguments.published else against_real_runs(arguments.only)
-    published = against_published_runs()
-    bubbles = [] if arguments.published else ["", *against_measured_bubbles(), "", *own_cost()]
-    print("\n".join([*real, "", *published, *bubbles]))
+    print(f"torch {torch.__version__}, {platform.machine()}; {json.dumps(MODEL)}", flush=True)
+    for part in parts:
+        print("\n".join([*PARTS[part](), ""]), flush=True)
 
 
 if __name__ == "__main__":
