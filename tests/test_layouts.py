@@ -181,8 +181,6 @@ ROUNDING: dict[str, dict[str, Any]] = {
     "float16, loss in 3 parts, shard x tp": HALF | LOSS_IN_PARTS | SHARD | TP,
 }  # fmt: skip
 NIGHTLY = {
-    "memory budget, inductor, shard x tp":  # minutes of a C++ compiler
-    {"activation_checkpoint__mode": "memory_budget", **COMPILED, "compile__backend": "inductor"} | SHARD | TP,
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
     "all five axes": product(*AXES),
     "all five axes, ZBVZeroBubble, documents": product(*AXES) | schedule("ZBVZeroBubble") | DOCUMENTS,
