@@ -403,17 +403,14 @@ compile.enable = true
 [activation_checkpoint]; mode = "memory_budget"; selective_ac_option = 1
 > {file}: activation_checkpoint.selective_ac_option = 1: read only when activation_checkpoint.mode is "selective";
     remove it
-# without compiling, and with a backend that does not choose
+# without compiled blocks
 activation_checkpoint.mode = "memory_budget"
 > {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true,
-    with "model" in compile.components and compile.backend = "inductor", or another mode
-compile.enable = true; compile.backend = "aot_eager"
+    with "model" in compile.components, or another mode
+compile.enable = true; compile.components = ["loss"]
 $ --activation_checkpoint.mode=memory_budget
 > command line: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable =
-    true, with "model" in compile.components and compile.backend = "inductor", or another mode
-compile.enable = true; compile.components = ["loss"]; activation_checkpoint.mode = "memory_budget"
-> {file}: activation_checkpoint.mode = "memory_budget": the compiler chooses what is kept; set compile.enable = true,
-    with "model" in compile.components and compile.backend = "inductor", or another mode
+    true, with "model" in compile.components, or another mode
 compile.enable = true; compile.components = ["model", "optimizer"]
 > {file}: compile.components = ["model", "optimizer"]: expected "model", "loss" or both; to compile nothing, set
     compile.enable = false
@@ -1142,6 +1139,22 @@ def test_v_shaped_schedule_on_a_cpu_needs_a_torch_that_sends_to_no_rank_itself(f
             config.check(loaded, on(2))
 
 
+def test_memory_budget_with_tensor_parallel_needs_a_torch_that_weighs_its_graphs(folder: Folder):
+    loaded = folder.load(f"{BUDGETED}parallelism.tensor_parallel_degree = 2")
+    alone = folder.load(f"{BUDGETED}parallelism.data_parallel_shard_degree = 2")
+    line = (
+        '{file}: activation_checkpoint.mode = "memory_budget": torch 2.12 cannot weigh the graphs of tensor parallel; '
+        "use another torch, or another mode"
+    )
+    for version in "2.12.0", "2.12.1+cu130":
+        with patch("importlib.metadata.version", return_value=version):
+            folder.refused(lambda: config.check(loaded, on(2)), [line])
+            config.check(alone, on(2))
+    for version in "2.11.0", "2.13.0+cpu":
+        with patch("importlib.metadata.version", return_value=version):
+            config.check(loaded, on(2))
+
+
 def test_a_second_line_in_an_override_is_not_dropped(folder: Folder):
     line = r'command line: training.steps = "5\nx = 3": expected a whole number at least 1'
     folder.refused(lambda: folder.load("", "--training.steps=5\nx = 3"), [line])
@@ -1222,6 +1235,7 @@ RIGHT = {
     "float16 turned off": "training.mixed_precision_param = 'auto'\ntraining.initial_loss_scale = 8.0",
     "float8 turned off": "float8.enable = false\nfloat8.precompute_float8_dynamic_scale_for_fsdp = true",
     "each block recomputed": "activation_checkpoint.mode = 'selective'\nactivation_checkpoint.selective_ac_option = 1",
+    "memory budget of another backend": f"{BUDGETED}compile.backend = 'aot_eager'",
     "least memory budget": f"{BUDGETED}activation_checkpoint.memory_budget = 0",
     "largest memory budget": f"{BUDGETED}activation_checkpoint.memory_budget = 1",
     "float16": "training.mixed_precision_param = 'float16'",

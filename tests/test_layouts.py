@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, resolve, trace
+from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
 from titanlite import build, config, data, loss, optimizer, parity
 from titanlite.checkpoint import Checkpointer
 from titanlite.parallel import fsdp, pipeline, tensor
@@ -38,6 +38,7 @@ TIED = {"model__tie_embeddings": True}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
+BUDGET = COMPILED | {"activation_checkpoint__mode": "memory_budget"}
 EVERY_SECOND = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
 LOSS_IN_PARTS = {"training__loss_chunks": 3}
 PREFETCH = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}
@@ -134,12 +135,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "prefetch 2, pp": PREFETCH | PP,
     "prefetch 2, cp x tp": PREFETCH | CP | TP,
     # Compiled, a block at a time
-    "compiled, full recomputation, shard": COMPILED | FULL | SHARD,
-    "compiled, selective recomputation, shard": COMPILED | SELECTIVE | SHARD,
+    "compiled, full recomputation, tp": COMPILED | FULL | TP,
     "compiled, selective recomputation, cp": COMPILED | SELECTIVE | CP,
+    "compiled, memory budget, tp": BUDGET | TP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
-    "compiled, tp, logits gathered": COMPILED | TP | {"disable_loss_parallel": True},
+    "only the loss compiled, tp, logits gathered":
+        COMPILED | TP | {"compile__components": '["loss"]', "disable_loss_parallel": True},
     "compiled, cp": COMPILED | CP,
     "compiled, ulysses, documents": COMPILED | ULYSSES | DOCUMENTS,
     "compiled, pp": COMPILED | PP,
@@ -190,8 +192,13 @@ NIGHTLY = {
     "selective recomputation, pp x cp x tp": SELECTIVE | PP | CP | TP,
     "compiled, full recomputation, cp x tp": COMPILED | FULL | CP | TP,
     "compiled, selective recomputation, cp x tp": COMPILED | SELECTIVE | CP | TP,
+    **{f"compiled, {mode} recomputation, {name}": COMPILED | {"activation_checkpoint__mode": mode} | AXES[name]
+       for mode in ("full", "selective") for name in ("pp", "shard")},
+    **{f"compiled, memory budget, {name}": BUDGET | product(*name.split(" x "))
+       for name in ("pp", "shard x tp", "cp x tp")},
+    "compiled, memory budget of nothing, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
     "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
-}
+}  # fmt: skip
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -252,8 +259,7 @@ def test_rounds_as_one_process_does(ranks, by_one_process, tmp_path, name):
     """No farther from it than a few times what rounding alone does to it; and as far as it from one that does not
     round so, or the layout has ignored the option."""
     n = world_size(ROUNDING[name])
-    options = {name_of(key): value for key, value in with_batches(ROUNDING[name] | ONE_MICROSTEP).items()}
-    job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
+    job = resolve(tmp_path, n, with_batches(ROUNDING[name] | ONE_MICROSTEP))
     alone, bounds, plain = by_one_process(job)
     layout, *_ = ranks(n).run(trace, job=job)
     found = parity.differences(alone, layout)
@@ -289,15 +295,11 @@ def first_tokens_only(rank: int = 0) -> Any:
 
 @pytest.mark.parametrize("layout", [{"context_parallel_degree": 4}, USP], ids=["ring 4", "ring 2 x ulysses 2"])
 def test_a_rank_without_a_valid_target(ranks, tmp_path, layout):
-    job = resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **{name_of(key): v for key, v in (MODEL | layout).items()})
+    job = resolve(tmp_path, 4, MODEL | layout)
     (found, *_) = ranks(4).run(trace, job=job, broken=first_tokens_only)
     with first_tokens_only():
         alone = parity.run_alone(job, CPU, steps=STEPS)
     assert {what: d for what, d in parity.differences(found, alone).items() if d > TOLERANCE} == {}
-
-
-def name_of(key: str) -> str:
-    return key if "__" in key else f"parallelism__{key}"
 
 
 # Broken on purpose ---------------------------------------------------------------------------------------------------
@@ -394,12 +396,8 @@ def test_a_plan_that_does_not_fit_raises(ranks, tmp_path):
 
 def computed(job: config.Config) -> tuple[int, int, int]:
     """How many matrix products, attentions and SwiGLU's silus a step's forward and backward compute."""
-    layout = build.build_layout(job, CPU)
-    model, stages = build.build_model(job, layout, CPU)
-    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
-    with CountCalls("aten") as counted:
-        build.build_step(job, layout, model, stages, CPU).forward_backward(loader.next())
-    loader.close()
+    counted = CountCalls("aten")
+    forward_backward(job, counted)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     return counted.calls["mm"], counted.calls[attention], counted.calls["silu"]
 
@@ -413,8 +411,7 @@ def test_what_is_computed_again(ranks, tmp_path, options, products, attentions, 
     """In a block, beside 7 products and their 14 gradients. The last product is needed for no gradient, so it is not
     computed again in full recomputation, which ends with what the backward asks for."""
     layers = 4
-    layout = {name_of(key): value for key, value in (MODEL | options | {"model__n_layers": layers}).items()}
-    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout)
+    job = resolve(tmp_path, 1, MODEL | options | {"model__n_layers": layers})
     (found,) = ranks(1).run(computed, job=job)
     once = layers * 21 + 3, layers, layers
     assert found == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
@@ -429,9 +426,7 @@ def prefetched(job: config.Config) -> list[tuple[int, int]]:
 
 def test_prefetch_reaches_fsdp(ranks, tmp_path):
     options = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 1, "model__n_layers": 4}
-    layout = {name_of(key): value for key, value in options.items()}
-    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout)
-    assert ranks(1).run(prefetched, job=job) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
+    assert ranks(1).run(prefetched, job=resolve(tmp_path, 1, options)) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
 
 
 def graphs(job: config.Config) -> int:
@@ -448,10 +443,43 @@ def graphs(job: config.Config) -> int:
 def test_blocks_that_are_alike_are_compiled_once(ranks, tmp_path, options):
     counts = []
     for n_layers in (2, 5):
-        layout = {name_of(key): value for key, value in (MODEL | COMPILED | options).items()}
-        job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0), **layout | {"model__n_layers": n_layers})
+        job = resolve(tmp_path, 1, MODEL | COMPILED | options | {"model__n_layers": n_layers})
         counts += ranks(1).run(graphs, job=job)
     assert counts[0] == counts[1] > 0
+
+
+def test_only_the_named_components_are_compiled(ranks, tmp_path):
+    counts = []
+    for named in '["model"]', '["loss"]', '["model", "loss"]':
+        job = resolve(tmp_path, 1, MODEL | COMPILED | {"compile__components": named})
+        counts += ranks(1).run(graphs, job=job)
+    of_blocks, of_loss, of_both = counts
+    assert of_blocks > 0
+    assert of_loss > 0
+    assert of_both == of_blocks + of_loss
+
+
+def kept(job: config.Config) -> int:
+    """How many elements a step's forward keeps for its backward."""
+    torch.compiler.reset()
+    elements = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal elements
+        elements += tensor.numel()
+        return tensor
+
+    forward_backward(job, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
+    return elements
+
+
+def test_a_larger_memory_budget_keeps_more(ranks, tmp_path):
+    found = []
+    for share in 0.0, 0.5, 1.0:
+        job = resolve(tmp_path, 1, MODEL | BUDGET | {"activation_checkpoint__memory_budget": share})
+        found += ranks(1).run(kept, job=job)
+    nothing, half, all_of_it = found
+    assert nothing < half < all_of_it
 
 
 # The plan and the traffic --------------------------------------------------------------------------------------------
@@ -476,8 +504,7 @@ def held(job: config.Config) -> dict[str, float]:
 
 
 def test_each_rank_holds_its_share_of_every_matrix(ranks, tmp_path):
-    options = {name_of(key): value for key, value in (MODEL | TP | SHARD).items()}
-    for shares in ranks(4).run(held, job=resolve(tmp_path, config.Launch(0, 0, 4, 4, 0), **options)):
+    for shares in ranks(4).run(held, job=resolve(tmp_path, 4, MODEL | TP | SHARD)):
         assert {share for name, share in shares.items() if "norm" not in name} == {1 / 4}
         assert {share for name, share in shares.items() if "norm" in name} == {1 / 2}, "norms are whole over tp"
 
@@ -507,8 +534,7 @@ def two_steps(ranks: Any, tmp_path: Any, layout: dict[str, Any], folder: Any) ->
     """Two more steps from what is in the folder, saved there again."""
     n = world_size(layout)
     same = {"model__n_layers": 4, "training__local_batch_size": 2, "training__global_batch_size": 8}
-    options = {name_of(key): value for key, value in (MODEL | layout | same).items()}
-    job = resolve(tmp_path, config.Launch(0, 0, n, n, 0), **options)
+    job = resolve(tmp_path, n, MODEL | layout | same)
     found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=folder, steps=2)
     return job, found
 

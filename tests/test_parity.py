@@ -47,12 +47,14 @@ ZERO_2 = {"fsdp_reshard_after_forward": "never"}
 ZERO_3 = {"fsdp_reshard_after_forward": "always"}
 
 
-def resolve(tmp_path: Any, launch: config.Launch, **options: Any) -> config.Config:
-    """The small config with some options (section__key=value), held against a launch."""
+def resolve(tmp_path: Any, world_size: int, options: dict[str, Any]) -> config.Config:
+    """The small config with some options (section__key, or the key alone in [parallelism]), held against a launch."""
     file = tmp_path / "config.toml"
     file.write_text(SMALL)
-    arguments = [f"--{name.replace('__', '.')}={value}".replace("True", "true") for name, value in options.items()]
-    return config.check(config.load([str(file), *arguments]), launch)
+    names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
+    values = [f"{value}".replace("True", "true") for value in options.values()]
+    arguments = [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
+    return config.check(config.load([str(file), *arguments]), config.Launch(0, 0, world_size, world_size, 0))
 
 
 # A case runs on every rank of a pool. -------------------------------------------------------------------------------
@@ -103,14 +105,20 @@ def _mean_of_means(rank: int) -> Any:
 
 def collectives(job: config.Config) -> dict[str, int]:
     """How many collectives of each kind the forward and backward of one step start on this rank."""
+    counted = CountCalls("c10d")
+    forward_backward(job, counted)
+    return dict(counted.calls)
+
+
+def forward_backward(job: config.Config, watch: contextlib.AbstractContextManager[Any]) -> None:
+    """Those of one step on this rank, while a context holds."""
     layout = build.build_layout(job, CPU)
     model, stages = build.build_model(job, layout, CPU)
     loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
     work = build.build_step(job, layout, model, stages, CPU)
-    with CountCalls("c10d") as counted:
+    with watch:
         work.forward_backward(loader.next())
     loader.close()
-    return dict(counted.calls)
 
 
 class CountCalls(TorchDispatchMode):
@@ -133,8 +141,7 @@ class CountCalls(TorchDispatchMode):
 def compare(
     ranks: Any, tmp_path: Any, world_size: int, options: dict[str, Any], broken: Break | None = None
 ) -> dict[str, float]:
-    layout = {key if "__" in key else f"parallelism__{key}": value for key, value in options.items()}
-    job = resolve(tmp_path, config.Launch(0, 0, world_size, world_size, 0), **layout)
+    job = resolve(tmp_path, world_size, options)
     (found, *_) = ranks(world_size).run(trace, job=job, broken=broken)
     return parity.differences(found, parity.run_alone(job, CPU, steps=STEPS))
 
@@ -206,8 +213,7 @@ UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output h
 )
 def test_traffic_of_three_microsteps(ranks, tmp_path, layout, gathers, scatters, reduces):
     """The table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
-    options = {f"parallelism__{key}": value for key, value in LAYOUTS[layout](2).items()}
-    job = resolve(tmp_path, config.Launch(0, 0, 2, 2, 0), training__global_batch_size=12, **options)
+    job = resolve(tmp_path, 2, LAYOUTS[layout](2) | {"training__global_batch_size": 12})
     expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
     for found in ranks(2).run(collectives, job=job):
         assert found == {name: count for name, count in expected.items() if count}
@@ -215,7 +221,7 @@ def test_traffic_of_three_microsteps(ranks, tmp_path, layout, gathers, scatters,
 
 def test_the_clip_is_at_work(tmp_path):
     """The rows above prove clipping only if their norms exceed max_norm."""
-    job = resolve(tmp_path, config.Launch(0, 0, 1, 1, 0))
+    job = resolve(tmp_path, 1, {})
     assert all(norm > job.training.max_norm for norm in parity.run_alone(job, CPU, steps=STEPS).norms)
 
 
@@ -228,7 +234,7 @@ def test_bfloat16_policy(ranks, tmp_path):
     half = options | {"training__mixed_precision_param": "bfloat16"}
     traces = {}
     for world_size, layout in ((1, half), (2, half), (1, options)):
-        job = resolve(tmp_path, config.Launch(0, 0, world_size, world_size, 0), **layout)
+        job = resolve(tmp_path, world_size, layout)
         key = world_size, job.training.mixed_precision_param
         traces[key] = ranks(world_size).run(trace, job=job)[0]
 

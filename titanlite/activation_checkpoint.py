@@ -58,11 +58,9 @@ def apply_activation_checkpoint(model: Llama, *, mode: Mode, option: Literal["op
             within `budget`. none: nothing is forgotten.
         option: "op": every block keeps the results of its expensive operations; N: every N-th block keeps its inputs
             only, the others everything.
-        budget: what share of the activations to keep, from 0 (inputs only) to 1 (all): see
-            torch._functorch.config.activation_memory_budget.
+        budget: what share of the activations the compiler keeps, from 0 (inputs only) to 1 (all).
     """
-    if mode == "memory_budget":
-        torch._functorch.config.activation_memory_budget = budget
+    _give_compiler_a_budget(budget if mode == "memory_budget" else 1.0)
     if mode in ("none", "memory_budget"):
         return
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -83,3 +81,15 @@ def _recomputing(recompute: Callable[..., Any], forward: Callable[..., Any]) -> 
         return recompute(forward, *args)
 
     return recomputing_forward
+
+
+def _give_compiler_a_budget(budget: float) -> None:
+    """Private: torch._functorch.config.activation_memory_budget (tried on torch 2.11 to 2.15). It holds for what the
+    process compiles from now on.
+
+    A DTensor's mesh is an input of its graph since 2.12, and the partitioner wants to know its size; a mesh is on no
+    device. 2.13 and later can be told so; 2.12 cannot, which is why tensor parallel with a budget is refused there."""
+    functorch = torch._functorch.config
+    functorch.activation_memory_budget = budget
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        functorch.unsafe_treat_script_objects_as_zero_size = True

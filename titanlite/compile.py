@@ -25,6 +25,7 @@ def apply_compile(
         async_tensor_group: tensor-parallel ranks whose collectives inductor is to take apart and overlap with the
             matrix products before and after them (asynchronous tensor parallel; CUDA); None: leave them whole.
     """
+    _keep_no_random_state()
     if async_tensor_group is not None:
         _overlap_tensor_parallel(async_tensor_group)
     for block in model.layers.values() if "model" in components else ():
@@ -43,3 +44,14 @@ def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
 
     config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group.group_name)
+
+
+def _keep_no_random_state() -> None:
+    """Tell the compiler that nothing in a block is random; checkpoint's `preserve_rng_state` does not reach it.
+
+    Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15). Attention counts as
+    random, for a dropout that is not there. The state kept for it on a CPU stands behind a DTensor's mesh among what
+    the forward keeps, where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel."""
+    from torch._functorch import partitioners
+
+    partitioners.has_recomputable_rng_ops = lambda _: False

@@ -600,7 +600,7 @@ KERNELS_ON_CUDA = {
 
 
 def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) -> None:
-    """What depends on the kind of device. `param`: the type that the model computes in."""
+    """What depends on the kind of device and on torch's version. `param`: the type that the model computes in."""
     parallelism, kernel = config.parallelism, config.training.attention_kernel
     choices = ("auto", *(KERNELS_ON_CUDA[param] if launch.n_devices else ("cpu", "math")))
     if kernel not in choices:
@@ -622,6 +622,10 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
             f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
             'a newer torch, or "InterleavedZeroBubble"',
         )
+    budget = config.activation_checkpoint.mode == "memory_budget"
+    if budget and parallelism.tensor_parallel_degree > 1 and version == (2, 12):
+        why = "torch 2.12 cannot weigh the graphs of tensor parallel; use another torch, or another mode"
+        refuse("activation_checkpoint.mode", why, "parallelism.tensor_parallel_degree")
 
 
 def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:

@@ -404,11 +404,9 @@ def runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
         "training__attention_kernel": "auto",
         "parallelism__enable_async_tensor_parallel": False,
         "float8__emulate": loaded.config.float8.enable,
-        # The same graphs, without a C++ compiler's minutes; it does not choose what is kept.
+        # The same graphs, without a C++ compiler's minutes.
         "compile__backend": "aot_eager",
     }
-    if loaded.config.activation_checkpoint.mode == "memory_budget":
-        lacking["activation_checkpoint__mode"] = "none"
     return dataclasses.replace(loaded, config=loaded.config.replace(**lacking, profiling__enable_memory_snapshot=False))
 
 

@@ -45,18 +45,13 @@ def _recomputation_rules(config: Config, given: set[str], refuse: Refusals) -> N
         if f"activation_checkpoint.{key}" in given and mode != user and not turned_off:
             why = f"read only when activation_checkpoint.mode is {show(user)}; remove it"
             refuse(f"activation_checkpoint.{key}", why, "activation_checkpoint.mode")
-    if mode == "memory_budget" and not _inductor_has_blocks(config):
+    if mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
         refuse(
             "activation_checkpoint.mode",
-            'the compiler chooses what is kept; set compile.enable = true, with "model" in compile.components and '
-            'compile.backend = "inductor", or another mode',
-            *("compile.enable", "compile.backend", "compile.components"),
+            'the compiler chooses what is kept; set compile.enable = true, with "model" in compile.components, or '
+            "another mode",
+            *("compile.enable", "compile.components"),
         )
-
-
-def _inductor_has_blocks(config: Config) -> bool:
-    compiled = config.compile
-    return compiled.enable and compiled.backend == "inductor" and "model" in compiled.components
 
 
 def _compile_rules(config: Config, given: set[str], refuse: Refusals) -> None:
@@ -237,7 +232,9 @@ def _tensor_rules(config: Config, refuse: Refusals) -> None:
             if getattr(parallelism, name) and "tensor_parallel_degree" not in parallelism.model_fields_set:
                 refuse(f"parallelism.{name}", f"read only when {key} is above 1; set that, or remove it", key)
         return
-    if parallelism.enable_async_tensor_parallel and not _inductor_has_blocks(config):
+    compiled = config.compile
+    overlaps = compiled.enable and compiled.backend == "inductor" and "model" in compiled.components
+    if parallelism.enable_async_tensor_parallel and not overlaps:
         refuse(
             "parallelism.enable_async_tensor_parallel",
             'the overlap is made by torch.compile; set compile.enable = true, with "model" in compile.components and '
