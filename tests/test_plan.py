@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import build, config, mesh, parity, plan
+from titanlite import build, config, devices, mesh, parity, plan
 from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 from titanlite.plan import __main__ as plan_command
 from titanlite.plan.report import verdict
@@ -66,9 +66,9 @@ END = ("reduce", "update")
 LAYOUTS = {
     "accumulation": [SHARD, "--training.global_batch_size=128"],
     "tensor, recompute op": [TENSOR, "--activation_checkpoint.mode=selective"],
-    "every third": [
-        *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"),
-        "--model.n_layers=19",
+    "every second, prefetch 3": [
+        *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
+        *("--parallelism.fsdp_forward_prefetch=3", "--model.n_layers=26"),
     ],
     "ring, prefetch": [CONTEXT, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
     "1F1B": [PIPELINE],
@@ -240,19 +240,25 @@ def test_what_does_not_fit_says_so():
 def test_a_device_of_ones_own(tmp_path):
     text = (
         "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_rate = 1e12\nlink = 1e11\nnetwork = 1e10\n"
-        "host_link = 1e10\nwatts = 100.0\nper_host = 4\nsource = 'mine'\n"
+        "watts = 100.0\nper_host = 4\nsource = 'mine'\n"
     )
     (tmp_path / "mine.toml").write_text(text)
     made = plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert made.device.source == "mine"
     assert made.world_size == 4
-    (tmp_path / "mine.toml").write_text(text.replace("watts", "volts"))
+    for right, wrong in ("watts", "volts"), ("1e12", "-1.0"), ("per_host = 4", "per_host = '4'"):
+        text = text.replace(right, wrong)
+    (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(config.ConfigError) as error:
         plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
-    assert [problem.rpartition(": ")[2] for problem in error.value.problems] == [
-        "missing key watts",
-        "unknown key volts",
+    assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
+        "memory_rate = -1.0: expected a number above 0",
+        "missing key watts: expected a number above 0",
+        'per_host = "4": expected a whole number at least 1',
+        f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",
     ]
+    with pytest.raises(config.ConfigError, match="no such file"):
+        plan.make_plan(loaded(f"--plan.device={tmp_path / 'yours.toml'}"))
     with pytest.raises(config.ConfigError, match="expected one of a100_40"):
         plan.make_plan(loaded("--plan.device=h300"))
 

@@ -4,49 +4,43 @@ The plan and the MFU of a run read the same table. To add a device, add a row wi
 can be a TOML file with the same keys, named by `plan.device`.
 """
 
-import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+from pydantic import Field, ValidationError
 
-from titanlite.options import ConfigError
+from titanlite.options import ConfigError, Section, expectation, read_toml, show
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One accelerator of a host, and its links.
 
-    Attributes:
-        bf16, fp8, fp32: dense matrix rates, FLOP/s; fp8 0: it has no such products.
-        memory: bytes that a process can use.
-        memory_rate: bytes/s of device memory.
-        link: bytes/s in one direction to the other devices of its host.
-        network: bytes/s in one direction to other hosts, a device's share.
-        host_link: bytes/s in one direction to host memory.
-        watts: at full load.
-        per_host: devices of a host, unless plan.devices_per_host says otherwise.
-        source: where the figures are from.
-        reported_as: part of the name by which torch.cuda.get_device_name knows it; empty: none.
-    """
+class Device(Section):
+    """One accelerator of a host, and its links."""
 
-    bf16: float
-    fp8: float
-    fp32: float
-    memory: float
-    memory_rate: float
-    link: float
-    network: float
-    host_link: float
-    watts: float
-    per_host: int
+    bf16: Rate
+    """Dense matrix products in bfloat16, FLOP/s."""
+    fp8: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """In float8; 0: it has no such products."""
+    fp32: Rate
+    """In float32."""
+    memory: Rate
+    """Bytes that a process can use."""
+    memory_rate: Rate
+    """Of device memory, bytes/s."""
+    link: Rate
+    """To the other devices of its host, in one direction, bytes/s."""
+    network: Rate
+    """To other hosts, a device's share in one direction, bytes/s."""
+    watts: Rate
+    """At full load."""
+    per_host: Annotated[int, Field(ge=1)]
+    """Devices of a host, unless plan.devices_per_host says otherwise."""
     source: str
+    """Where the figures are from."""
     reported_as: str = ""
+    """Part of the name by which torch.cuda.get_device_name knows it; empty: none."""
 
 
 def _device(
@@ -54,8 +48,7 @@ def _device(
 ) -> Device:
     """TFLOP/s, GiB, TB/s and GB/s."""
     rates = {"bf16": bf16 * TERA, "fp8": fp8 * TERA, "fp32": fp32 * TERA, "memory_rate": rate * TERA}
-    links = {"link": link * GB, "network": network * GB, "host_link": others.pop("host_link") * GB}
-    return Device(**rates, **links, memory=gib * GIB, **others)
+    return Device(**rates, link=link * GB, network=network * GB, memory=gib * GIB, **others)
 
 
 # fp32 is the rate of tensor cores in TF32 where torch does not use them by default, so it is that of the other cores.
@@ -64,28 +57,28 @@ def _device(
 # fmt: off
 DEVICES: dict[str, Device] = {
     #                     bf16   fp8  fp32    GiB   TB/s  link network
-    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300,  25, host_link=32, watts=400, per_host=8,
+    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300,  25, watts=400, per_host=8,
                           reported_as="A100-SXM4-40GB", source="NVIDIA A100 data sheet, 2021"),
-    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300,  25, host_link=32, watts=400, per_host=8,
+    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300,  25, watts=400, per_host=8,
                           reported_as="A100", source="NVIDIA A100 data sheet, 2021"),
-    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64,  50, host_link=64, watts=350, per_host=8,
+    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64,  50, watts=350, per_host=8,
                           reported_as="H100 PCIe", source="NVIDIA H100 data sheet, 2023"),
-    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300,  50, host_link=64, watts=400, per_host=8,
+    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300,  50, watts=400, per_host=8,
                           reported_as="H100 NVL", source="NVIDIA H100 NVL data sheet, 2024"),
-    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450,  50, host_link=64, watts=700, per_host=8,
+    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450,  50, watts=700, per_host=8,
                           reported_as="H100", source="NVIDIA H100 data sheet (SXM), 2023"),
-    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450,  50, host_link=64, watts=700, per_host=8,
+    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450,  50, watts=700, per_host=8,
                           reported_as="H200", source="NVIDIA H200 data sheet, 2024"),
-    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900,  50, host_link=64, watts=1000, per_host=8,
+    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900,  50, watts=1000, per_host=8,
                           reported_as="B200", source="NVIDIA DGX B200 data sheet, 2024"),
-    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448,  50, host_link=64, watts=750, per_host=8,
+    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448,  50, watts=750, per_host=8,
                           reported_as="MI300X", source="AMD MI300X data sheet, 2023"),
-    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32,  25, host_link=32, watts=350, per_host=8,
+    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32,  25, watts=350, per_host=8,
                           reported_as="L40S", source="NVIDIA L40S data sheet, 2023"),
-    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32,  25, host_link=32, watts=450, per_host=8,
+    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32,  25, watts=450, per_host=8,
                           reported_as="RTX 4090", source="NVIDIA Ada whitepaper, 2022: products summed in fp32"),
     # Two cores of a server, and a rank a core: for the shape of a plan on the machine where one develops.
-    "cpu":        _device(0.15,    0, 0.15,  8.0, 0.020,    5,   1, host_link=20, watts=15, per_host=64,
+    "cpu":        _device(0.15,    0, 0.15,  8.0, 0.020,    5,   1, watts=15, per_host=64,
                           source="benchmarks/logs: a float32 product on two cores"),
 }
 # fmt: on
@@ -100,19 +93,24 @@ def find(name: str) -> Device:
     """A device by its name here, or from a TOML file with Device's keys (in FLOP/s, bytes, bytes/s).
 
     Raises:
-        ConfigError: if there is none, or the file lacks a key or has an unknown one.
+        ConfigError: if there is none, or a key of the file is missing, unknown or wrong.
     """
     if name in DEVICES:
         return DEVICES[name]
-    path = Path(name).expanduser()
-    if path.suffix != ".toml" or not path.is_file():
+    file = Path(name).expanduser()
+    if file.suffix != ".toml":
         raise ConfigError([f'plan.device = "{name}": expected one of {", ".join(DEVICES)}, or a TOML file'])
-    values = tomllib.loads(path.read_text())
-    names = [field.name for field in dataclasses.fields(Device)]
-    wanted = [name for name in names if name != "reported_as"]
-    missing, unknown = [key for key in wanted if key not in values], [key for key in values if key not in names]
-    if missing or unknown:
-        raise ConfigError(
-            [f"{path}: missing key {key}" for key in missing] + [f"{path}: unknown key {key}" for key in unknown]
-        )
-    return Device(**values)
+    try:
+        return Device.model_validate(read_toml(str(file)))
+    except ValidationError as error:
+        raise ConfigError([_problem(file, entry) for entry in error.errors()]) from None
+
+
+def _problem(file: Path, entry: Any) -> str:
+    key = entry["loc"][0]
+    if entry["type"] == "extra_forbidden":
+        return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
+    expected = f"expected {expectation(Device.model_fields[key])}"
+    if entry["type"] == "missing":
+        return f"{file}: missing key {key}: {expected}"
+    return f"{file}: {key} = {show(entry['input'])}: {expected}"

@@ -94,7 +94,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[O
         problems = [f"{COMMAND_LINE}: expected one TOML file, got {got}; {usage}"]
         raise ConfigError(problems + _override(kind, arguments, {}, {}))
     (file,) = paths
-    given = _read_toml(file)
+    given = read_toml(file)
     origins = {f"{section}.{key}": file for section, keys in given.items() if isinstance(keys, dict) for key in keys}
     problems = _override(kind, arguments, given, origins)
     config, bad_keys, found = _validate(kind, given, file, origins)
@@ -107,7 +107,10 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[O
     return loaded
 
 
-def _read_toml(file: str) -> dict[str, Any]:
+def read_toml(file: str) -> dict[str, Any]:
+    """Raises:
+    ConfigError: if it is not there, cannot be read or is not TOML.
+    """
     path = Path(file)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor on Windows may write a mark first

@@ -13,8 +13,9 @@ import logging
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,16 @@ from titanlite.config import KERNELS_ON_CUDA, Config, Launch, check, ranks_wante
 from titanlite.options import Loaded
 from titanlite.plan.cost import Cost, Pricer
 from titanlite.plan.memory import Bytes, Ledger, Point
-from titanlite.plan.rehearsal import KINDS, SPLIT, Rehearsal, layers_of, rehearse
-from titanlite.plan.schedule import Action, Span, all_actions, simulate
+from titanlite.plan.rehearsal import (
+    KINDS,
+    SPLIT,
+    Rehearsal,
+    layers_of,
+    layers_of_pattern,
+    rehearse,
+    rehearsed_microsteps,
+)
+from titanlite.plan.schedule import Action, Span, all_actions, idle_share, simulate
 from titanlite.stages import ONE_STAGE, module_names, rank_of_stage
 
 CONTEXT_BYTES = int(0.6 * 2**30)
@@ -115,10 +124,7 @@ class Plan:
     @property
     def bubble(self) -> float:
         """Share of the pipeline's time that its ranks wait."""
-        if not self.spans:
-            return 0.0
-        busy = sum(span.end - span.start for rank in self.spans for span in rank)
-        return 1 - busy / (len(self.spans) * max(span.end for rank in self.spans for span in rank))
+        return idle_share(self.spans) if self.spans else 0.0
 
 
 def resolve(loaded: Loaded[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
@@ -166,64 +172,24 @@ def make_plan(
     pricers = [Pricer(device, rehearsal.axes, hosts) for rehearsal in rehearsals]
     late = parallelism.pipeline_parallel_schedule in ONE_STAGE
     priced = [_Priced(*both, gathers_late=late) for both in zip(rehearsals, pricers, strict=True)]
-    sizes = build.parameter_sizes(config)
-    common = {
-        "config": config,
-        "device": device,
-        "world_size": world,
-        "flops_per_token": build.count_flops_per_token(config, sizes),
-        "n_parameters": sum(sizes.values()),
-        "axes": dict(rehearsals[0].axes.values()),
-    }
-    allowance = _allowance(config, device)
     if degree == 1:
-        points, cost, update = _whole_step(config, priced[0])
-        return Plan(
-            **common,
-            ranks=[_rank_plan(config, 0, points, allowance)],
-            spans=[],
-            cost=cost,
-            step_seconds=cost.elapsed,
-            update_seconds=update,
-        )
-    n_microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    turns = all_actions(parallelism.pipeline_parallel_schedule, degree, len(stages), n_microbatches)
-    message = _message_bytes(config)
-    stride = world // degree
-    message_seconds = pricers[0].collective("send", message, [0, stride])
-    spans = simulate(turns, len(stages), lambda action: priced[action.stage].seconds_of(action), message_seconds)
-    own = [[number for number, rank in enumerate(ranks) if rank == mine] for mine in range(degree)]
-    microsteps = build.microsteps(config)
-    plans, costs, reductions, updates = [], [], [], []
-    for rank, groups in enumerate(turns):
-        mine = {number: priced[number] for number in own[rank]}
-        actions = [action for group in groups for action in group]
-        points = _pipeline_points(config, mine, actions, n_microbatches, microsteps)
-        plans.append(_rank_plan(config, rank, points, allowance))
-        cost = Cost()
-        for action in actions:
-            cost.add(mine[action.stage].cost_of(action), microsteps)
-            neighbour = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind in "FBI" and 0 <= neighbour < len(stages) and neighbour not in mine:
-                cost.traffic["pp", "send"] = tuple(
-                    before + more * microsteps
-                    for before, more in zip(cost.traffic.get(("pp", "send"), (0, 0)), (1, message), strict=True)
-                )
-                cost.seconds["link: pp"] += message_seconds * microsteps
-        for stage in mine.values():
-            cost.add(stage.cost_of_passage(("reduce",)), stage.scale * microsteps)
-            cost.add(stage.cost_of_passage(("update",)), stage.scale)
-        costs.append(cost)
-        reductions.append(sum(stage.cost_of_passage(("reduce",)).elapsed * stage.scale for stage in mine.values()))
-        updates.append(sum(stage.cost_of_passage(("update",)).elapsed * stage.scale for stage in mine.values()))
-    end = max(span.end for rank in spans for span in rank)
+        step = _whole_step(config, priced[0])
+    else:
+        message = _message_bytes(config)
+        step = _pipelined_step(config, priced, ranks, pricers[0].collective("send", message, [0, world // degree]))
+    sizes, besides = build.parameter_sizes(config), allowance(device, _degrees(config))
     return Plan(
-        **common,
-        ranks=plans,
-        spans=spans,
-        cost=max(costs, key=lambda cost: cost.elapsed),
-        step_seconds=(end + max(reductions)) * microsteps + max(updates),
-        update_seconds=max(updates),
+        config=config,
+        device=device,
+        world_size=world,
+        ranks=[_rank_plan(config, rank, points, besides) for rank, points in enumerate(step.points)],
+        spans=step.spans,
+        cost=step.cost,
+        step_seconds=step.seconds,
+        update_seconds=step.update_seconds,
+        flops_per_token=build.count_flops_per_token(config, sizes),
+        n_parameters=sum(sizes.values()),
+        axes=dict(rehearsals[0].axes.values()),
     )
 
 
@@ -240,6 +206,7 @@ def rehearsable(config: Config) -> Config:
     compiled = config.compile.enable and "model" in config.compile.components
     if recomputed == "memory_budget" or (compiled and recomputed == "none"):
         recomputed = "selective"
+        config = config.replace(activation_checkpoint__selective_ac_option="op")
     return config.replace(
         training__attention_kernel=kernel,
         training__enable_cpu_offload=False,
@@ -293,8 +260,9 @@ class _Priced:
         part.add(whole, share[action.kind])
         return part
 
-    def seconds_of(self, action: Action) -> float:
-        return self.cost_of(action).elapsed
+    def seconds_after_backward(self, part: str) -> float:
+        """Of "reduce" or "update", for all the stage's weights."""
+        return self.cost_of_passage((part,)).elapsed * self.scale
 
 
 def _rehearse_all(
@@ -302,30 +270,27 @@ def _rehearse_all(
 ) -> list[Rehearsal]:
     """Of each stage; those that are alike are one. Each has a process of its own, since torch remembers the groups of a
     world for as long as a process lives."""
-    option = config.activation_checkpoint.selective_ac_option
-    period = option if isinstance(option, int) and config.activation_checkpoint.mode == "selective" else 1
+    config, fused = rehearsable(config), config.compile.components if config.compile.enable else ()
+    pattern = layers_of_pattern(config)
 
     def likeness(names: list[str]) -> tuple:
         layers = layers_of(names)
-        return tuple(name for name in names if name not in layers), len(layers), int(layers[0].split(".")[1]) % period
+        return tuple(name for name in names if name not in layers), len(layers), int(layers[0].split(".")[1]) % pattern
 
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
         kinds.setdefault(likeness(names), number)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["titanlite.plan.rehearsal"])
-    workers = min(len(kinds), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, context, initializer=_be_quiet, max_tasks_per_child=1) as pool:
+    with processes(len(kinds), preload="titanlite.plan.rehearsal", max_tasks_per_child=1) as pool:
         futures: dict[tuple, Future[Rehearsal]] = {
             kind: pool.submit(
                 rehearse,
-                rehearsable(config),
+                config,
                 stages[number],
                 number,
                 pipeline_rank=ranks[number],
                 n_stages=len(stages),
                 shortened=SHORTENED,
-                fused=config.compile.components if config.compile.enable else (),
+                fused=fused,
             )
             for kind, number in kinds.items()
         }
@@ -337,18 +302,24 @@ def _rehearse_all(
     return [done[likeness(names)] for names in stages]
 
 
+def processes(n: int, *, preload: str, max_tasks_per_child: int | None = None) -> ProcessPoolExecutor:
+    """At most n workers, no more than there are cores, that begin with a module loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    workers = min(n, os.cpu_count() or 1)
+    return ProcessPoolExecutor(workers, context, initializer=_be_quiet, max_tasks_per_child=max_tasks_per_child)
+
+
 def _be_quiet() -> None:
     """What libraries warn of is about runs."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
-def _allowance(config: Config, device: devices.Device) -> dict[str, int]:
-    """Bytes besides tensors, but for fragmentation, which depends on the peak."""
-    if config.plan.device == "cpu":
-        return {}
+def _degrees(config: Config) -> tuple[int, ...]:
+    """Of all axes that have a process group."""
     parallelism = config.parallelism
-    degrees = (
+    return (
         parallelism.pipeline_parallel_degree,
         parallelism.data_parallel_replicate_degree,
         parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree,
@@ -356,11 +327,21 @@ def _allowance(config: Config, device: devices.Device) -> dict[str, int]:
         parallelism.ring_degree,
         parallelism.context_parallel_ulysses_degree,
     )
-    groups = sum(degree > 1 for degree in degrees) + 1
+
+
+def allowance(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
+    """Bytes besides tensors, but for fragmentation, which depends on the peak.
+
+    Args:
+        degrees: of axes, each of which has a process group, beside the one of all ranks.
+    """
+    if device == devices.DEVICES["cpu"]:
+        return {}
+    groups = 1 + sum(degree > 1 for degree in degrees)
     return {"context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
 
 
-def _rank_plan(config: Config, rank: int, points: list[Point], allowance: dict[str, int]) -> RankPlan:
+def _rank_plan(config: Config, rank: int, points: list[Point], besides: dict[str, int]) -> RankPlan:
     """Move what is offloaded to the host, and allow for what is not tensors."""
     on_host: Bytes = {}
     if config.training.enable_cpu_offload:
@@ -368,30 +349,71 @@ def _rank_plan(config: Config, rank: int, points: list[Point], allowance: dict[s
         on_host = {kind: max(point.bytes[kind] for point in points) for kind in away}
         points = [Point(point.label, {**point.bytes, **dict.fromkeys(away, 0)}) for point in points]
     peak = max(point.total for point in points)
-    fragments = {"fragmentation": round(FRAGMENTATION * peak)} if allowance else {}
-    return RankPlan(rank, points, on_host, {**allowance, **fragments})
+    fragments = {"fragmentation": round(FRAGMENTATION * peak)} if besides else {}
+    return RankPlan(rank, points, on_host, {**besides, **fragments})
 
 
 ROUNDING = 512
 """Bytes that CUDA's allocator rounds each tensor up to."""
 
 
-def _whole_step(config: Config, stage: _Priced) -> tuple[list[Point], Cost, float]:
-    """Without a pipeline: memory, cost, and the update's seconds."""
-    microsteps = build.microsteps(config)
+class _Step(NamedTuple):
+    """What a step takes; see Plan. `points` are each pipeline rank's."""
+
+    points: list[list[Point]]
+    spans: list[list[Span]]
+    cost: Cost
+    seconds: float
+    update_seconds: float
+
+
+def _whole_step(config: Config, stage: _Priced) -> _Step:
+    """Without a pipeline."""
     ledger, cost = Ledger(stage.rehearsal.held, 1 if config.plan.device == "cpu" else ROUNDING), Cost()
     passages = stage.rehearsal.passages
-    for microstep in range(min(microsteps, 3)):
-        last = min(microsteps, 3) - 1
-        times = microsteps - 2 if microstep == 1 and microsteps > 2 else 1
+    for microstep, times in rehearsed_microsteps(build.microsteps(config)).items():
         for kind, label in (("F", "forward"), ("B", "backward")):
-            key = stage.passage(kind, microstep if microstep != last or last == 0 else 2, 2)
-            ledger.play(passages[key], label)
-            cost.add(stage.cost_of_passage(key), times)
+            ledger.play(passages[kind, microstep], label)
+            cost.add(stage.cost_of_passage((kind, microstep)), times)
     ledger.play(passages[("update",)], "update")
-    before = cost.elapsed
     cost.add(stage.cost_of_passage(("update",)), stage.scale)
-    return ledger.points, cost, cost.elapsed - before
+    return _Step([ledger.points], [], cost, cost.elapsed, stage.seconds_after_backward("update"))
+
+
+def _pipelined_step(config: Config, priced: list[_Priced], ranks: list[int], message_seconds: float) -> _Step:
+    """With one.
+
+    Args:
+        priced: its stages.
+        ranks: of each stage.
+        message_seconds: that a microbatch takes from a stage to the next.
+    """
+    parallelism, n_stages, microsteps = config.parallelism, len(priced), build.microsteps(config)
+    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    n_microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    turns = all_actions(schedule, degree, n_stages, n_microbatches)
+    spans = simulate(turns, n_stages, lambda action: priced[action.stage].cost_of(action).elapsed, message_seconds)
+    points, costs, reductions, updates = [], [], [], []
+    for rank, groups in enumerate(turns):
+        own = {number: stage for number, stage in enumerate(priced) if ranks[number] == rank}
+        actions = [action for group in groups for action in group]
+        points.append(_pipeline_points(config, own, actions, n_microbatches, microsteps))
+        cost, sent = Cost(), 0
+        for action in actions:
+            cost.add(own[action.stage].cost_of(action), microsteps)
+            neighbour = action.stage + (1 if action.kind == "F" else -1)
+            sent += action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own
+        for stage in own.values():
+            cost.add(stage.cost_of_passage(("reduce",)), stage.scale * microsteps)
+            cost.add(stage.cost_of_passage(("update",)), stage.scale)
+        cost.traffic["pp", "send"] = sent * microsteps, sent * microsteps * _message_bytes(config)
+        cost.seconds["link: pp"] += sent * microsteps * message_seconds
+        costs.append(cost)
+        reductions.append(sum(stage.seconds_after_backward("reduce") for stage in own.values()))
+        updates.append(sum(stage.seconds_after_backward("update") for stage in own.values()))
+    end = max(span.end for rank in spans for span in rank)
+    seconds = (end + max(reductions)) * microsteps + max(updates)
+    return _Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
 
 
 def _message_bytes(config: Config) -> int:

@@ -10,15 +10,11 @@ schedule is worth a plan. What is advised has been planned.
 import argparse
 import functools
 import itertools
-import logging
 import math
-import multiprocessing
-import os
 import tempfile
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,8 +327,8 @@ def estimate(task: Task, candidate: Candidate) -> Estimate:
     if mesh.pp > 1 and schedule in SPLIT_BACKWARD:
         held += mesh.pp * n_layers / candidate.stages * layer.halfway
     total = states + held + in_flight * layer.kept + max(layer.working, logits) + messages
-    groups = 1 + sum(degree > 1 for degree in (mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp, mesh.ulysses))
-    total = total * (1 + plan.FRAGMENTATION) + plan.CONTEXT_BYTES + groups * plan.GROUP_BYTES
+    degrees = (mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses)
+    total = total * (1 + plan.FRAGMENTATION) + sum(plan.allowance(task.device, degrees).values())
     return Estimate(total, step + UPDATE_BYTES * weights / shards / moving)
 
 
@@ -609,10 +605,7 @@ def search(task: Task, progress: Callable[[str, int], None]) -> Search:
     """
     progress("estimating", 0)
     found = Search(task)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["titanlite.plan.advise"])
-    workers = min(A_ROUND, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, context, initializer=_quiet) as pool:
+    with plan.processes(A_ROUND, preload="titanlite.plan.advise") as pool:
         for number in range(1, ROUNDS + 1):
             chosen = found.next_round()
             if not chosen:
@@ -622,11 +615,6 @@ def search(task: Task, progress: Callable[[str, int], None]) -> Search:
                 progress(f"round {number} of {ROUNDS}: planning {len(futures)} layouts", len(found.planned))
                 found.planned.append(future.result())
     return found
-
-
-def _quiet() -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
 
 
 # What is said of it --------------------------------------------------------------------------------------------------

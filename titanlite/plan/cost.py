@@ -20,7 +20,6 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "memory": (0.85, "a copy of a large tensor, against the data sheet's rate"),
     "link": (0.80, "NCCL's bus bandwidth of large all-gathers on eight H100: 360 of 450 GB/s"),
     "network": (0.85, "one 400 Gbit/s adapter a device: 42 of 50 GB/s"),
-    "host link": (0.80, "copies from pinned memory"),
 }
 """Share of the data sheet's rate, and where it is from."""
 
@@ -43,7 +42,6 @@ class Cost:
         flops: by rate.
         traffic: of (axis, collective): how often, and bytes in all.
         elapsed: seconds with what overlaps.
-        weights: seconds of "products" that make gradients of weights, where they are counted apart.
     """
 
     seconds: Counter = dataclasses.field(default_factory=Counter)

@@ -10,6 +10,7 @@ lies between two marks is a segment.
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,18 @@ def layers_of(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.startswith("layers.")]
 
 
+def layers_of_pattern(config: Config) -> int:
+    """After how many layers the pattern of what is computed again repeats."""
+    option = config.activation_checkpoint.selective_ac_option
+    return option if config.activation_checkpoint.mode == "selective" and option != "op" else 1
+
+
+def rehearsed_microsteps(n: int) -> dict[int, int]:
+    """Of n microsteps without a pipeline those that are run, the first (0), one of the middle (1) and the last (2), and
+    for how many each stands."""
+    return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
+
+
 class Shortened(NamedTuple):
     """A stage with fewer layers that are alike.
 
@@ -125,10 +138,9 @@ def rehearse(
         shortened: leave out layers that others stand for; false: run them all, to see that this makes no difference.
     """
     parallelism = config.parallelism
-    option = config.activation_checkpoint.selective_ac_option
-    every_nth = config.activation_checkpoint.mode == "selective" and option != "op"
-    period = option if every_nth else 1
-    period = max(period, parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+    pattern = layers_of_pattern(config)
+    ahead = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+    period = max(math.ceil(ahead / pattern), 1) * pattern
     short = shorten(names, period if shortened else len(names))
     world = build.world_size(config)
     ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
@@ -298,12 +310,12 @@ def _drive_whole(config: Config, tape: Tape, model: Llama) -> None:
     """The microsteps of step.Step: the first, one of the middle, the last."""
     training = config.training
     runner, valid = Whole(model), torch.ones((), dtype=torch.float64)
-    numbers = {1: [0], 2: [0, 2]}.get(build.microsteps(config), [0, 1, 2])
+    numbers = rehearsed_microsteps(build.microsteps(config))
     for microstep in numbers:
         tape.mark("F", microstep)
         fsdp.before_microstep(
             model,
-            last=microstep == numbers[-1],
+            last=microstep == max(numbers),
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             reduce_gradients=config.parallelism.fsdp_reduce_gradients,
         )
@@ -343,36 +355,37 @@ def _drive_stage(config: Config, tape: Tape, stage: Llama, *, number: int, n_sta
         out = part.forward_maybe_with_nosync(given, positions=batch.positions, targets=batch.targets)
         return given, out / valid if last else out
 
+    def of_backward(given: Tensor, output: Any) -> dict[str, Any]:
+        with tape.naming("message"):
+            grads = None if last else (torch.empty(shape, dtype=dtype),)
+        return {"stage_output": output, "output_grads": grads, "input_values": [given]}
+
     for microbatch in range(3):
         tape.mark("F", microbatch)
         kept.append(forward())
     for microbatch in range(3):
         tape.mark("B", microbatch)
         given, out = kept.pop(0)
-        with tape.naming("message"):
-            grads = None if last else (torch.empty(shape, dtype=dtype),)
-        arguments = {"stage_output": out if last else (out,), "output_grads": grads, "input_values": [given]}
-        del given, out, grads
+        arguments = of_backward(given, out if last else (out,))
+        del given, out
         part.backward_maybe_with_nosync("full", arguments)
         del arguments
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD and not first:
         tape.mark("F", SPLIT)
         given, out = forward()
         tape.mark("I", SPLIT)
-        with tape.naming("message"):
-            grads = None if last else (torch.empty(shape, dtype=dtype),)
-        arguments = {"stage_output": (out,), "output_grads": grads, "input_values": [given]}
+        arguments = of_backward(given, (out,))
         grads_of_inputs, groups = part.backward_maybe_with_nosync("input", arguments)
         del grads_of_inputs, given  # they are sent
         tape.mark("W", SPLIT)
         part.backward_maybe_with_nosync("weight", {"stage_output": (out,), "param_groups": groups})
-        del arguments, out, grads, groups
+        del arguments, out, groups
     tape.mark("reduce")
     part.perform_reduce_grad(1)
 
 
 def _segments(events: Sequence[Event]) -> Iterator[Segment]:
-    """Cut at the marks. The first forward hook of layer n's gradient begins its backward."""
+    """Cut at the marks."""
     current: Segment | None = None
     for event in events:
         if isinstance(event, Mark):

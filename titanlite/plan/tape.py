@@ -15,7 +15,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-aten = torch.ops.aten
+from titanlite.parallel import context
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ class Tape(TorchDispatchMode):
         inner = INSIDE.get(name)
         if inner is not None:
             with self:
-                return inner()(*args, **kwargs)
+                return inner(*args, **kwargs)
         out = func(*args, **kwargs)
         if self.listens:
             self._record(name, func, args, kwargs, out)
@@ -243,21 +243,9 @@ class Tape(TorchDispatchMode):
             self.events.append(Memory(piece, change))
 
 
-def _context_attention() -> Callable[..., Any]:
-    from titanlite.parallel import context
-
-    return context._attention._init_fn
-
-
-def _context_attention_backward() -> Callable[..., Any]:
-    from titanlite.parallel import context
-
-    return context._attention_backward._init_fn
-
-
-INSIDE = {
-    "titanlite.context_attention": _context_attention,
-    "titanlite.context_attention_backward": _context_attention_backward,
+INSIDE: dict[str, Callable[..., Any]] = {
+    "titanlite.context_attention": context._attention._init_fn,
+    "titanlite.context_attention_backward": context._attention_backward._init_fn,
 }
 """Operators of our own, which are written down as what they consist of."""
 
