@@ -25,7 +25,7 @@ import psutil
 import torch
 from resident import forget_peak, map_each_tensor, resident_bytes
 
-from titanlite import build, parity
+from titanlite import parity
 from titanlite.config import Config, Launch, check, load
 from titanlite.ranks import Pool
 
@@ -36,17 +36,13 @@ DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 def growth_gib(config: Config, threads: int) -> tuple[float, float]:
     """(before the step, peak over that) of this rank of the process group. Every rank must call it."""
     torch.set_num_threads(threads)
-    device = torch.device("cpu")
-    layout = build.build_layout(config, device)
-    model, stages = build.build_model(config, layout, device)
-    work = build.build_step(config, layout, model, stages, device)
-    loader = build.build_loader(config, layout, parity.proof_sequences(config), device=device, state=None)
-    batch = loader.next()
+    parts = parity.Parts(config, torch.device("cpu"))
+    batch = parts.loader.next()
     forget_peak()
     before = resident_bytes("VmRSS")
-    work.forward_backward(batch)
+    parts.work.forward_backward(batch)
     peak = resident_bytes("VmHWM")
-    loader.close()
+    parts.loader.close()
     return before / 2**30, (peak - before) / 2**30
 
 

@@ -43,9 +43,8 @@ from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite import build, mesh, parity
+from titanlite import mesh, parity
 from titanlite.config import Config, Launch, check, load
-from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 
 HERE = Path(__file__).resolve().parent
 Options = dict[str, str | int]
@@ -74,27 +73,18 @@ ONLY_ON_CUDA: dict[str, Options] = {
 }
 
 
-class Trainer:
+class OneBatch:
     """Takes steps on one batch, over and over."""
 
     def __init__(self, config: Config, device: torch.device):
-        layout = build.build_layout(config, device)
-        self.model, stages = build.build_model(config, layout, device)
-        self.work = build.build_step(config, layout, self.model, stages, device)
-        self.optimizer = build.build_optimizer(config, self.model, stages.values())
-        self.parameters, self.device, self.max_norm = list(self.model.parameters()), device, config.training.max_norm
-        loader = build.build_loader(config, layout, parity.proof_sequences(config), device=device, state=None)
-        self.batch = loader.next()
-        loader.close()
+        self.parts, self.device = parity.Parts(config, device), device
+        self.batch = self.parts.loader.next()
+        self.parts.loader.close()
 
     def step(self) -> float:
         """Seconds that it took."""
         start = time.perf_counter()
-        self.work.forward_backward(self.batch)
-        norm = gradient_norm(self.parameters, self.device)
-        scale_gradients(self.parameters, clip_factor(norm, self.max_norm))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.parts.step(self.batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
@@ -106,8 +96,8 @@ class Trainer:
             held = torch.cuda.memory_allocated(self.device)
             self.step()
             return held / 2**20, (torch.cuda.max_memory_allocated(self.device) - held) / 2**20
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        held = sum(n_bytes(value) for value in [*self.parameters, *states] if isinstance(value, Tensor))
+        states = [value for state in self.parts.optimizer.state.values() for value in state.values()]
+        held = sum(n_bytes(value) for value in [*self.parts.parameters, *states] if isinstance(value, Tensor))
         forget_peak()
         before = resident_bytes("VmRSS")
         self.step()
@@ -129,7 +119,7 @@ def serve(options: Options, device_type: str, pipe: Connection) -> None:
     arguments = [f"--{key}={value}" for key, value in options.items()]
     config = check(load([str(HERE.parent / "configs" / "debug.toml"), *arguments]), launch)
     with mesh.process_group(launch, timeout_seconds=3600, trace_buf_size=0, dump_folder=""):
-        trainer = Trainer(config, mesh.device_of(launch))
+        trainer = OneBatch(config, mesh.device_of(launch))
         for _ in range(2):
             trainer.step()
         pipe.send([trainer.memory() for _ in range(3)])

@@ -36,9 +36,8 @@ import torch.distributed as dist
 from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor, nn
 
-from titanlite import build, mesh, parity, plan
+from titanlite import mesh, parity, plan
 from titanlite.config import Config, Launch, check, load
-from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 from titanlite.ranks import Pool
 
 HERE = Path(__file__).resolve().parent
@@ -170,25 +169,15 @@ def measure(options: dict[str, Any]) -> int:
     """Bytes at the peak of this rank's third step. Every rank must call it."""
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
-    device = mesh.device_of(launch)
-    layout = build.build_layout(config, device)
-    model, stages = build.build_model(config, layout, device)
-    work = build.build_step(config, layout, model, stages, device)
-    optimizer = build.build_optimizer(config, model, stages.values())
-    loader = build.build_loader(config, layout, parity.proof_sequences(config), device=device, state=None)
-    parameters = list(model.parameters())
+    parts = parity.Parts(config, mesh.device_of(launch))
     for _ in range(3):
-        batch = loader.next()
+        batch = parts.loader.next()
         gc.collect()
         held, before = held_bytes(), resident_bytes("VmRSS")
         forget_peak()
-        work.forward_backward(batch)
-        norm = gradient_norm(parameters, device)
-        scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
+        parts.step(batch)
         peak = held + resident_bytes("VmHWM") - before
-    loader.close()
+    parts.loader.close()
     dist.barrier()
     return peak
 

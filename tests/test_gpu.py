@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite import build, config, mesh, parity
+from titanlite import config, mesh, parity
 from titanlite.attention import KERNELS
 from titanlite.metrics import Peak
-from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda", 0)
@@ -108,23 +107,16 @@ def test_compiled_trains_as_eager_does(folder, monkeypatch):
 def test_a_step_does_not_wait_for_the_device(folder, alone, options):
     """But once, to read its loss: see docs/house.md."""
     job = config.check(config.load([str(folder / "gpu.toml"), *options]), alone)
-    layout = build.build_layout(job, DEVICE)
-    model, stages = build.build_model(job, layout, DEVICE)
-    work, optimizer = build.build_step(job, layout, model, stages, DEVICE), build.build_optimizer(job, model)
-    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=DEVICE, state=None)
-    parameters = list(model.parameters())
+    parts = parity.Parts(job, DEVICE)
     try:
         for step in range(4):
-            batch = loader.next()
+            batch = parts.loader.next()
             if step == 2:  # after the first allocations and compilations
                 torch.cuda.set_sync_debug_mode("error")
-            work.forward_backward(batch)
-            scale_gradients(parameters, clip_factor(gradient_norm(parameters, DEVICE), 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+            parts.step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        loader.close()
+        parts.loader.close()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

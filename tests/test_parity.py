@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite import build, config, init, parity
+from titanlite import config, init, parity
 from titanlite.parallel import fsdp
 
 CPU = torch.device("cpu")
@@ -112,13 +112,10 @@ def collectives(job: config.Config) -> dict[str, int]:
 
 def forward_backward(job: config.Config, watch: contextlib.AbstractContextManager[Any]) -> None:
     """Those of one step on this rank, while a context holds."""
-    layout = build.build_layout(job, CPU)
-    model, stages = build.build_model(job, layout, CPU)
-    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=CPU, state=None)
-    work = build.build_step(job, layout, model, stages, CPU)
+    parts = parity.Parts(job, CPU)
     with watch:
-        work.forward_backward(loader.next())
-    loader.close()
+        parts.work.forward_backward(parts.loader.next())
+    parts.loader.close()
 
 
 class CountCalls(TorchDispatchMode):

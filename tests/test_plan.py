@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from titanlite import build, config, devices, mesh, parity, plan
-from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 from titanlite.plan import __main__ as plan_command
 from titanlite.plan.report import verdict
 from titanlite.plan.schedule import all_actions, idle_share, simulate
@@ -104,20 +103,11 @@ def real_peak(argv: list[str]) -> int:
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        layout = build.build_layout(job, device)
-        model, stages = build.build_model(job, layout, device)
-        work = build.build_step(job, layout, model, stages, device)
-        optimizer = build.build_optimizer(job, model, stages.values())
-        loader = build.build_loader(job, layout, parity.proof_sequences(job), device=device, state=None)
-        parameters = list(model.parameters())
+        parts = parity.Parts(job, device)
         for _ in range(3):
-            batch, began = loader.next(), time.time_ns()
-            work.forward_backward(batch)
-            norm = gradient_norm(parameters, device)
-            scale_gradients(parameters, clip_factor(norm, job.training.max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-        loader.close()
+            batch, began = parts.loader.next(), time.time_ns()
+            parts.step(batch)
+        parts.loader.close()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     level = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -288,17 +288,14 @@ def kept(argv: list[str]) -> tuple[str, float]:
     """What a run's first lines say of its precision; and bytes a parameter of the blocks' matrices as they are."""
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
-    layout = build.build_layout(job, device)
-    model, stages = build.build_model(job, layout, device)
-    work, optimizer = build.build_step(job, layout, model, stages, device), build.build_optimizer(job, model)
-    loader = build.build_loader(job, layout, parity.proof_sequences(job), device=device, state=None)
-    work.forward_backward(loader.next())
-    optimizer.step()
-    loader.close()
+    parts = parity.Parts(job, device)
+    parts.work.forward_backward(parts.loader.next())
+    parts.optimizer.step()
+    parts.loader.close()
     size, elements = 0, 0
-    for name, weight in model.named_parameters():
+    for name, weight in parts.model.named_parameters():
         if "feed_forward" in name:
-            moments = [optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
+            moments = [parts.optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
             held = [weight.to_local(), weight.grad.to_local()]
             held += [part for m in moments for part in ([m.codes, m.scale] if hasattr(m, "codes") else [m])]
             size += sum(part.numel() * part.itemsize for part in held)

@@ -80,6 +80,41 @@ def proof_sequences(config: Config) -> ProofSequences:
     return ProofSequences(vocab_size=config.model.vocab_size, seq_len=config.training.seq_len, seed=config.debug.seed)
 
 
+class Parts:
+    """What train.py builds, with proof sequences for data.
+
+    Args:
+        config: as `config.check` resolved it.
+        checkpointer: whose newest checkpoint to go on from.
+
+    Attributes:
+        last_step: of the checkpoint; 0 without one.
+    """
+
+    def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
+        self.device, self.max_norm = device, config.training.max_norm
+        self.layout = build.build_layout(config, device)
+        self.model, stages = build.build_model(config, self.layout, device)
+        self.work = build.build_step(config, self.layout, self.model, stages, device)
+        self.optimizer = build.build_optimizer(config, self.model, stages.values())
+        saved = checkpointer.resume(-1, self.model, self.optimizer) if checkpointer else None
+        self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
+        sequences = proof_sequences(config)
+        self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
+        self.parameters = list(self.model.parameters())
+
+    def step(self, batch: Any) -> None:
+        """A training step, but for its learning rate."""
+        self.work.forward_backward(batch)
+        self.update(gradient_norm(self.parameters, self.device))
+
+    def update(self, norm: Tensor) -> None:
+        """What follows the backward."""
+        scale_gradients(self.parameters, clip_factor(norm, self.max_norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
     """Take some steps over all ranks of the process group. Every rank must call it, and each gets the trace of all
     modules.
@@ -88,40 +123,32 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
         config: as `config.check` resolved it.
         checkpointer: go on from its newest checkpoint, to which `steps` are added, and save after the last one.
     """
-    device = mesh.device_of(launch)
-    layout = build.build_layout(config, device)
-    model, stages = build.build_model(config, layout, device)
-    work = build.build_step(config, layout, model, stages, device)
-    optimizer = build.build_optimizer(config, model, stages.values())
+    parts = Parts(config, mesh.device_of(launch), checkpointer)
+    model, loader, pipeline = parts.model, parts.loader, parts.layout.mesh["pp"]
     scale = build.build_loss_scale(config)
-    saved = checkpointer.resume(-1, model, optimizer) if checkpointer else None
-    last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
-    loader = build.build_loader(config, layout, proof_sequences(config), device=device, state=state)
-    parameters = list(model.parameters())
 
     def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of all pipeline stages."""
-        parts: list[dict[str, Tensor]] = [{}] * layout.mesh["pp"].size()
-        dist.all_gather_object(parts, _whole(tensors), layout.mesh["pp"].get_group())
-        gathered = {name: tensor for part in parts for name, tensor in part.items()}
+        of_stages: list[dict[str, Tensor]] = [{}] * pipeline.size()
+        dist.all_gather_object(of_stages, _whole(tensors), pipeline.get_group())
+        gathered = {name: tensor for stage in of_stages for name, tensor in stage.items()}
         return {name: gathered[name] for name in sorted(gathered, key=_depth)}
 
     trace = Trace(initial=whole(dict(model.named_parameters())))
-    for step in range(last_step + 1, last_step + steps + 1):
-        set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
-        loss_sum, valid = work.forward_backward(loader.next(), scale.value)
+    last_step = parts.last_step + steps
+    for step in range(parts.last_step + 1, last_step + 1):
+        set_lr(parts.optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
+        loss_sum, valid = parts.work.forward_backward(loader.next(), scale.value)
         dist.all_reduce(loss_sum)
-        norm = gradient_norm(parameters, device)
+        norm = gradient_norm(parts.parameters, parts.device)
         trace.losses.append((loss_sum / valid).item())
         trace.norms.append(norm.item())
         trace.gradients.append(whole({name: p.grad for name, p in model.named_parameters()}))
-        scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
+        parts.update(norm)
     trace.weights = whole(dict(model.named_parameters()))
     if checkpointer:
-        checkpointer.save(last_step + steps, model, optimizer, {"data": loader.state()})
-    trace.validation = work.validate(loader.next())
+        checkpointer.save(last_step, model, parts.optimizer, {"data": loader.state()})
+    trace.validation = parts.work.validate(loader.next())
     loader.close()
     return trace
 
