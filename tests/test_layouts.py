@@ -18,7 +18,7 @@ from titanlite import build, config, data, loss, optimizer, parity
 from titanlite.checkpoint import Checkpointer
 from titanlite.parallel import fsdp, pipeline, tensor
 from titanlite.ranks import RankError
-from titanlite.stages import V_SHAPED
+from titanlite.stages import SPLIT_BACKWARD, V_SHAPED
 
 TOLERANCE = parity.ALLOWED_IN_FLOAT64
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -209,8 +209,13 @@ def world_size(layout: dict[str, Any]) -> int:
 def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
     """A layout's options, with two microsteps unless it says otherwise."""
     options = MODEL | layout
-    if options.get("pipeline_parallel_schedule") in V_SHAPED and torch.__version__ < "2.12":
+    order = options.get("pipeline_parallel_schedule")
+    if order in V_SHAPED and torch.__version__ < "2.12":
         pytest.skip("refused on a CPU with torch 2.11")
+    functions = {"float8__enable", "training__loss_chunks"} & set(options)
+    budget = options.get("activation_checkpoint__mode") == "memory_budget" and "tensor_parallel_degree" in options
+    if torch.__version__.startswith("2.12.") and (budget or (functions and order in SPLIT_BACKWARD)):
+        pytest.skip("refused with torch 2.12")
     data_ranks = options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1)
     microsteps = options.pop("microsteps", 2)
     options["training__global_batch_size"] = options["training__local_batch_size"] * data_ranks * microsteps

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from titanlite import options, rules
 from titanlite.options import ConfigError, Loaded, Refusals, Section, show
 from titanlite.sizes import SIZES
-from titanlite.stages import ONE_STAGE, V_SHAPED, Schedule, deal, module_names
+from titanlite.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, Schedule, deal, module_names
 
 # Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
 Count = Annotated[int, Field(ge=1)]
@@ -622,10 +622,20 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
             f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
             'a newer torch, or "InterleavedZeroBubble"',
         )
-    budget = config.activation_checkpoint.mode == "memory_budget"
-    if budget and parallelism.tensor_parallel_degree > 1 and version == (2, 12):
+    if version == (2, 12):
+        _rules_of_torch_2_12(config, refuse)
+
+
+def _rules_of_torch_2_12(config: Config, refuse: Refusals) -> None:
+    parallelism = config.parallelism
+    if config.activation_checkpoint.mode == "memory_budget" and parallelism.tensor_parallel_degree > 1:
         why = "torch 2.12 cannot weigh the graphs of tensor parallel; use another torch, or another mode"
         refuse("activation_checkpoint.mode", why, "parallelism.tensor_parallel_degree")
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD:
+        users = {"float8.enable": config.float8.enable, "training.loss_chunks": config.training.loss_chunks > 1}
+        for key in (key for key, used in users.items() if used):
+            why = f"torch 2.12 fails at its backward in halves under {show(parallelism.pipeline_parallel_schedule)}; "
+            refuse(key, why + "use another torch, or another schedule", "parallelism.pipeline_parallel_schedule")
 
 
 def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
