@@ -4,8 +4,8 @@
 
 Every run is train.py on configs/debug.toml with 8 sequences of 256 tokens a step, so all see the same weights, tokens
 and schedule. Training magnifies any rounding: the second run is float32 too, but for attention's kernel, and shows how
-far apart two runs end that differ in the last digit only. The learning rate is below the debug model's own, at which
-the runs part by 2 % (the norm of the gradient jumps in the first hundred steps, and the runs part there).
+far apart two runs end that differ in the last digit only. The learning rate is a fifth of the debug model's own, so
+that this is near.
 
 Prints a line of JSON for every tenth step, then a table of the mean loss over the last 30 steps and of the validation
 loss, with their distance from float32; writes the curves as a plot. On CUDA float8 is the hardware's own and the model

@@ -10,23 +10,25 @@ from collections.abc import Iterable, Mapping
 from titanlite.devices import Device
 from titanlite.plan.tape import Event, Traffic, Work
 
+ESTIMATE = "an estimate; not measured"
 EFFICIENCY: dict[str, tuple[float, str]] = {
     "product, bf16": (0.75, "large bf16 products reach 0.80 on an H200 (790 of 989 TFLOP/s); the model's are smaller"),
-    "product, fp8": (0.60, "large scaled fp8 products on an H100, torchao's float8 benchmarks"),
-    "product, fp32": (0.85, "large products on cores that are not tensor cores"),
-    "attention": (0.36, "FlashAttention-2 on an H100, 350 of 989 TFLOP/s (arXiv:2407.08608, figure 5)"),
-    "attention, backward": (0.30, "the same, figure 6: about 300 TFLOP/s"),
-    "attention, Ampere": (0.65, "FlashAttention-2 on an A100, 200 of 312 TFLOP/s (arXiv:2307.08691, figure 5)"),
-    "memory": (0.85, "a copy of a large tensor, against the data sheet's rate"),
-    "link": (0.80, "NCCL's bus bandwidth of large all-gathers on eight H100: 360 of 450 GB/s"),
-    "network": (0.85, "one 400 Gbit/s adapter a device: 42 of 50 GB/s"),
+    "product, fp8": (0.60, ESTIMATE),
+    "product, fp32": (0.85, ESTIMATE),
+    "attention": (0.36, "FlashAttention-2 reaches about 35 % of an H100 (arXiv:2407.08608, abstract)"),
+    "attention, backward": (0.30, ESTIMATE),
+    "attention, Ampere": (0.65, "FlashAttention-2 reaches 50 to 73 % of an A100 (arXiv:2307.08691)"),
+    "memory": (0.85, ESTIMATE),
+    "link": (0.80, ESTIMATE),
+    "network": (0.85, ESTIMATE),
 }
 """Share of the data sheet's rate, and where it is from."""
 
 KERNEL_SECONDS = 4e-6
-"""From one kernel's beginning to the next one's, if both are empty: H100, launched ahead of time."""
+"""From one kernel's beginning to the next one's, if both are empty and launched ahead of time: an estimate."""
 COLLECTIVE_SECONDS = 2e-5
-"""Of a collective of one byte within a host; and of each further host on a ring that spans hosts, a quarter of it."""
+"""Of a collective of one byte within a host; and of each further host on a ring that spans hosts, a quarter of it: an
+estimate."""
 
 EXPOSED = ("tp", "ulysses", "all")
 """Axes whose collectives the next operator waits for; those of the others run beside it."""

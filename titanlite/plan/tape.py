@@ -22,7 +22,7 @@ from titanlite.parallel import context
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """One rank's process group without the others: collectives return at once, with whatever their buffers held.
 
-    Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11, 2.13 and 2.15).
+    Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -289,7 +289,7 @@ def recording() -> Iterator[Tape]:
 
     Private: what FSDP frees and restores, past all operators, through UntypedStorage.resize_; and that DTensor tries
     operators on fake whole tensors, to learn what shape comes out, which no run with real ones spends memory on
-    (ShardingPropagator; the same name in torch 2.11, 2.13 and 2.15).
+    (ShardingPropagator; the same name in torch 2.11 to 2.15).
     """
     tape, name = Tape(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
