@@ -591,16 +591,16 @@ $ --parallelism.pipeline_parallel_schedule=DualPipeV
     last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
 compile.enable = true; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
-> {file}: compile.enable = true: "InterleavedZeroBubble" computes gradients of inputs and of weights apart, which
-    compiled blocks do not; set false, or the schedule to "Interleaved1F1B"
+> {file}: compile.enable = true: "InterleavedZeroBubble" computes gradients of inputs and of weights apart, and a
+    compiled block would compute all of them both times; set false, or the schedule to "Interleaved1F1B"
 compile.enable = true; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=ZBVZeroBubble
-> {file}: compile.enable = true: "ZBVZeroBubble" computes gradients of inputs and of weights apart, which compiled
-    blocks do not; set false, or the schedule to "Interleaved1F1B"
+> {file}: compile.enable = true: "ZBVZeroBubble" computes gradients of inputs and of weights apart, and a compiled
+    block would compute all of them both times; set false, or the schedule to "Interleaved1F1B"
 compile.enable = true; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
-> {file}: compile.enable = true: "DualPipeV" computes gradients of inputs and of weights apart, which compiled blocks do
-    not; set false, or the schedule to "Interleaved1F1B"
+> {file}: compile.enable = true: "DualPipeV" computes gradients of inputs and of weights apart, and a compiled block
+    would compute all of them both times; set false, or the schedule to "Interleaved1F1B"
 
 ## stages
 parallelism.pipeline_parallel_degree = 7

@@ -315,8 +315,8 @@ def _pipeline_rules(config: Config, given: set[str], refuse: Refusals) -> None:
     if schedule in SPLIT_BACKWARD and config.compile.enable:
         refuse(
             "compile.enable",
-            f"{show(schedule)} computes gradients of inputs and of weights apart, which compiled blocks do not; set "
-            'false, or the schedule to "Interleaved1F1B"',
+            f"{show(schedule)} computes gradients of inputs and of weights apart, and a compiled block would compute "
+            'all of them both times; set false, or the schedule to "Interleaved1F1B"',
             schedule_key,
         )
     recomputation = config.activation_checkpoint
