@@ -338,6 +338,9 @@ def _drive_stage(config: Config, tape: Tape, stage: Llama, *, number: int, n_sta
         dtype=dtype,
         device=CPU,
     )
+    part.has_backward = True  # as a schedule says
+    if hasattr(stage, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
+        stage.set_manual_backward_finalization(True)
     first, last = number == 0, number == n_stages - 1
     fsdp.before_microstep(
         stage,
