@@ -129,7 +129,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "loss in 3 parts, tp, logits gathered": LOSS_IN_PARTS | TP | {"disable_loss_parallel": True},
     "loss in 3 parts, shard, tied embeddings": LOSS_IN_PARTS | SHARD | TIED,
     "loss in 3 parts, InterleavedZeroBubble": LOSS_IN_PARTS | schedule("InterleavedZeroBubble"),
-    "loss in 3 parts, compiled, tp": LOSS_IN_PARTS | COMPILED | TP,
     # Explicit prefetch
     "prefetch 2, shard": PREFETCH | SHARD,
     "prefetch 2, pp": PREFETCH | PP,
@@ -197,6 +196,7 @@ NIGHTLY = {
     **{f"compiled, memory budget, {name}": BUDGET | product(*name.split(" x "))
        for name in ("pp", "shard x tp", "cp x tp")},
     "compiled, memory budget of nothing, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
+    "loss in 3 parts, compiled, tp": LOSS_IN_PARTS | COMPILED | TP,
     "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
 }  # fmt: skip
 

@@ -627,6 +627,7 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
 
 
 def _rules_of_torch_2_12(config: Config, refuse: Refusals) -> None:
+    """What fails there, and with no other torch that pyproject.toml admits."""
     parallelism = config.parallelism
     if config.activation_checkpoint.mode == "memory_budget" and parallelism.tensor_parallel_degree > 1:
         why = "torch 2.12 cannot weigh the graphs of tensor parallel; use another torch, or another mode"
