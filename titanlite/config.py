@@ -622,21 +622,15 @@ def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) 
             f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
             'a newer torch, or "InterleavedZeroBubble"',
         )
-    if version == (2, 12):
-        _rules_of_torch_2_12(config, refuse)
-
-
-def _rules_of_torch_2_12(config: Config, refuse: Refusals) -> None:
-    """What fails there, and with no other torch that pyproject.toml admits."""
-    parallelism = config.parallelism
-    if config.activation_checkpoint.mode == "memory_budget" and parallelism.tensor_parallel_degree > 1:
+    budget = config.activation_checkpoint.mode == "memory_budget"
+    if version == (2, 12) and budget and parallelism.tensor_parallel_degree > 1:
         why = "torch 2.12 cannot weigh the graphs of tensor parallel; use another torch, or another mode"
         refuse("activation_checkpoint.mode", why, "parallelism.tensor_parallel_degree")
-    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD:
+    if version < (2, 13) and parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
         users = {"float8.enable": config.float8.enable, "training.loss_chunks": config.training.loss_chunks > 1}
         for key in (key for key, used in users.items() if used):
-            why = f"torch 2.12 fails at its backward in halves under {show(parallelism.pipeline_parallel_schedule)}; "
-            refuse(key, why + "use another torch, or another schedule", "parallelism.pipeline_parallel_schedule")
+            why = f"torch {version[0]}.{version[1]} fails at its backward in halves under {show(schedule)}; "
+            refuse(key, why + "use torch 2.13, or another schedule", "parallelism.pipeline_parallel_schedule")
 
 
 def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
