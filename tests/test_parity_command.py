@@ -31,7 +31,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_right_layout_is_equal(dtype):
     status, out, error = command(DEBUG, "--parallelism.context_parallel_degree=2", f"--dtype={dtype}")
     assert (status, error) == (0, ""), out
