@@ -75,10 +75,14 @@ def written() -> dict[str, str]:
 
 def write(head: str, rows: Iterable[str]) -> None:
     """Put rows below a table's head instead of what is there."""
+    lines = []
+    for text in rows:
+        print(text, flush=True)
+        lines.append(text)
     before, _, rest = PAGE.read_text().partition(head)
     after = rest[rest.index("\n\n") :]
     rule = "|" + " --- |" * (head.count("|") - 1)
-    PAGE.write_text("\n".join([before + head, rule, *rows]) + after)
+    PAGE.write_text("\n".join([before + head, rule, *lines]) + after)
 
 
 def main() -> None:

@@ -183,6 +183,10 @@ ROUNDING: dict[str, dict[str, Any]] = {
     **{f"float16, {name}": HALF | AXES[name] for name in ("pp", "shard", "cp", "tp")},
     "float16, loss in 3 parts, shard x tp": HALF | LOSS_IN_PARTS | SHARD | TP,
 }  # fmt: skip
+ROUNDING_NIGHTLY: dict[str, dict[str, Any]] = {
+    "float8, shard x cp x tp": FLOAT8 | SHARD | CP | TP,
+    "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
+}
 NIGHTLY = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" in names},
     **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_MICROSTEP for name in SIMPLEST
@@ -201,7 +205,9 @@ NIGHTLY = {
     **{f"compiled, memory budget, {name}": BUDGET | product(*name.split(" x "))
        for name in ("pp", "shard x tp", "cp x tp")},
     "compiled, memory budget of nothing, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
+    "compiled, tp, logits gathered": COMPILED | TP | {"disable_loss_parallel": True},
     "loss in 3 parts, compiled, tp": LOSS_IN_PARTS | COMPILED | TP,
+    "loss in 3 parts, InterleavedZeroBubble x tp": LOSS_IN_PARTS | schedule("InterleavedZeroBubble") | TP,
     "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
 }  # fmt: skip
 
@@ -265,12 +271,15 @@ def by_one_process() -> Any:
     return compute
 
 
-@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parametrize(
+    "name", [*ROUNDING, *(pytest.param(name, marks=pytest.mark.nightly) for name in ROUNDING_NIGHTLY)]
+)
 def test_rounds_as_one_process_does(ranks, by_one_process, tmp_path, name):
     """No farther from it than a few times what rounding alone does to it; and as far as it from one that does not
     round so, or the layout has ignored the option."""
-    n = world_size(ROUNDING[name])
-    job = resolve(tmp_path, n, with_batches(ROUNDING[name] | ONE_MICROSTEP))
+    options = (ROUNDING | ROUNDING_NIGHTLY)[name]
+    n = world_size(options)
+    job = resolve(tmp_path, n, with_batches(options | ONE_MICROSTEP))
     alone, bounds, plain = by_one_process(job)
     layout, *_ = ranks(n).run(trace, job=job)
     found = parity.differences(alone, layout)

@@ -31,7 +31,9 @@ def command(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "dtype", ["float64", *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in ("float32", "bfloat16"))]
+)
 def test_a_right_layout_is_equal(dtype):
     status, out, error = command(DEBUG, "--parallelism.context_parallel_degree=2", f"--dtype={dtype}")
     assert (status, error) == (0, ""), out

@@ -78,6 +78,13 @@ def layers_of_pattern(config: Config) -> int:
     return option if config.activation_checkpoint.mode == "selective" and option != "op" else 1
 
 
+def period_of(config: Config) -> int:
+    """The same where FSDP gathers ahead: at least as many layers as it does."""
+    pattern, parallelism = layers_of_pattern(config), config.parallelism
+    ahead = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+    return max(math.ceil(ahead / pattern), 1) * pattern
+
+
 def rehearsed_microsteps(n: int) -> dict[int, int]:
     """Of n microsteps without a pipeline those that are run, the first (0), one of the middle (1) and the last (2), and
     for how many each stands."""
@@ -138,10 +145,7 @@ def rehearse(
         shortened: leave out layers that others stand for; false: run them all, to see that this makes no difference.
     """
     parallelism = config.parallelism
-    pattern = layers_of_pattern(config)
-    ahead = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
-    period = max(math.ceil(ahead / pattern), 1) * pattern
-    short = shorten(names, period if shortened else len(names))
+    short = shorten(names, period_of(config) if shortened else len(names))
     world = build.world_size(config)
     ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
     mesh.build_layout.cache_clear()  # of another rank's world
