@@ -12,10 +12,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 
-case " $* " in *" --help "* | *" -h "*) exec "$python" -m titanlite.config --help ;; esac
+case " $* " in *" --help "* | *" -h "*) exec "$python" -m titanlite.launcher --help ;; esac
 
 # The config is checked once, here: a mistake is one line and not a traceback of every rank.
-ranks=$("$python" -m titanlite.config --ranks-per-host "$@")
+ranks=$("$python" -m titanlite.launcher --ranks-per-node "$@")
 
 if [ "${NNODES:-1}" -gt 1 ]; then
     launch=(--nnodes="$NNODES" --node-rank="${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.data import Microbatch
+from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
+from titanlite.data import Batch
 from titanlite.parallel.pipeline import Pipeline
+from titanlite.parity.process_pool import Pool
 from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
-from titanlite.ranks import Pool
-from titanlite.stages import ONE_STAGE, Schedule, rank_of_stage
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
@@ -138,7 +138,7 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
         device=torch.device("cpu"),
     )
     tokens = torch.zeros(n_microbatches, 1, dtype=torch.int64)
-    batch, valid = Microbatch(tokens, tokens, tokens, None), torch.ones((), dtype=torch.float64)
+    batch, valid = Batch(tokens, tokens, tokens, None), torch.ones((), dtype=torch.float64)
     measured = Measured([], [], pipeline.order)
     for step in range(steps + 1):
         dist.barrier()

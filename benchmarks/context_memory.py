@@ -27,7 +27,7 @@ from resident import forget_peak, map_each_tensor, resident_bytes
 
 from titanlite import parity
 from titanlite.config import Config, Launch, check, load
-from titanlite.ranks import Pool
+from titanlite.parity.process_pool import Pool
 
 SHORTEST = 4096
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"

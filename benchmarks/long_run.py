@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = "training.mixed_precision_param=float32"
 RUNS = {
     "float32": [FLOAT32],
-    "float32, another attention kernel": [FLOAT32, "training.attention_kernel=math"],
+    "float32, another attention kernel": [FLOAT32, "training.attention_backend=math"],
     "bfloat16 compute": ["training.mixed_precision_param=bfloat16"],
     "bfloat16 weights, stochastic rounding": ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
     "float8 tensorwise": ["float8.enable=true", "float8.recipe=tensorwise"],

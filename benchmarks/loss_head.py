@@ -22,8 +22,8 @@ from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor, nn
 from torch.nn import functional
 
-from titanlite.loss import head_loss
-from titanlite.ranks import Pool
+from titanlite.loss import chunked_cross_entropy
+from titanlite.parity.process_pool import Pool
 
 WAYS = ("all at once", "loss_chunks = 8", "loss_chunks = 16", "torch's own, chunked")
 
@@ -34,7 +34,7 @@ def loss_of(way: str, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Ten
         options = nn.LinearCrossEntropyOptions()
         return functional.linear_cross_entropy(x_ND, weight_VD, targets_N, reduction="sum", options=options)
     n_chunks = int(way.rpartition(" ")[2]) if "=" in way else 1
-    return head_loss(x_ND[None], weight_VD, targets_N[None], n_chunks=n_chunks, loss_parallel=True)
+    return chunked_cross_entropy(x_ND[None], weight_VD, targets_N[None], n_chunks=n_chunks, loss_parallel=True)
 
 
 def turn(way: str, shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> tuple[float, float, float]:

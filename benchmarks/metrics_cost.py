@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from titanlite import build, mesh, metrics, parity
+from titanlite import build, metrics, parity
 from titanlite.config import Launch, check, load
+from titanlite.parallel import mesh
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 
@@ -37,12 +38,12 @@ def main() -> None:
         mesh.process_group(launch, timeout_seconds=600, trace_buf_size=0, dump_folder=""),
     ):
         parts = parity.Parts(config, device)
-        reporter = metrics.Reporter(Path(folder), tb_folder="tb", last_step=0, steps=rounds, config="")
-        meter = metrics.Meter(
+        reporter = metrics.MetricsLogger(Path(folder), tb_folder="tb", last_step=0, steps=rounds, config="")
+        meter = metrics.ThroughputMeter(
             device,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
             flops_per_token=build.count_flops_per_token(config, build.parameter_sizes(config)),
-            peak=metrics.Peak(device, torch.float32),
+            peak=metrics.PeakFlops(device, torch.float32),
         )
         for step in range(1, rounds + 1):
             began = time.perf_counter()

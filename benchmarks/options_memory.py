@@ -43,8 +43,9 @@ from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite import mesh, parity
+from titanlite import parity
 from titanlite.config import Config, Launch, check, load
+from titanlite.parallel import mesh
 
 HERE = Path(__file__).resolve().parent
 Options = dict[str, str | int]
@@ -123,7 +124,7 @@ def serve(options: Options, device_type: str, pipe: Connection) -> None:
         for _ in range(2):
             trainer.step()
         pipe.send([trainer.memory() for _ in range(3)])
-        mesh.keep_freed_memory()
+        mesh.retain_freed_memory()
         trainer.step()
         while True:
             pipe.recv()

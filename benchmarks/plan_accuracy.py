@@ -36,9 +36,10 @@ import torch.distributed as dist
 from resident import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor, nn
 
-from titanlite import mesh, parity, plan
+from titanlite import parity, plan
 from titanlite.config import Config, Launch, check, load
-from titanlite.ranks import Pool
+from titanlite.parallel import mesh
+from titanlite.parity.process_pool import Pool
 
 HERE = Path(__file__).resolve().parent
 DEBUG = HERE.parent / "configs" / "debug.toml"

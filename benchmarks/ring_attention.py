@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.mesh import keep_freed_memory
 from titanlite.parallel.context import ContextAttention
-from titanlite.ranks import Pool
+from titanlite.parallel.mesh import retain_freed_memory
+from titanlite.parity.process_pool import Pool
 
 RING_SIZES = (2, 4)
 CUDA_BACKENDS = {
@@ -83,7 +83,7 @@ def step(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ba
 @functools.cache
 def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
     """Once a rank and length, so that a sample is nothing but the step."""
-    keep_freed_memory()  # as train.py does
+    retain_freed_memory()  # as train.py does
     size = dist.get_world_size()
     ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, kernel="cpu")
     return (ring if size > 1 else reference), tensors(length // size, shape, "cpu")

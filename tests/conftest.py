@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.ranks import Pool, RankDied
+from titanlite.parity.process_pool import Pool, RankDied
 
 CALLS_OF_A_POOL = 30
 

@@ -14,9 +14,10 @@ from unittest.mock import patch
 
 import pytest
 
-from titanlite import config, options
-from titanlite.config import Config, ConfigError, Launch, Loaded
-from titanlite.sizes import SIZES
+from titanlite import config, launcher
+from titanlite.config import Config, ConfigError, Launch, LoadedConfig
+from titanlite.config import loader as options
+from titanlite.config.model_sizes import SIZES
 
 ROOT = Path(__file__).parents[1]
 USAGE = "usage: train.py CONFIG.toml [--section.key=value ...]   (--help lists every option)"
@@ -35,7 +36,7 @@ class Folder:
         self.file = path / "run.toml"
         self.file.touch()
 
-    def load(self, toml: str = "", *overrides: str) -> Loaded[Config]:
+    def load(self, toml: str = "", *overrides: str) -> LoadedConfig[Config]:
         self.file.write_text(toml, encoding="utf-8")
         return config.load([str(self.file), *overrides])
 
@@ -141,7 +142,7 @@ training.global_batch_size = 0; training.global_batch_size = -2; training.global
 training.global_batch_size = true; lr_scheduler.total_steps = 0; parallelism.data_parallel_shard_degree = 0
 checkpoint.load_step = 0; validation.steps = 0; parallelism.pipeline_parallel_stages_per_rank = 0
 parallelism.pipeline_parallel_stages_per_rank = -2; parallelism.pipeline_parallel_stages_per_rank = "auto"
-plan.devices_per_host = 0
+plan.devices_per_node = 0
 > {COUNT_OR_AUTO}
 profiling.profile_freq = 3
 > a whole number at least 4
@@ -201,7 +202,7 @@ parallelism.fsdp_reshard_after_forward = 1; parallelism.fsdp_reshard_after_forwa
 parallelism.fsdp_reshard_after_forward = "2"; parallelism.fsdp_reshard_after_forward = -1
 > {RESHARD}
 parallelism.fsdp_reduce_gradients = "always"
-> one of "each_microstep", "last_microstep"
+> one of "every_accumulation_step", "last_accumulation_step"
 parallelism.pipeline_parallel_schedule = "1f1b"; parallelism.pipeline_parallel_schedule = "ZeroBubble"
 > one of "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 parallelism.pipeline_parallel_balance = "flops"
@@ -210,7 +211,7 @@ parallelism.module_fqns_per_model_part = 3; parallelism.module_fqns_per_model_pa
 parallelism.module_fqns_per_model_part = ["layers.0"]; parallelism.module_fqns_per_model_part = [["layers.0", 1]]
 parallelism.module_fqns_per_model_part = [["norm"], "output"]; parallelism.module_fqns_per_model_part = [[["norm"]]]
 > a list of lists of strings
-training.attention_kernel = "sdpa"; training.attention_kernel = true
+training.attention_backend = "sdpa"; training.attention_backend = true
 > one of "auto", "cpu", "flash", "cudnn", "efficient", "math"
 float8.recipe = "blockwise"
 > one of "tensorwise", "rowwise", "rowwise_with_gw_hp"
@@ -269,7 +270,7 @@ def test_right_value_at_the_edge(folder: Folder, assignment: str, read: str):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Wrong configs. A case is a file (`;` parts its lines, too), `$` arguments, and `>` the lines of its refusal. Where `@`
-# stands, the config is right and its launch is refused: by `check` if ranks are given, else by `ranks_per_host`. The
+# stands, the config is right and its launch is refused: by `check` if ranks are given, else by `ranks_per_node`. The
 # rules under "silent rule" read a value that is itself refused: they would speak of its default.
 
 TABLE = r"""
@@ -542,9 +543,9 @@ $ --parallelism.pipeline_parallel_schedule=DualPipeV
 > {file}: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size = 8
 # the number of microbatches alone is unknown then
 [parallelism]; pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 16
-fsdp_reduce_gradients = "last_microstep"; module_fqns_per_model_part = [["norm"]]
-> {file}: parallelism.fsdp_reduce_gradients = "last_microstep": a pipeline reduces gradients once a microstep, after its
-    last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
+fsdp_reduce_gradients = "last_accumulation_step"; module_fqns_per_model_part = [["norm"]]
+> {file}: parallelism.fsdp_reduce_gradients = "last_accumulation_step": a pipeline reduces gradients once a microstep, after its
+    last microbatch; set "every_accumulation_step", and a larger local_batch_size for fewer microsteps
 > {file}: parallelism.module_fqns_per_model_part = [["norm"]]: expected 2 lists, one a stage, got 1
 > {file}: parallelism.pipeline_parallel_microbatch_size = 16: expected a divisor of training.local_batch_size = 8
 [parallelism]; pipeline_parallel_degree = 4; pipeline_parallel_microbatch_size = 4
@@ -586,9 +587,9 @@ activation_checkpoint.mode = "selective"
 $ --parallelism.pipeline_parallel_schedule=DualPipeV
 > {file}: parallelism.fsdp_reshard_after_forward = "always": "DualPipeV" computes gradients of inputs and of weights
     apart and needs the weights gathered in between; set "never" or "default"
-[parallelism]; pipeline_parallel_degree = 2; fsdp_reduce_gradients = "last_microstep"
-> {file}: parallelism.fsdp_reduce_gradients = "last_microstep": a pipeline reduces gradients once a microstep, after its
-    last microbatch; set "each_microstep", and a larger local_batch_size for fewer microsteps
+[parallelism]; pipeline_parallel_degree = 2; fsdp_reduce_gradients = "last_accumulation_step"
+> {file}: parallelism.fsdp_reduce_gradients = "last_accumulation_step": a pipeline reduces gradients once a microstep, after its
+    last microbatch; set "every_accumulation_step", and a larger local_batch_size for fewer microsteps
 compile.enable = true; parallelism.pipeline_parallel_degree = 2
 $ --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble
 > {file}: compile.enable = true: "InterleavedZeroBubble" computes gradients of inputs and of weights apart, and a
@@ -701,12 +702,12 @@ $ --parallelism.module_fqns_per_model_part=[[layers.0]]
 > command line: parallelism.module_fqns_per_model_part = "[[layers.0]]": expected a list of lists of strings
 $ --parallelism.module_fqns_per_model_part=[["layers.0"],3]
 > command line: parallelism.module_fqns_per_model_part = [["layers.0"], 3]: expected a list of lists of strings
-$ --parallelism.module_fqns_per_model_part --parallelism.tensor_parallel_degree --training.attention_kernel
+$ --parallelism.module_fqns_per_model_part --parallelism.tensor_parallel_degree --training.attention_backend
 > command line: --parallelism.module_fqns_per_model_part: expected a value; write
     --parallelism.module_fqns_per_model_part=VALUE
 > command line: --parallelism.tensor_parallel_degree: expected a value; write --parallelism.tensor_parallel_degree=VALUE
-> command line: --training.attention_kernel: expected a value; write
-    --training.attention_kernel=VALUE
+> command line: --training.attention_backend: expected a value; write
+    --training.attention_backend=VALUE
 
 ## several
 [training]; steps = 0; shufle = true; dataset = "text"; global_batch_size = 12
@@ -793,7 +794,7 @@ model.n_kv_heads = 0; parallelism.tensor_parallel_degree = 16
 > {file}: model.n_kv_heads = 0: expected a whole number at least 1
 model.flavor = "llama"; parallelism.tensor_parallel_degree = 32
 > {file}: model.flavor = "llama": expected {flavors}
-training.attention_kernel = "math"
+training.attention_backend = "math"
 [parallelism]; context_parallel_degree = 0; context_parallel_ulysses_degree = 2
 > {file}: parallelism.context_parallel_degree = 0: expected a whole number at least 1
 [parallelism]; context_parallel_degree = 3; context_parallel_ulysses_degree = "all"
@@ -819,9 +820,9 @@ model.tie_embeddings = 1; model.n_layers = 32; training.local_batch_size = 8
 pipeline_parallel_schedule = "DualPipeV"; fsdp_reshard_after_forward = "sometimes"; fsdp_reduce_gradients = "seldom"
 > {file}: parallelism.fsdp_reshard_after_forward = "sometimes": expected one of "default", "always", "never", or a
     whole number at least 2
-> {file}: parallelism.fsdp_reduce_gradients = "seldom": expected one of "each_microstep", "last_microstep"
+> {file}: parallelism.fsdp_reduce_gradients = "seldom": expected one of "every_accumulation_step", "last_accumulation_step"
 > {file}: parallelism.pipeline_parallel_balance = 3: expected one of "layers", "parameters"
-training.document_mask = "yes"; training.attention_kernel = "math"
+training.document_mask = "yes"; training.attention_backend = "math"
 > {file}: training.document_mask = "yes": expected true or false
 compile.enable = "yes"; compile.backend = "aot_eager"
 parallelism.tensor_parallel_degree = 2; parallelism.enable_async_tensor_parallel = true
@@ -935,37 +936,37 @@ training.dataset = "c4"; training.streaming = true; training.shuffle = false; tr
 @ ranks=12 devices=0
 > {file}: training.streams = 4: expected a multiple of the data-parallel degree 3, so that each rank has whole streams
 # what the devices can do
-training.attention_kernel = "flash"
+training.attention_backend = "flash"
 [parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
-> {file}: training.attention_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
-training.document_mask = true; training.attention_kernel = "cpu"
+> {file}: training.attention_backend = "flash": expected one of "auto", "cpu", "math" on a CPU
+training.document_mask = true; training.attention_backend = "cpu"
 @ ranks=1 devices=1
-> {file}: training.attention_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+> {file}: training.attention_backend = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
     CUDA in bfloat16
 # by the type that is computed in, whatever the weights have
-training.document_mask = true; training.mixed_precision_param = "float32"; training.attention_kernel = "flash"
+training.document_mask = true; training.mixed_precision_param = "float32"; training.attention_backend = "flash"
 @ ranks=1 devices=1
-> {file}: training.attention_kernel = "flash": expected one of "auto", "efficient", "math" on CUDA in float32
-training.attention_kernel = "cudnn"
+> {file}: training.attention_backend = "flash": expected one of "auto", "efficient", "math" on CUDA in float32
+training.attention_backend = "cudnn"
 [parallelism]; context_parallel_degree = 2
 $ --training.dtype=bfloat16 --training.mixed_precision_param=float32
 @ ranks=2 devices=2
-> {file}: training.attention_kernel = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
-training.document_mask = true; training.mixed_precision_param = "float16"; training.attention_kernel = "cpu"
+> {file}: training.attention_backend = "cudnn": expected one of "auto", "efficient", "math" on CUDA in float32
+training.document_mask = true; training.mixed_precision_param = "float16"; training.attention_backend = "cpu"
 @ ranks=1 devices=1
-> {file}: training.attention_kernel = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
+> {file}: training.attention_backend = "cpu": expected one of "auto", "flash", "cudnn", "efficient", "math" on
     CUDA in float16
 training.dtype = "float64"; parallelism.context_parallel_degree = 2
-$ --training.attention_kernel=efficient
+$ --training.attention_backend=efficient
 @ ranks=2 devices=2
-> command line: training.attention_kernel = "efficient": expected one of "auto", "math" on CUDA in float64
+> command line: training.attention_backend = "efficient": expected one of "auto", "math" on CUDA in float64
 # a mask needs a kernel where context parallelism is turned off, too
-training.attention_kernel = "flash"
+training.attention_backend = "flash"
 [parallelism]; context_parallel_degree = 1
 $ --training.document_mask
 @ ranks=1 devices=0
-> {file}: training.attention_kernel = "flash": expected one of "auto", "cpu", "math" on a CPU
+> {file}: training.attention_backend = "flash": expected one of "auto", "cpu", "math" on a CPU
 compile.enable = true
 [parallelism]; tensor_parallel_degree = 2; enable_async_tensor_parallel = true
 @ ranks=2 devices=0
@@ -997,7 +998,7 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
 # and with each parallelism
 training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.global_batch_size = 40
-compile.enable = true; training.attention_kernel = "cudnn"
+compile.enable = true; training.attention_backend = "cudnn"
 [parallelism]; pipeline_parallel_degree = 2; context_parallel_degree = 2; tensor_parallel_degree = 2
 data_parallel_shard_degree = 3; enable_async_tensor_parallel = true
 @ ranks=8 devices=0
@@ -1006,7 +1007,7 @@ data_parallel_shard_degree = 3; enable_async_tensor_parallel = true
 > {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
 > {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
-> {file}: training.attention_kernel = "cudnn": expected one of "auto", "cpu", "math" on a CPU
+> {file}: training.attention_backend = "cudnn": expected one of "auto", "cpu", "math" on a CPU
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
 training.global_batch_size = 16
 @ ranks=9 devices=8
@@ -1079,7 +1080,7 @@ def test_wrong_config(folder: Folder, given: list[str], lines: list[str]):
         ranks = on(int(launch["ranks"]), hosts=int(launch.get("hosts", 1)), devices=devices)
         folder.refused(lambda: config.check(loaded, ranks), lines)
     else:
-        folder.refused(lambda: config.ranks_per_host(loaded, launch, devices), lines)
+        folder.refused(lambda: config.ranks_per_node(loaded, launch, devices), lines)
 
 
 ABSENT = """
@@ -1114,8 +1115,8 @@ def test_option_of_an_absent_axis(folder: Folder, assignment: str, users: str):
 
 
 def test_kernel_is_read_under_a_document_mask(folder: Folder):
-    toml = "training.document_mask = true\ntraining.attention_kernel = 'math'"
-    assert config.check(folder.load(toml), on(1)).training.attention_kernel == "math"
+    toml = "training.document_mask = true\ntraining.attention_backend = 'math'"
+    assert config.check(folder.load(toml), on(1)).training.attention_backend == "math"
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
@@ -1341,15 +1342,15 @@ training.seq_len = 8
 [parallelism]; context_parallel_degree = 2; tensor_parallel_degree = 4
 @ ranks=8 devices=0
 > 1 x 1 x 1 x 2 (1) x 4
-training.attention_kernel = "cpu"
+training.attention_backend = "cpu"
 [parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
 > 1 x 1 x 1 x 2 (1) x 1
-training.attention_kernel = "cudnn"
+training.attention_backend = "cudnn"
 [parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=2
 > 1 x 1 x 1 x 2 (1) x 1
-training.attention_kernel = "math"
+training.attention_backend = "math"
 [parallelism]; context_parallel_degree = 2
 @ ranks=2 devices=0
 > 1 x 1 x 1 x 2 (1) x 1
@@ -1443,7 +1444,7 @@ $ --parallelism.pipeline_parallel_schedule=DualPipeV
 @ ranks=1 devices=0
 > 1 x 1 x 1 x 1 (1) x 1
 # no pipeline
-[parallelism]; fsdp_reduce_gradients = "last_microstep"; fsdp_reshard_after_forward = "never"
+[parallelism]; fsdp_reduce_gradients = "last_accumulation_step"; fsdp_reshard_after_forward = "never"
 @ ranks=2 devices=0
 > 1 x 1 x 2 x 1 (1) x 1
 model.tie_embeddings = true; model.n_layers = 1; parallelism.pipeline_parallel_degree = 1
@@ -1615,7 +1616,7 @@ def test_overrides_may_stand_before_the_file(folder: Folder):
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 RESHARD_KEY = "parallelism.fsdp_reshard_after_forward"
-KERNEL = "training.attention_kernel"
+KERNEL = "training.attention_backend"
 CONTEXT = "parallelism.context_parallel_degree"
 ULYSSES = "parallelism.context_parallel_ulysses_degree"
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -1755,8 +1756,8 @@ def test_wrong_torchrun_environment(folder: Folder, name: str, value: str, least
 )
 def test_ranks_per_host(folder: Folder, args: tuple[str, ...], environment: dict[str, str], n_devices: int, here: int):
     loaded, hosts = folder.load("", *args), int(environment.get("NNODES") or 1)
-    assert config.ranks_per_host(loaded, environment, n_devices) == here
-    assert config.ranks_wanted(loaded, environment, n_devices) == here * hosts
+    assert config.ranks_per_node(loaded, environment, n_devices) == here
+    assert launcher.ranks_wanted(loaded, environment, n_devices) == here * hosts
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanlite.attention import KERNELS
-from titanlite.model import InnerAttention
+from titanlite.model import ScaledDotProductAttention
 from titanlite.parallel import context
+from titanlite.parallel.attention import ATTENTION_BACKENDS
 from titanlite.parallel.context import ContextAttention, apply_context_parallel, local_positions
 
 TOLERANCE = 1e-13
@@ -179,7 +179,7 @@ def errors_in_bfloat16(ring: int, ulysses: int) -> tuple[list[float], list[float
     inputs = [x.bfloat16() for x in draw(2, 8, 4)]
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
     exact = gradients(lambda *qkv: attention(*qkv, mask(None)), *(x.double() for x in inputs))
-    torchs = gradients(InnerAttention(), *inputs)
+    torchs = gradients(ScaledDotProductAttention(), *inputs)
     ours = gradients(ContextAttention(**groups(ring, ulysses), kernel="cpu"), *(x[:, own] for x in inputs))
 
     def squares(found: list[Tensor]) -> list[float]:
@@ -228,8 +228,8 @@ def test_kernel(kernel, heads, causal):
     inputs = draw(2, *heads)
     seen = CAUSAL if causal else ALL
     q, k, v, grad = (x.transpose(1, 2) for x in inputs)
-    out, lse = KERNELS[kernel].forward(q, k, v, causal)
-    found = [out, *KERNELS[kernel].backward(grad, q, k, v, out, lse, causal)]
+    out, lse = ATTENTION_BACKENDS[kernel].forward(q, k, v, causal)
+    found = [out, *ATTENTION_BACKENDS[kernel].backward(grad, q, k, v, out, lse, causal)]
     assert [x.shape for x in found] == [x.shape for x in (q, q, k, v)]
     expected = gradients(lambda *qkv: attention(*qkv, seen), *inputs)
     assert not wrong([worst([x.transpose(1, 2) for x in found], expected)])
@@ -242,7 +242,7 @@ def test_backward_of_a_part_from_the_whole_softmax(kernel, heads):
     """Output and log-sum-exp over all keys, keys in two parts of unequal length."""
     inputs = draw(2, *heads)
     q, k, v, grad = (x.transpose(1, 2) for x in inputs)
-    forward, backward = KERNELS[kernel]
+    forward, backward = ATTENTION_BACKENDS[kernel]
     parts = [(k[:, :, keys], v[:, :, keys]) for keys in (slice(0, 20), slice(20, None))]
     outs, lses = zip(*(forward(q, *kv, False) for kv in parts), strict=True)
     lse = torch.logaddexp(*lses)
@@ -257,9 +257,9 @@ def test_schemas_of_cuda_kernels(kernel):
     """The calls are what the operators take, and give what a Kernel gives; on meta tensors, so no values."""
     q, k, v, grad = (x.to("meta", torch.bfloat16).transpose(1, 2) for x in draw(2, 4, 2))
     k, v = k[:, :, :20], v[:, :, :20]
-    out, lse = KERNELS[kernel].forward(q, k, v, False)
+    out, lse = ATTENTION_BACKENDS[kernel].forward(q, k, v, False)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    found = KERNELS[kernel].backward(grad, q, k, v, out, lse, False)
+    found = ATTENTION_BACKENDS[kernel].backward(grad, q, k, v, out, lse, False)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
@@ -388,7 +388,7 @@ def test_equals_the_model_s_own_attention(kind):
     inputs = draw(3, 4, 2)
     found, expected = (
         gradients(lambda *qkv, attend=attend: attend(*qkv, documents), *inputs)
-        for attend in (block.attention.inner, InnerAttention())
+        for attend in (block.attention.inner_attention, ScaledDotProductAttention())
     )
     assert not wrong([worst(found, expected)])
 

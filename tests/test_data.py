@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from titanlite import build, config, data
+from titanlite.config.loader import ConfigError
 from titanlite.data import packed
 from titanlite.data.documents import Documents, Source, load_documents, load_stream
-from titanlite.data.packed import HeldOutSequences, PackedSequences, is_held_out, token_files
+from titanlite.data.packed import PackedSequences, ValidationSequences, is_validation_document, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer, encode_documents
 from titanlite.loss import IGNORED
-from titanlite.options import ConfigError
 
 Sequence = tuple[list[int], list[int], list[int]]  # inputs, targets and positions in documents
 T = 16
@@ -338,7 +338,7 @@ def test_a_begin_taken_for_an_end_goes_red(monkeypatch, assets):
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9])
 def test_held_out_share_is_exact_and_even(fraction):
     """Of the first n documents, n x fraction are held out, for every n."""
-    held_out = np.cumsum([is_held_out(document, fraction) for document in range(5000)])
+    held_out = np.cumsum([is_validation_document(document, fraction) for document in range(5000)])
     assert (np.abs(held_out - fraction * np.arange(1, 5001)) < 1).all()
     assert held_out[-1] == pytest.approx(5000 * fraction, abs=1 if fraction == 1 / 3 else 0)
 
@@ -346,7 +346,7 @@ def test_held_out_share_is_exact_and_even(fraction):
 @pytest.mark.parametrize("length", [2, T, T + 1, T + 2, 7 * T + 3])
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 def test_validation_takes_every_target_once(length, n_ranks):
-    sequences = HeldOutSequences(np.arange(1, length + 1), seq_len=T, tokenizer=UNMARKED)
+    sequences = ValidationSequences(np.arange(1, length + 1), seq_len=T, tokenizer=UNMARKED)
     for size in (1, 2, 5):
         options = {"n_ranks": n_ranks, "local_batch_size": size, "steps": -1}
         batches = [list(data.validation_batches(sequences, rank=rank, **options)) for rank in range(n_ranks)]
@@ -364,7 +364,7 @@ def test_validation_takes_every_target_once(length, n_ranks):
 
 def test_validation_ends_documents_and_stops_after_some_steps():
     tokens = np.array(flat(some_texts(20)), np.uint16)
-    sequences = HeldOutSequences(tokens, seq_len=T, tokenizer=BYTES)
+    sequences = ValidationSequences(tokens, seq_len=T, tokenizer=BYTES)
     options = {"rank": 0, "n_ranks": 1, "local_batch_size": 2}
     every, first = (list(data.validation_batches(sequences, **options, steps=steps)) for steps in (-1, 2))
     assert len(every) == -(-(len(tokens) - 1) // (2 * T))
@@ -377,7 +377,7 @@ def test_padding_continues_the_last_document_and_is_ignored():
     texts = ["", *some_texts(3)]
     tokens, positions = flat(texts), counted(texts)
     for length in range(2, len(tokens) + 1):
-        sequences = HeldOutSequences(np.array(tokens[:length], np.uint16), seq_len=T, tokenizer=BYTES)
+        sequences = ValidationSequences(np.array(tokens[:length], np.uint16), seq_len=T, tokenizer=BYTES)
         assert sequences.n_sequences == -(-(length - 1) // T)
         *_, (inputs, targets, documents) = (whole(sequences[index]) for index in range(sequences.n_sequences))
         start = T * (sequences.n_sequences - 1)
@@ -512,7 +512,7 @@ def open_loader(sequences: Any, **others: Any) -> data.Loader:
     return data.Loader(sequences, **options | others)
 
 
-def sequences_of(batch: data.Batch, local_batch_size: int) -> list[Sequence]:
+def sequences_of(batch: list[data.Batch], local_batch_size: int) -> list[Sequence]:
     """Of microbatches with a document mask."""
     for tokens, targets, positions, documents in batch:
         assert tokens.shape == targets.shape == positions.shape == (local_batch_size, T)
@@ -528,7 +528,7 @@ def consume(
     """What all ranks train on in some steps, each step's sequences in their global order, and the ranks' states (not of
     streams: those are gathered, which takes a pool of ranks)."""
     options = {"n_ranks": n_ranks, "local_batch_size": size, "global_batch_size": batch, "state": state}
-    options["cut"] = data.Cut(document_mask=True)
+    options["cut"] = data.SequenceShard(document_mask=True)
     loaders = [open_loader(make(), rank=rank, **options) for rank in range(n_ranks)]
     try:
         consumed = []
@@ -649,11 +649,11 @@ def test_an_error_is_raised_where_the_batch_is_waited_for_each_time():
 # What of each sequence a rank takes ----------------------------------------------------------------------------------
 
 OWN, RING = np.array([14, 3, 4, 9, 0]), np.array([11, 0, 3, 4, 15, 14, 9, 2])
-CUTS = {"plain": data.Cut(OWN, RING), "masked": data.Cut(OWN, RING, document_mask=True)}
+CUTS = {"plain": data.SequenceShard(OWN, RING), "masked": data.SequenceShard(OWN, RING, document_mask=True)}
 EVERYTHING = np.arange(T)
 
 
-def expected_parts(sequences: Any, indices: list[int], size: int, cut: data.Cut) -> list[list[Any]]:
+def expected_parts(sequences: Any, indices: list[int], size: int, cut: data.SequenceShard) -> list[list[Any]]:
     """The parts of the microbatches of some sequences, their elements taken one by one."""
     microbatches = []
     for first in range(0, len(indices), size):
@@ -667,9 +667,9 @@ def expected_parts(sequences: Any, indices: list[int], size: int, cut: data.Cut)
     return microbatches
 
 
-def parts_of(microbatches: list[data.Microbatch], size: int, cut: data.Cut) -> list[list[Any]]:
+def parts_of(microbatches: list[data.Batch], size: int, cut: data.SequenceShard) -> list[list[Any]]:
     for microbatch in microbatches:
-        assert isinstance(microbatch, data.Microbatch)
+        assert isinstance(microbatch, data.Batch)
         for part, indices in zip(microbatch, [cut.own] * 3 + [cut.ring], strict=True):
             if part is not None:
                 assert part.dtype == torch.int64
@@ -678,7 +678,7 @@ def parts_of(microbatches: list[data.Microbatch], size: int, cut: data.Cut) -> l
     return [[part if part is None else part.tolist() for part in microbatch] for microbatch in microbatches]
 
 
-def check_training(cut: data.Cut, size: int = 3) -> None:
+def check_training(cut: data.SequenceShard, size: int = 3) -> None:
     """Two data-parallel ranks, two steps of twelve sequences."""
     tokens = np.array(flat(some_texts()))
     sequences = PackedSequences(tokens, seq_len=T, tokenizer=BYTES, shuffle=True, seed=0)
@@ -691,9 +691,9 @@ def check_training(cut: data.Cut, size: int = 3) -> None:
         assert parts_of(microbatches, size, cut) == expected, "another cut"
 
 
-def check_validation(cut: data.Cut, size: int = 3) -> None:
+def check_validation(cut: data.SequenceShard, size: int = 3) -> None:
     """Two data-parallel ranks and a whole split, which ends in padding."""
-    sequences = HeldOutSequences(np.array(flat(some_texts(20))), seq_len=T, tokenizer=BYTES)
+    sequences = ValidationSequences(np.array(flat(some_texts(20))), seq_len=T, tokenizer=BYTES)
     n_padded = 2 * size * -(-sequences.n_sequences // (2 * size))
     options = {"n_ranks": 2, "local_batch_size": size, "steps": -1, "cut": cut}
     for rank in range(2):
@@ -712,8 +712,8 @@ def test_a_rank_takes_its_cut_of_each_sequence(check, cut):
 
 
 def test_a_rank_takes_everything_unless_told_otherwise():
-    sequences, cut = make_packed(), data.Cut(EVERYTHING, EVERYTHING)
-    held_out = HeldOutSequences(sequences.tokens, seq_len=T, tokenizer=UNMARKED)
+    sequences, cut = make_packed(), data.SequenceShard(EVERYTHING, EVERYTHING)
+    held_out = ValidationSequences(sequences.tokens, seq_len=T, tokenizer=UNMARKED)
     loader = open_loader(sequences, local_batch_size=2)
     batch = loader.next()
     loader.close()
@@ -722,33 +722,33 @@ def test_a_rank_takes_everything_unless_told_otherwise():
     assert parts_of(batches, 2, cut) == expected_parts(held_out, [0, 1, 2, 3], 2, cut)
 
 
-def _positions_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _positions_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     return stack(rows, cut)._replace(positions=torch.arange(len(cut.own)).repeat(len(rows), 1))
 
 
-def _next_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _next_in_cut(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     found = stack(rows, cut)
     return found._replace(targets=found.tokens.roll(-1, dims=1))
 
 
-def _documents_of_own(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _documents_of_own(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     return stack(rows, cut._replace(ring=cut.own[np.arange(len(cut.ring)) % len(cut.own)]))
 
 
-def _mask_forgotten(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _mask_forgotten(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     return stack(rows, cut)._replace(positions=stack(rows, cut._replace(document_mask=False)).positions)
 
 
-def _mask_unasked(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _mask_unasked(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     return stack(rows, cut._replace(document_mask=True))._replace(documents=None)
 
 
-def _columns_first(stack: Any, rows: list[packed.Sequence], cut: data.Cut) -> data.Microbatch:
+def _columns_first(stack: Any, rows: list[packed.Sequence], cut: data.SequenceShard) -> data.Batch:
     """As numpy leaves what it takes by an array of indices."""
-    return data.Microbatch(*(part if part is None else part.T.contiguous().T for part in stack(rows, cut)))
+    return data.Batch(*(part if part is None else part.T.contiguous().T for part in stack(rows, cut)))
 
 
-BROKEN_CUTS: dict[Callable[..., data.Microbatch], str] = {
+BROKEN_CUTS: dict[Callable[..., data.Batch], str] = {
     _positions_in_cut: "plain",
     _next_in_cut: "plain",
     _documents_of_own: "masked",
@@ -771,8 +771,8 @@ def test_a_broken_cut_goes_red(monkeypatch, broken, check):
 def test_ranks_that_share_sequences_take_each_token_once(document_mask):
     """Whichever tokens each of four takes; the target of a token is what follows it, whoever takes that."""
     shares = np.split(np.random.RandomState(0).permutation(T), (3, 4, 11))
-    cuts = [data.Cut(own, EVERYTHING, document_mask) for own in shares]
-    loaders = [open_loader(make_packed(), local_batch_size=2, cut=cut) for cut in cuts]
+    cuts = [data.SequenceShard(own, EVERYTHING, document_mask) for own in shares]
+    loaders = [open_loader(make_packed(), local_batch_size=2, shard=cut) for cut in cuts]
     seen: Counter[tuple[int, int, int]] = Counter()
     for _ in range(5):
         for loader in loaders:
@@ -920,7 +920,7 @@ def test_the_hub_without_a_network_is_one_clear_line(dataset, path, named):
 # The whole way from options to sequences -----------------------------------------------------------------------------
 
 
-def open_sequences(tmp_path: Path, **others: Any) -> tuple[data.Sequences, HeldOutSequences | None, str]:
+def open_sequences(tmp_path: Path, **others: Any) -> tuple[data.Sequences, ValidationSequences | None, str]:
     options: dict[str, Any] = {"tokenizer": BYTES, "cache_folder": str(tmp_path / "cache"), "builds_cache": True}
     options |= {"dataset": "pydoc_topics", "dataset_path": "", "dataset_config": "", "dataset_split": "train"}
     options |= {"text_key": "text", "text_sample_by": "document", "streaming": False, "streams": 1, "shuffle": False}

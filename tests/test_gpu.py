@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite import config, mesh, parity
-from titanlite.attention import KERNELS
-from titanlite.metrics import Peak
+from titanlite import config, parity
+from titanlite.metrics import PeakFlops
+from titanlite.parallel import mesh
+from titanlite.parallel.attention import ATTENTION_BACKENDS
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda", 0)
@@ -74,7 +75,7 @@ def test_equals_one_process_in_float64(folder, alone, option):
     """NCCL with one rank, FSDP, accumulation and clipping against plain tensors on the same device."""
     arguments = ["--training.dtype=float64", f"--training.{option}"]
     job = config.check(config.load([str(folder / "gpu.toml"), *arguments]), alone)
-    assert job.training.attention_kernel == "math"
+    assert job.training.attention_backend == "math"
     found = parity.run(job, alone, steps=3)
     differences = parity.differences(found, parity.run_alone(job, DEVICE, steps=3))
     assert {what: d for what, d in differences.items() if d > parity.ALLOWED_IN_FLOAT64} == {}
@@ -85,7 +86,7 @@ def test_bfloat16_is_the_default_and_trains(folder, option):
     rows = train(folder, "run", f"--training.{option}")
     resolved = (folder / "run" / "config.toml").read_text()
     assert 'mixed_precision_param = "bfloat16"' in resolved
-    assert 'attention_kernel = "flash"' in resolved
+    assert 'attention_backend = "flash"' in resolved
     assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
     assert 0 < rows[-1]["memory/max_active(GiB)"] <= rows[-1]["memory/max_reserved(GiB)"]
 
@@ -156,7 +157,10 @@ def test_memory_snapshot(folder):
 
 
 def test_the_measured_peak_is_below_the_data_sheet():
-    sheet, measured = Peak(DEVICE, torch.bfloat16), Peak(DEVICE, torch.float16)  # float16 is as fast and in no table
+    sheet, measured = (
+        PeakFlops(DEVICE, torch.bfloat16),
+        PeakFlops(DEVICE, torch.float16),
+    )  # float16 is as fast and in no table
     assert "measured" in measured.source
     assert 0.3 * sheet.flops < measured.flops < 1.05 * sheet.flops
 
@@ -182,7 +186,7 @@ def test_parity_command_under_torchrun(folder, n_ranks, axis, dtype):
 NAMES = ("out", "dq", "dk", "dv")
 by_kernel = pytest.mark.parametrize(
     ("kernel", "dtype"),
-    [*((name, torch.bfloat16) for name in KERNELS if name != "cpu"), ("efficient", torch.float32)],
+    [*((name, torch.bfloat16) for name in ATTENTION_BACKENDS if name != "cpu"), ("efficient", torch.float32)],
     ids=str,
 )
 by_shape = pytest.mark.parametrize(("kv_heads", "tokens"), [(8, 256), (2, 256), (2, 37)])
@@ -197,8 +201,8 @@ def draw(kv_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 def attend(kernel: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[list[Tensor], Tensor]:
     """Output and gradients of q, k, v; the log-sum-exp."""
-    out, lse = KERNELS[kernel].forward(q, k, v, causal)
-    return [out, *KERNELS[kernel].backward(grad, q, k, v, out, lse, causal)], lse
+    out, lse = ATTENTION_BACKENDS[kernel].forward(q, k, v, causal)
+    return [out, *ATTENTION_BACKENDS[kernel].backward(grad, q, k, v, out, lse, causal)], lse
 
 
 def torchs(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
@@ -239,7 +243,7 @@ def test_kernel(kernel, dtype, kv_heads, tokens, causal):
 def test_backward_of_a_part_from_the_whole_softmax(kernel, dtype, kv_heads, tokens):
     """Output and log-sum-exp over all keys, keys in two halves, merged in float32 as a ring does."""
     inputs = grad, q, k, v = draw(kv_heads, tokens, dtype)
-    forward, backward = KERNELS[kernel]
+    forward, backward = ATTENTION_BACKENDS[kernel]
     parts = [(k[:, :, keys], v[:, :, keys]) for keys in (slice(0, tokens // 2), slice(tokens // 2, None))]
     outs, lses = zip(*(forward(q, *kv, False) for kv in parts), strict=True)
     lse = torch.logaddexp(*lses)

@@ -16,15 +16,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
 from titanlite import build, config, data, loss, optimizer, parity
 from titanlite.checkpoint import Checkpointer
+from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.parallel import fsdp, pipeline, tensor
-from titanlite.ranks import RankError
-from titanlite.stages import SPLIT_BACKWARD, V_SHAPED
+from titanlite.parity.process_pool import RankError
 
 TOLERANCE = parity.ALLOWED_IN_FLOAT64
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SIMPLEST = ("GPipe", "LoopedBFS")
 
-# Four key heads are as many as the largest tensor-parallel degree; three layers do not deal evenly to two stages.
+# Four key heads are as many as the largest tensor-parallel degree; three layers do not split_into_stages evenly to two stages.
 MODEL = {"model__n_heads": 8, "model__n_kv_heads": 4, "model__n_layers": 2, "training__local_batch_size": 4}
 PP = {"pipeline_parallel_degree": 2, "model__n_layers": 3, "training__local_batch_size": 2}
 REPLICATE = {"data_parallel_replicate_degree": 2}
@@ -373,7 +373,7 @@ def _copies_counted_each(rank: int) -> Any:
 def _positions_not_offset(rank: int) -> Any:
     real = data._stack
 
-    def local(*arguments: Any) -> data.Microbatch:
+    def local(*arguments: Any) -> data.Batch:
         batch = real(*arguments)
         return batch._replace(positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous())
 

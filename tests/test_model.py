@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from titanlite import init, model
+from titanlite.config.model_sizes import SIZES
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, count_valid, cross_entropy_sum
-from titanlite.model import Llama, flops_per_token, rope_frequencies, rope_table, rotate
-from titanlite.sizes import SIZES
+from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
 
 CPU = torch.device("cpu")
 
@@ -156,10 +156,10 @@ def hf_name(name: str) -> str:
     return f"{TO_HF[module]}.weight"
 
 
-def to_hf(name: str, value: Tensor, head_size: int) -> Tensor:
+def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
     """Rows of wq and wk in transformers' order: it turns channel i with channel i + K/2, Llama 2i with 2i + 1."""
     if name.endswith(("wq.weight", "wk.weight")):
-        return value.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
     return value
 
 
@@ -252,7 +252,7 @@ def test_logits_and_gradients_equal_transformers(hf_in_float64, variant):
 
 
 def test_another_convention_of_pairs_would_show(hf_in_float64):
-    differences = compare_with_hf(SMALL, permute=lambda name, value, head_size: value)
+    differences = compare_with_hf(SMALL, permute=lambda name, value, head_dim: value)
     assert min(differences.values()) > 1e-3
 
 
@@ -319,13 +319,13 @@ def test_scaling_keeps_blends_and_stretches():
 def test_rotary_table_is_accurate_at_position_a_million():
     """Against 40 digits. A frequency is off by two roundings of 2^-53 and the angle by another one, a million times as
     large as the frequency; then come cos and sin. (Angles in float32 would be off by 0.06.)"""
-    position, theta, head_size = 1_000_000, 500_000.0, 8
-    frequencies, _ = table_of({**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_size, "n_heads": 1}, 1)
+    position, theta, head_dim = 1_000_000, 500_000.0, 8
+    frequencies, _ = table_of({**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_dim, "n_heads": 1}, 1)
     tables = {dtype: rope_table(frequencies, position + 1, dtype) for dtype in (torch.float64, torch.float32)}
     with decimal.localcontext(decimal.Context(prec=40)):
         full_turn = 2 * decimal.Decimal("3.141592653589793238462643383279502884197")
         for pair, frequency in enumerate(frequencies.tolist()):
-            angle = position * decimal.Decimal(theta) ** (decimal.Decimal(-2 * pair) / head_size)
+            angle = position * decimal.Decimal(theta) ** (decimal.Decimal(-2 * pair) / head_dim)
             exact = cmath.rect(1, float(angle % full_turn))
             tolerance = position * frequency * 4 * 2**-53 + 2**-52
             assert abs(tables[torch.float64][position, pair].item() - exact) <= tolerance
@@ -343,9 +343,9 @@ def test_rotation_is_in_float32_or_better(dtype, table):
     assert not [name for name in llama.state_dict() if "rope" in name]
     assert [name for name, _ in llama.named_buffers()] == ["rope"]
     x = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    turned = rotate(x, llama.rope[:5])
+    turned = apply_rotary_emb(x, llama.rope[:5])
     assert turned.dtype == dtype
-    expected = rotate(x.double(), llama.rope[:5].to(torch.complex128))
+    expected = apply_rotary_emb(x.double(), llama.rope[:5].to(torch.complex128))
     round_off = {torch.float64: 2**-52, torch.float32: 2**-22, torch.bfloat16: 2**-8}[dtype]
     assert relative(turned.double(), expected) <= round_off
 
@@ -381,7 +381,7 @@ def test_inner_attention_by_hand():
     """Query head h reads key head h * G // H, and no later position."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
-    found = model.InnerAttention()(q, k, v)
+    found = model.ScaledDotProductAttention()(q, k, v)
     for head in range(6):
         scores = q[:, :, head] @ k[:, :, head * 3 // 6].transpose(1, 2) / math.sqrt(8)
         later = torch.ones(7, 7, dtype=torch.bool).triu(1)
@@ -424,7 +424,7 @@ def test_model_knows_no_parallelism():
         "from torch import distributed",
         "x = torch.distributed.get_rank()",
         "from titanlite import config",
-        "import titanlite.mesh",
+        "import titanlite.parallel.mesh",
         "from . import mesh",
         "from .mesh import init_mesh",
     ],

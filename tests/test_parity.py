@@ -41,8 +41,8 @@ lr = 1e-2
 warmup_steps = 2
 """
 
-REPLICATE = {"data_parallel_shard_degree": 1, "fsdp_reduce_gradients": "last_microstep"}
-ZERO_1 = {"fsdp_reshard_after_forward": "never", "fsdp_reduce_gradients": "last_microstep"}
+REPLICATE = {"data_parallel_shard_degree": 1, "fsdp_reduce_gradients": "last_accumulation_step"}
+ZERO_1 = {"fsdp_reshard_after_forward": "never", "fsdp_reduce_gradients": "last_accumulation_step"}
 ZERO_2 = {"fsdp_reshard_after_forward": "never"}
 ZERO_3 = {"fsdp_reshard_after_forward": "always"}
 
@@ -100,7 +100,7 @@ def _no_sum_over_replicas(rank: int) -> Any:
 
 def _mean_of_means(rank: int) -> Any:
     """Each rank's loss divided by its own tokens: right only if all ranks have as many."""
-    return mock.patch("titanlite.step.dist.all_reduce", lambda tensor: tensor.mul_(2))
+    return mock.patch("titanlite.train_step.dist.all_reduce", lambda tensor: tensor.mul_(2))
 
 
 def collectives(job: config.Config) -> dict[str, int]:
@@ -148,7 +148,7 @@ LAYOUTS = {
     "ZeRO-1": lambda n: ZERO_1,
     "ZeRO-2": lambda n: ZERO_2,
     "ZeRO-3": lambda n: ZERO_3,
-    "ZeRO-3, gradients in the last microstep": lambda n: ZERO_3 | {"fsdp_reduce_gradients": "last_microstep"},
+    "ZeRO-3, gradients in the last microstep": lambda n: ZERO_3 | {"fsdp_reduce_gradients": "last_accumulation_step"},
     "ZeRO-3, CPU offload": lambda n: ZERO_3 | {"training__enable_cpu_offload": True},
     "ZeRO-2, CPU offload": lambda n: ZERO_2 | {"training__enable_cpu_offload": True},
     "ZeRO-3, tied embeddings": lambda n: ZERO_3 | {"model__tie_embeddings": True},

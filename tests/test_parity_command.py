@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from titanlite import config, parity
+from titanlite import config, launcher, parity
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -119,13 +119,13 @@ def test_too_many_ranks_are_refused():
 def test_shrinking_keeps_the_layout(file):
     """Every config that is here: the same degrees, schedule and stages, and a model that fits a laptop."""
     loaded = parity.runnable(config.load([str(file)]), on_cpu=True)
-    ranks = config.ranks_wanted(loaded, {}, 0)
+    ranks = launcher.ranks_wanted(loaded, {}, 0)
     launch = config.Launch(0, 0, ranks, ranks, 0)
     resolved = config.check(loaded, launch)
     small = config.check(parity.shrink(dataclasses.replace(loaded, config=resolved), "float64")[0], launch)
     changed = {"pipeline_parallel_microbatch_size"}
     assert small.parallelism.model_dump(exclude=changed) == resolved.parallelism.model_dump(exclude=changed)
     assert small.training.global_batch_size % small.training.local_batch_size == 0
-    assert len(config.stage_modules(small)) == len(config.stage_modules(resolved))
+    assert len(config.schema.stage_modules(small)) == len(config.schema.stage_modules(resolved))
     assert small.model.dim <= 256
     assert small.training.seq_len <= 512

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import build, config, devices, mesh, parity, plan
+from titanlite import build, config, devices, parity, plan
+from titanlite.config.stage_split import module_names
+from titanlite.parallel import mesh
 from titanlite.plan import __main__ as plan_command
-from titanlite.plan.rehearsal import period_of, shorten
+from titanlite.plan.dry_run import period_of, shorten
 from titanlite.plan.report import verdict
 from titanlite.plan.schedule import all_actions, idle_share, simulate
-from titanlite.stages import module_names
 
 ROOT = Path(__file__).parents[1]
 TENSOR, CONTEXT, PIPELINE, SHARD = (
@@ -26,7 +27,7 @@ TENSOR, CONTEXT, PIPELINE, SHARD = (
 )
 
 
-def loaded(*argv: str, file: str = "debug") -> config.Loaded:
+def loaded(*argv: str, file: str = "debug") -> config.LoadedConfig:
     return config.load([str(ROOT / "configs" / f"{file}.toml"), *argv])
 
 
@@ -38,7 +39,7 @@ def kinds_at_most(made: plan.Plan) -> dict[str, int]:
 
 TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes a parameter) of 7B on 4 devices
     "replicate": (84, ["data_parallel_replicate_degree=4", "data_parallel_shard_degree=1"]),
-    "ZeRO-1": (42, ["fsdp_reshard_after_forward=never", "fsdp_reduce_gradients=last_microstep"]),
+    "ZeRO-1": (42, ["fsdp_reshard_after_forward=never", "fsdp_reduce_gradients=last_accumulation_step"]),
     "ZeRO-2": (31.5, ["fsdp_reshard_after_forward=never"]),
     "ZeRO-3": (21, []),
 }
@@ -87,7 +88,7 @@ def test_leaving_layers_out_makes_no_difference(options, monkeypatch):
     that there the plan has more than a run."""
     job = loaded("--model.n_layers=10", *options)
     resolved, *_ = plan.resolve(job)
-    stages = config.stage_modules(resolved) if PIPELINE in options else [module_names(resolved.model.n_layers)]
+    stages = config.schema.stage_modules(resolved) if PIPELINE in options else [module_names(resolved.model.n_layers)]
     assert any(shorten(names, period_of(plan.rehearsable(resolved))).copies for names in stages), "nothing is left out"
     short = plan.make_plan(job)
     monkeypatch.setattr(plan, "SHORTENED", False)
@@ -250,7 +251,7 @@ def test_a_device_of_ones_own(tmp_path):
     made = plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert made.device.source == "mine"
     assert made.world_size == 4
-    for right, wrong in ("watts", "volts"), ("1e12", "-1.0"), ("per_host = 4", "per_host = '4'"):
+    for right, wrong in ("watts", "volts"), ("1e12", "-1.0"), ("devices_per_node = 4", "devices_per_node = '4'"):
         text = text.replace(right, wrong)
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(config.ConfigError) as error:
@@ -258,7 +259,7 @@ def test_a_device_of_ones_own(tmp_path):
     assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
         "memory_rate = -1.0: expected a number above 0",
         "missing key watts: expected a number above 0",
-        'per_host = "4": expected a whole number at least 1',
+        'devices_per_node = "4": expected a whole number at least 1',
         f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",
     ]
     with pytest.raises(config.ConfigError, match="no such file"):
@@ -271,24 +272,24 @@ def test_a_host_without_devices_is_told_of_the_plan(monkeypatch):
     gib = 2**30
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * gib // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
     with pytest.raises(config.ConfigError) as error:
-        config.ranks_per_host(loaded(file="70b"), {}, n_devices=0)
+        config.ranks_per_node(loaded(file="70b"), {}, n_devices=0)
     (line,) = error.value.problems
     assert "needs 64 devices, and this host has none" in line
     assert "16 GiB" in line
     assert "394 GiB" in line
     assert "python -m titanlite.plan" in line
     assert "70b.toml" in line
-    assert config.ranks_per_host(loaded(file="debug_tp"), {}, n_devices=0) == 2
+    assert config.ranks_per_node(loaded(file="debug_tp"), {}, n_devices=0) == 2
 
 
 def test_parameters_are_counted_without_torch():
     for flavor in ("debug", "llama3_1b", "llama3_70b"):
         job = loaded(f"--model.flavor={flavor}").config
-        assert config.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
+        assert config.schema.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
 
 
 def test_axes_have_the_meshs_ranks():
-    made = plan.make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_host=4"))
+    made = plan.make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_node=4"))
     assert {axis: made.axes[axis] for axis in ("pp", "fsdp", "tp")} == {"pp": [0, 4], "fsdp": [0, 2], "tp": [0, 1]}
     assert made.spread("pp") == (2, 2)
     assert made.spread("fsdp") == (2, 1)

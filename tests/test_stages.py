@@ -12,8 +12,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from titanlite import build, config
 from titanlite.config import Config
-from titanlite.sizes import SIZES
-from titanlite.stages import ONE_STAGE, Schedule, deal, module_names, rank_of_stage
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, rank_of_stage, split_into_stages
 
 Stages = list[list[str]]
 
@@ -51,7 +51,7 @@ def test_module_names():
 def test_stages_are_the_modules_in_order_each_with_a_layer():
     for costs, n_stages in random_cases(2000):
         names = module_names(len(costs) - 3)
-        parts = deal(names, costs, n_stages)
+        parts = split_into_stages(names, costs, n_stages)
         assert len(parts) == n_stages
         assert list(itertools.chain(*parts)) == names
         assert all(any(name.startswith("layers.") for name in part) for part in parts)
@@ -61,7 +61,7 @@ def test_no_cut_has_a_smaller_largest_stage():
     for costs, n_stages in random_cases(2000):
         names = module_names(len(costs) - 3)
         least = min(max(sums(costs, parts)) for parts in cuts(names, n_stages))
-        assert max(sums(costs, deal(names, costs, n_stages))) == least, (costs, n_stages)
+        assert max(sums(costs, split_into_stages(names, costs, n_stages))) == least, (costs, n_stages)
 
 
 def evenness(costs: Sequence[int], parts: Stages) -> tuple[int, int]:
@@ -74,23 +74,23 @@ def test_of_the_cuts_with_the_smallest_largest_stage_none_is_more_even():
     for costs, n_stages in [*hard, *random_cases(2000)]:
         names = module_names(len(costs) - 3)
         best = min(evenness(costs, parts) for parts in cuts(names, n_stages))
-        assert evenness(costs, deal(names, costs, n_stages)) == best, (costs, n_stages)
+        assert evenness(costs, split_into_stages(names, costs, n_stages)) == best, (costs, n_stages)
 
 
 def test_as_many_stages_as_layers_leave_no_choice_but_the_ends():
-    assert deal(module_names(3), [100, 1, 1, 1, 0, 100], 3) == [
+    assert split_into_stages(module_names(3), [100, 1, 1, 1, 0, 100], 3) == [
         ["tok_embeddings", "layers.0"],
         ["layers.1"],
         ["layers.2", "norm", "output"],
     ]
-    assert deal(module_names(1), [1, 1, 0, 1], 1) == [module_names(1)]
+    assert split_into_stages(module_names(1), [1, 1, 0, 1], 1) == [module_names(1)]
 
 
 @pytest.mark.parametrize(("n_layers", "n_stages"), [(0, 1), (1, 2), (3, 4)])
 def test_fewer_layers_than_stages(n_layers: int, n_stages: int):
     names = module_names(n_layers)
     with pytest.raises(ValueError, match=f"^{n_stages} stages need at least as many layers, and there are {n_layers}$"):
-        deal(names, [1] * len(names), n_stages)
+        split_into_stages(names, [1] * len(names), n_stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,14 +132,14 @@ BALANCED = {  # layers, pipeline ranks, layers that embedding and head count as,
 @pytest.mark.parametrize(("n_layers", "degree", "first", "last", "expected"), BALANCED.values(), ids=BALANCED)
 def test_balanced_by_layers(load: Load, n_layers: int, degree: int, first: int, last: int, expected: list[int]):
     ends = {"pipeline_parallel_first_stage_less_layers": first, "pipeline_parallel_last_stage_less_layers": last}
-    parts = config.stage_modules(load(n_layers, degree, **ends))
+    parts = config.schema.stage_modules(load(n_layers, degree, **ends))
     assert list(itertools.chain(*parts)) == module_names(n_layers)
     assert layers(parts) == expected
 
 
 def test_stages_are_those_of_all_ranks(load: Load):
     options = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_stages_per_rank": 3}
-    assert layers(config.stage_modules(load(10, 2, **options))) == [1, 2, 2, 2, 2, 1]
+    assert layers(config.schema.stage_modules(load(10, 2, **options))) == [1, 2, 2, 2, 2, 1]
 
 
 def module_sizes(settings: Config) -> Counter[str]:
@@ -159,10 +159,10 @@ def test_balanced_by_parameters(load: Load, monkeypatch: pytest.MonkeyPatch, fla
 
     def record(names: list[str], costs: list[int], n_stages: int) -> Stages:
         costed.update(zip(names, costs, strict=True))
-        return deal(names, costs, n_stages)
+        return split_into_stages(names, costs, n_stages)
 
-    monkeypatch.setattr(config, "deal", record)
-    parts, sizes = config.stage_modules(settings), module_sizes(settings)
+    monkeypatch.setattr(config.schema, "split_into_stages", record)
+    parts, sizes = config.schema.stage_modules(settings), module_sizes(settings)
     assert costed == sizes
     names = module_names(8)
     costs = [sizes[name] for name in names]
@@ -173,13 +173,18 @@ def test_balanced_by_parameters(load: Load, monkeypatch: pytest.MonkeyPatch, fla
 def test_parameters_and_layers_balance_differently(load: Load):
     """A vocabulary of some layers' size, at both ends."""
     args = ("--model.vocab_size=8192",)
-    assert layers(config.stage_modules(load(10, 4, *args))) == [2, 3, 3, 2]
-    assert layers(config.stage_modules(load(10, 4, *args, pipeline_parallel_balance="parameters"))) == [1, 4, 4, 1]
+    assert layers(config.schema.stage_modules(load(10, 4, *args))) == [2, 3, 3, 2]
+    assert layers(config.schema.stage_modules(load(10, 4, *args, pipeline_parallel_balance="parameters"))) == [
+        1,
+        4,
+        4,
+        1,
+    ]
 
 
 def test_modules_by_name_are_the_stages(load: Load):
     parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
-    assert config.stage_modules(load(3, 2, module_fqns_per_model_part=parts)) == parts
+    assert config.schema.stage_modules(load(3, 2, module_fqns_per_model_part=parts)) == parts
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from titanlite import build, config, metrics, parity
 from titanlite.build import meta_model
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, init_optimizer
-from titanlite.step import Step
+from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -121,7 +121,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), 
     """
     launch = config.Launch.from_environment(n_devices=0)
     job = config.check(config.load(argv), launch)
-    real, calls = Step.forward_backward, itertools.count(1)
+    real, calls = TrainStep.forward_backward, itertools.count(1)
 
     def forward_backward(*arguments: Any, **others: Any) -> Any:
         loss_sum, valid = real(*arguments, **others)
@@ -132,7 +132,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), 
 
     asked = itertools.count(1)
     try:
-        with mock.patch.object(Step, "forward_backward", forward_backward):
+        with mock.patch.object(TrainStep, "forward_backward", forward_backward):
             train.train(job, launch, lambda: launch.rank == 0 and next(asked) >= stop_after)
     except (config.ConfigError, train.TrainingError) as error:
         return str(error)
@@ -313,7 +313,7 @@ def test_the_first_lines_say_what_is_kept(ranks, folder, name):
 
 
 def test_a_peak_measured_in_a_slow_moment_is_measured_again():
-    peak = metrics.Peak(torch.device("cpu"), torch.float32)
+    peak = metrics.PeakFlops(torch.device("cpu"), torch.float32)
     true, peak.flops = peak.flops, peak.flops / 100
     assert 0.02 < peak.share(true / 2) < 5, "half of the true rate is not 50 times the peak"
     peak.flops = 100 * true

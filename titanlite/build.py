@@ -13,20 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite import data, mesh, profiling
-from titanlite.config import Config, stage_modules
+from titanlite import data, profiling
+from titanlite.config import Config
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import stage_modules
+from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
-from titanlite.loss import head_loss
-from titanlite.mesh import Layout
+from titanlite.loss import chunked_cross_entropy
 from titanlite.model import Llama, flops_per_token
 from titanlite.optimizer import LossScale, init_optimizer
-from titanlite.options import ConfigError
-from titanlite.parallel import parallelize
+from titanlite.parallel import mesh
 from titanlite.parallel.context import local_positions
+from titanlite.parallel.mesh import Layout
+from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.stages import rank_of_stage
-from titanlite.step import Step, Whole
+from titanlite.train_step import SingleStageRunner, TrainStep
 
 
 def build_layout(config: Config, device: torch.device) -> Layout:
@@ -99,7 +101,7 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
         convert_to_float8(config, stage, device)
     if stage.output is not None:
         stage.output.loss = functools.partial(
-            head_loss, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
+            chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
         )
     parallelize(
         stage,
@@ -107,7 +109,7 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
         checkpoint_mode=config.activation_checkpoint.mode,
         checkpoint_option=config.activation_checkpoint.selective_ac_option,
         memory_budget=config.activation_checkpoint.memory_budget,
-        attention_kernel=training.attention_kernel,
+        attention_backend=training.attention_backend,
         compile_components=config.compile.components if config.compile.enable else (),
         compile_backend=config.compile.backend,
         async_tensor_parallel=parallelism.enable_async_tensor_parallel,
@@ -127,7 +129,7 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
     Raises:
         ConfigError: if the device has no float8, or no layer is to be converted.
     """
-    from titanlite import float8  # here: the import takes a second
+    from titanlite.parallel import float8  # here: the import takes a second
 
     options = config.float8
     if not options.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -147,39 +149,36 @@ def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> Non
         raise ConfigError(["float8.enable = true: no layer is converted; see float8.filter_fqns, or set false"])
 
 
-def _build_runner(config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device) -> Whole | Pipeline:
+def _build_runner(
+    config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device
+) -> SingleStageRunner | Pipeline:
     """How a microbatch passes through the stages of this rank and of others."""
     parallelism, training = config.parallelism, config.training
     if parallelism.pipeline_parallel_degree == 1:
-        return Whole(stages[0])
+        return SingleStageRunner(stages[0])
     return Pipeline(
         stages,
         n_stages=parallelism.n_stages,
         group=layout.mesh["pp"].get_group(),
         schedule=parallelism.pipeline_parallel_schedule,
-        n_microbatches=training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
-        hidden_shape=hidden_shape(config),
+        n_microbatches=config.n_microbatches,
+        hidden_shape=config.hidden_shape,
         n_tokens=training.seq_len // parallelism.context_parallel_degree,
         dtype=getattr(torch, training.mixed_precision_param),
         device=device,
     )
 
 
-def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Of what a rank hands to the next pipeline stage: [microbatch, its tokens, D]."""
-    parallelism = config.parallelism
-    pieces = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    return parallelism.pipeline_parallel_microbatch_size, config.training.seq_len // pieces, config.model.dim
-
-
-def build_step(config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device) -> Step:
+def build_step(
+    config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device
+) -> TrainStep:
     """What takes this rank's batches through what `build_model` gave."""
-    return Step(
+    return TrainStep(
         model,
         _build_runner(config, layout, stages, device),
         device=device,
         # Of the ranks that work on the same tokens, one speaks for all.
-        counts=model.output is not None and layout.mesh.get_local_rank("tp") == 0,
+        contributes_loss=model.output is not None and layout.mesh.get_local_rank("tp") == 0,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         reduce_gradients=config.parallelism.fsdp_reduce_gradients,
     )
@@ -191,7 +190,7 @@ def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()
     """
     optimizer = init_optimizer(model, **config.optimizer.model_dump())
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
-        from titanlite.float8 import precompute_scales
+        from titanlite.parallel.float8 import precompute_scales
 
         precompute_scales(stages, optimizer)
     return optimizer
@@ -237,7 +236,7 @@ def count_flops_per_token(config: Config, sizes: dict[str, int]) -> int:
     )
 
 
-def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.HeldOutSequences | None, str]:
+def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.ValidationSequences | None, str]:
     """Training sequences, validation sequences if they are wanted, and the identity of what they are made of.
 
     Raises:
@@ -282,37 +281,23 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
     return sequences, held_out, identity
 
 
-def data_ranks(config: Config) -> int:
-    """How many ranks, or groups of ranks, take sequences of their own."""
-    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
-
-
-def microsteps(config: Config) -> int:
-    """How many times a rank takes local_batch_size sequences in a step."""
-    return config.training.global_batch_size // (config.training.local_batch_size * data_ranks(config))
-
-
-def world_size(config: Config) -> int:
-    """Ranks that the degrees multiply to."""
-    parallelism = config.parallelism
-    others = (
-        parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    )
-    return data_ranks(config) * others
-
-
 def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:
     """Which sequences this rank takes, how many at once, and which tokens of each: arguments of the Loader and of
     validation_batches alike."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
-    cut = data.Cut(
+    shard = data.SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
         document_mask=config.training.document_mask,
     )
     size = config.training.local_batch_size
-    return {"rank": layout.data_rank, "n_ranks": data_ranks(config), "local_batch_size": size, "cut": cut}
+    return {
+        "rank": layout.data_rank,
+        "n_ranks": config.parallelism.data_parallel_degree,
+        "local_batch_size": size,
+        "shard": shard,
+    }
 
 
 def build_loader(
@@ -329,8 +314,8 @@ def build_loader(
 
 
 def build_validation_batches(
-    config: Config, layout: Layout, held_out: data.HeldOutSequences
-) -> Iterator[data.Microbatch]:
+    config: Config, layout: Layout, held_out: data.ValidationSequences
+) -> Iterator[data.Batch]:
     """This rank's batches of one pass over the validation split."""
     return data.validation_batches(held_out, **_share_of_data(config, layout), steps=config.validation.steps)
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from titanlite.options import ConfigError, show
+from titanlite.config.loader import ConfigError, show
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -71,7 +71,7 @@ class Checkpointer:
         Raises:
             ConfigError: if load_step is not the newest, or the identity is another one.
         """
-        there = sorted(whole_steps(self.folder))
+        there = sorted(complete_steps(self.folder))
         newest = torch.tensor(there[-1] if there else 0)
         dist.broadcast(newest, src=0)  # ranks must agree even if their views of a shared folder differ for a moment
         step = int(newest)
@@ -170,7 +170,7 @@ class Checkpointer:
         os.fsync(descriptor)  # the rename itself reaches the disk
         os.close(descriptor)
         if self.keep_latest_k:
-            for old in sorted(whole_steps(self.folder))[: -self.keep_latest_k]:
+            for old in sorted(complete_steps(self.folder))[: -self.keep_latest_k]:
                 self._delete(self.folder / f"step-{old}")
 
     def _delete(self, whole: Path) -> None:
@@ -193,7 +193,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     dcp.load(_model_tensors(model), checkpoint_id=path)
 
 
-def whole_steps(folder: Path) -> list[int]:
+def complete_steps(folder: Path) -> list[int]:
     """Steps whose checkpoints in a folder are complete."""
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if (path / "state.json").exists())
     return [int(name) for name in names if name.isdecimal()]

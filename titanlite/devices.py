@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from titanlite.options import ConfigError, Section, expectation, read_toml, show
+from titanlite.config.loader import ConfigError, Section, expectation, read_toml, show
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
 
@@ -35,8 +35,8 @@ class Device(Section):
     """To other hosts, a device's share in one direction, bytes/s."""
     watts: Rate
     """At full load."""
-    per_host: Annotated[int, Field(ge=1)]
-    """Devices of a host, unless plan.devices_per_host says otherwise."""
+    devices_per_node: Annotated[int, Field(ge=1)]
+    """Devices of a host, unless plan.devices_per_node says otherwise."""
     source: str
     """Where the figures are from."""
     reported_as: str = ""
@@ -57,28 +57,28 @@ def _device(
 # fmt: off
 DEVICES: dict[str, Device] = {
     #                     bf16   fp8  fp32    GiB   TB/s  link network
-    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300,  25, watts=400, per_host=8,
+    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300,  25, watts=400, devices_per_node=8,
                           reported_as="A100-SXM4-40GB", source="NVIDIA A100 data sheet, 2021"),
-    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300,  25, watts=400, per_host=8,
+    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300,  25, watts=400, devices_per_node=8,
                           reported_as="A100", source="NVIDIA A100 data sheet, 2021"),
-    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64,  50, watts=350, per_host=8,
+    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64,  50, watts=350, devices_per_node=8,
                           reported_as="H100 PCIe", source="NVIDIA H100 data sheet, 2023"),
-    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300,  50, watts=400, per_host=8,
+    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300,  50, watts=400, devices_per_node=8,
                           reported_as="H100 NVL", source="NVIDIA H100 NVL data sheet, 2024"),
-    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450,  50, watts=700, per_host=8,
+    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450,  50, watts=700, devices_per_node=8,
                           reported_as="H100", source="NVIDIA H100 data sheet (SXM), 2023"),
-    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450,  50, watts=700, per_host=8,
+    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450,  50, watts=700, devices_per_node=8,
                           reported_as="H200", source="NVIDIA H200 data sheet, 2024"),
-    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900,  50, watts=1000, per_host=8,
+    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900,  50, watts=1000, devices_per_node=8,
                           reported_as="B200", source="NVIDIA DGX B200 data sheet, 2024"),
-    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448,  50, watts=750, per_host=8,
+    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448,  50, watts=750, devices_per_node=8,
                           reported_as="MI300X", source="AMD MI300X data sheet, 2023"),
-    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32,  25, watts=350, per_host=8,
+    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32,  25, watts=350, devices_per_node=8,
                           reported_as="L40S", source="NVIDIA L40S data sheet, 2023"),
-    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32,  25, watts=450, per_host=8,
+    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32,  25, watts=450, devices_per_node=8,
                           reported_as="RTX 4090", source="NVIDIA Ada whitepaper, 2022: products summed in fp32"),
     # Two cores of a server, and a rank a core: for the shape of a plan on the machine where one develops.
-    "cpu":        _device(0.15,    0, 0.15,  8.0, 0.020,    5,   1, watts=15, per_host=64,
+    "cpu":        _device(0.15,    0, 0.15,  8.0, 0.020,    5,   1, watts=15, devices_per_node=64,
                           source="benchmarks/logs: a float32 product on two cores"),
 }
 # fmt: on

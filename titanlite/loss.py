@@ -66,10 +66,10 @@ class _VocabularyParallel(torch.autograd.Function):
 
 
 Piece = Callable[..., Tensor]
-"""`loss_of_piece`, or the same compiled."""
+"""`chunk_loss`, or the same compiled."""
 
 
-def head_loss(
+def chunked_cross_entropy(
     x_BTD: Tensor,
     weight_VD: Tensor,
     targets_BT: Tensor,
@@ -89,7 +89,7 @@ def head_loss(
             are computed along with its loss, so the logits of only one exist at any time and none is computed twice (as
             in Liger-Kernel, arXiv:2410.10989).
         loss_parallel: leave logits cut as the weight is, instead of gathering them.
-        piece: what computes a part; None: `loss_of_piece`.
+        piece: what computes a part; None: `chunk_loss`.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):
@@ -98,14 +98,14 @@ def head_loss(
         x_BTD, weight_VD = x_BTD.to_local(grad_placements=[Partial()]), weight_VD.to_local()
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     arguments = mesh, loss_parallel
-    piece = piece or loss_of_piece
+    piece = piece or chunk_loss
     if n_chunks > 1 and torch.is_grad_enabled():
         return _Chunked.apply(x_ND, weight_VD, targets_N, n_chunks, piece, arguments)
     pieces = zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True)
     return torch.stack([piece(x, weight_VD, targets, *arguments) for x, targets in pieces]).sum()
 
 
-def loss_of_piece(
+def chunk_loss(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool
 ) -> Tensor:
     """Sum of the losses of some tokens.

@@ -17,7 +17,7 @@ from titanlite import devices
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
-class Peak:
+class PeakFlops:
     """Matrix rate that MFU is a share of.
 
     A data sheet's figure for bfloat16 on a known GPU; otherwise measured here, with as many threads as the training
@@ -72,7 +72,7 @@ def memory(device: torch.device) -> tuple[float, float]:
     return peak, peak
 
 
-class Meter:
+class ThroughputMeter:
     """Times and rates of the steps since the last reading, for one rank.
 
     Args:
@@ -80,7 +80,7 @@ class Meter:
         flops_per_token: see model.flops_per_token.
     """
 
-    def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: Peak):
+    def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
         self.flops_per_token, self.peak = flops_per_token, peak
         self.seconds_per_step = 0.0
@@ -126,7 +126,7 @@ class Meter:
         return values
 
 
-class Reporter:
+class MetricsLogger:
     """Rank 0's reports: the console, metrics.jsonl, TensorBoard, config.toml.
 
     A run that starts anew moves what an earlier one left in the folder to previous/DATE, so that the two neither mix

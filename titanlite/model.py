@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 
 def rope_frequencies(
-    head_size: int, *, theta: float, scaling: float, low_factor: float, high_factor: float, original_seq_len: int
+    head_dim: int, *, theta: float, scaling: float, low_factor: float, high_factor: float, original_seq_len: int
 ) -> Tensor:
     """Angular frequency of each rotated pair, radians a position, [K/2] in float64.
 
     With `scaling` > 1, wavelengths longer than original_seq_len / low_factor are stretched by it, those shorter than
     original_seq_len / high_factor are kept, and those between are blended (Llama 3.1 model card and reference code).
     """
-    frequency = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float64, device="cpu") / head_size)
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     if scaling == 1:
         return frequency
     turns = original_seq_len * frequency / (2 * math.pi)  # how often a pair turns within the original sequence
@@ -40,7 +40,7 @@ def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return table if dtype == torch.float64 else table.to(torch.complex64)
 
 
-def rotate(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
+def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
     """Turn each pair of neighbouring channels by its position's angle, in float32 or better.
 
     Args:
@@ -52,26 +52,31 @@ def rotate(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2).to(x_BTHK.dtype)
 
 
-class InnerAttention(nn.Module):
+class ScaledDotProductAttention(nn.Module):
     """Causal softmax(q k^T / sqrt K) v: the one part of attention that mixes positions, so that it can be replaced."""
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BT: Tensor | None = None
+    ) -> Tensor:
         """Head h attends with key head h * G // H.
 
         Args:
-            documents_BT: position of each token in its document, int64 in host memory: tokens attend only within
+            document_positions_BT: position of each token in its document, int64 in host memory: tokens attend only within
                 theirs. None: a sequence is one document.
 
         Returns:
             [B, T, H, K].
         """
-        if documents_BT is not None:
+        if document_positions_BT is not None:
             return torch.stack(
                 [
                     torch.cat(
-                        [self(*(x[start:end].unsqueeze(0) for x in row)).squeeze(0) for start, end in bounds(documents)]
+                        [
+                            self(*(x[start:end].unsqueeze(0) for x in row)).squeeze(0)
+                            for start, end in bounds(document_positions)
+                        ]
                     )
-                    for *row, documents in zip(q_BTHK, k_BTGK, v_BTGK, documents_BT, strict=True)
+                    for *row, document_positions in zip(q_BTHK, k_BTGK, v_BTGK, document_positions_BT, strict=True)
                 ]
             )
         out_BHTK = F.scaled_dot_product_attention(
@@ -84,28 +89,30 @@ class InnerAttention(nn.Module):
         return out_BHTK.transpose(1, 2)
 
 
-def bounds(documents_T: Tensor) -> list[tuple[int, int]]:
-    """First token and end of each document of a sequence, from the positions of its tokens in their documents."""
-    starts = [0, *((documents_T[1:] == 0).nonzero().flatten() + 1).tolist()]
-    return list(zip(starts, [*starts[1:], len(documents_T)], strict=True))
+def bounds(document_positions_T: Tensor) -> list[tuple[int, int]]:
+    """First token and end of each document of a sequence, from the positions of its tokens in their document_positions."""
+    starts = [0, *((document_positions_T[1:] == 0).nonzero().flatten() + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(document_positions_T)], strict=True))
 
 
 class Attention(nn.Module):
     def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int):
         super().__init__()
-        self.head_size = dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_size, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_size, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_size, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_size, dim, bias=False)
-        self.inner = InnerAttention()
+        self.head_dim = dim // n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.inner_attention = ScaledDotProductAttention()
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor, document_positions_BT: Tensor | None) -> Tensor:
         # -1 heads: a rank may hold only some of them.
-        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_size))
-        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_size))
-        v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_size))
-        out_BTHK = self.inner(rotate(q_BTHK, rope_TK), rotate(k_BTGK, rope_TK), v_BTGK, documents_BT)
+        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        out_BTHK = self.inner_attention(
+            apply_rotary_emb(q_BTHK, rope_TK), apply_rotary_emb(k_BTGK, rope_TK), v_BTGK, document_positions_BT
+        )
         return self.wo(out_BTHK.flatten(-2))
 
 
@@ -130,8 +137,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim=dim, ffn_dim=ffn_dim)
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK, documents_BT)
+    def forward(self, x_BTD: Tensor, rope_TK: Tensor, document_positions_BT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK, document_positions_BT)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
@@ -232,24 +239,24 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        document_positions: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
         """Args:
             tokens: [B, T] token numbers; on a stage without embedding, the previous stage's [B, T, D].
             positions: [T] or [B, T] position of each token for the rotation, by default 0 .. T-1.
-            documents: see InnerAttention.
+            document_positions: see ScaledDotProductAttention.
             targets: [B, T] token numbers, -100 where there is nothing to predict.
 
         Returns:
             Logits [B, T, V], or the loss if there are targets; on a stage without output head, [B, T, D].
         """
         rope_TK = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
-        if documents is not None:
-            documents = documents.cpu()  # once here, not in each layer
+        if document_positions is not None:
+            document_positions = document_positions.cpu()  # once here, not in each layer
         x_BTD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for block in self.layers.values():
-            x_BTD = block(x_BTD, rope_TK, documents)
+            x_BTD = block(x_BTD, rope_TK, document_positions)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         return self.output(x_BTD, targets) if self.output is not None else x_BTD

@@ -34,7 +34,7 @@ def init_optimizer(
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     own_type = state_dtype not in ("auto", str(matrices[0].dtype).removeprefix("torch."))
     if own_type or stochastic_rounding:
-        from titanlite.low_bit import LowBitAdam  # here: the import takes a second
+        from titanlite.low_bit_adam import LowBitAdam  # here: the import takes a second
 
         return LowBitAdam(
             groups,

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.config.loader import ConfigError, show
 from titanlite.data.documents import Source, load_documents, load_stream
-from titanlite.data.packed import HeldOutSequences, PackedSequences, Sequence, token_files
+from titanlite.data.packed import PackedSequences, Sequence, ValidationSequences, token_files
 from titanlite.data.streamed import StreamedSequences
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.options import ConfigError, show
 
 Sequences = PackedSequences | StreamedSequences
 
 
-class Microbatch(NamedTuple):
+class Batch(NamedTuple):
     """What a rank works on at once: its share of the tokens of B sequences, int64."""
 
     tokens: Tensor
@@ -30,20 +30,16 @@ class Microbatch(NamedTuple):
     """The tokens that follow them, IGNORED where there is nothing to predict."""
     positions: Tensor
     """Of the tokens, in their sequence or, with a document mask, in their document."""
-    documents: Tensor | None
+    document_positions: Tensor | None
     """With a document mask: positions in their documents of all tokens that this rank's attention is computed for,
     [B, T / ring ranks]."""
 
-    def to(self, device: torch.device) -> "Microbatch":
+    def to(self, device: torch.device) -> "Batch":
         """Copies on a device; without waiting, from pinned memory."""
-        return Microbatch(*(part if part is None else part.to(device, non_blocking=True) for part in self))
+        return Batch(*(part if part is None else part.to(device, non_blocking=True) for part in self))
 
 
-Batch = list[Microbatch]
-"""A rank's microbatches of a step, in host memory."""
-
-
-class Cut(NamedTuple):
+class SequenceShard(NamedTuple):
     """Which tokens of every sequence a rank works on, as indices of them."""
 
     own: Any = slice(None)
@@ -54,7 +50,7 @@ class Cut(NamedTuple):
     """Whether attention and positions end with each document."""
 
 
-WHOLE = Cut()
+FULL_SEQUENCE = SequenceShard()
 
 
 def open_sequences(
@@ -77,7 +73,7 @@ def open_sequences(
     validation_fraction: float,
     validation_enable: bool,
     builds_cache: bool,
-) -> tuple[Sequences, HeldOutSequences | None, str]:
+) -> tuple[Sequences, ValidationSequences | None, str]:
     """Open the training split and, where it is wanted, the validation split.
 
     Args:
@@ -123,18 +119,18 @@ def open_sequences(
             "or give files or a split to validate on"
         )
         raise ConfigError([why])
-    return train, HeldOutSequences(held_out, seq_len=seq_len, tokenizer=tokenizer), identity
+    return train, ValidationSequences(held_out, seq_len=seq_len, tokenizer=tokenizer), identity
 
 
-def _stack(rows: list[Sequence], cut: Cut, pin: bool) -> Microbatch:
+def _stack(rows: list[Sequence], shard: SequenceShard, pin: bool) -> Batch:
     """A rank's share of some sequences, in pinned memory if it is to go to a GPU."""
     tokens, targets, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
-    positions = documents if cut.document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    parts = [part[:, cut.own] for part in (tokens, targets, positions)]
-    parts += [documents[:, cut.ring]] if cut.document_mask else []
+    positions = documents if shard.document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    parts = [part[:, shard.own] for part in (tokens, targets, positions)]
+    parts += [documents[:, shard.ring]] if shard.document_mask else []
     tensors = [torch.from_numpy(np.array(part, order="C")) for part in parts]
     tensors = [tensor.pin_memory() for tensor in tensors] if pin else tensors
-    return Microbatch(*tensors, *([] if cut.document_mask else [None]))
+    return Batch(*tensors, *([] if shard.document_mask else [None]))
 
 
 class Loader:
@@ -147,7 +143,7 @@ class Loader:
         n_ranks: data-parallel ranks; `rank` is this one's number among them.
         local_batch_size: sequences of a microbatch.
         global_batch_size: sequences of a step, G.
-        cut: what of each sequence this rank takes.
+        shard: what of each sequence this rank takes.
         pin: put batches into pinned memory.
         state: what `state` returned when the run was saved, on any number of ranks.
         ahead: steps that are prepared before they are asked for.
@@ -161,7 +157,7 @@ class Loader:
         n_ranks: int,
         local_batch_size: int,
         global_batch_size: int,
-        cut: Cut = WHOLE,
+        shard: SequenceShard = FULL_SEQUENCE,
         pin: bool,
         state: dict[str, Any] | None = None,
         ahead: int = 2,
@@ -172,29 +168,34 @@ class Loader:
         reader = sequences.read(self.position + rank, n_ranks, dict(self._streams))
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self._closed = False
-        n_microsteps = global_batch_size // (local_batch_size * n_ranks)
+        n_accumulation_steps = global_batch_size // (local_batch_size * n_ranks)
         self._thread = threading.Thread(
-            target=self._run_ahead, args=(reader, n_microsteps, local_batch_size, cut, pin), name="data", daemon=True
+            target=self._run_ahead,
+            args=(reader, n_accumulation_steps, local_batch_size, shard, pin),
+            name="data",
+            daemon=True,
         )
         self._thread.start()
 
-    def _run_ahead(self, reader: Iterator[Any], n_microsteps: int, local_batch_size: int, cut: Cut, pin: bool) -> None:
+    def _run_ahead(
+        self, reader: Iterator[Any], n_accumulation_steps: int, local_batch_size: int, shard: SequenceShard, pin: bool
+    ) -> None:
         try:
             while not self._closed:
                 batch, states = [], {}
-                for _ in range(n_microsteps):
+                for _ in range(n_accumulation_steps):
                     rows = []
                     for _ in range(local_batch_size):
                         sequence, state = next(reader)
                         rows.append(sequence)
                         if state is not None:
                             states[state[0]] = state[1]
-                    batch.append(_stack(rows, cut, pin))
+                    batch.append(_stack(rows, shard, pin))
                 self._ready.put((batch, states))
         except Exception as error:  # raised again where the training waits for the batch
             self._ready.put(error)
 
-    def next(self) -> Batch:
+    def next(self) -> list[Batch]:
         """The next step's microbatches."""
         item = self._ready.get()
         if isinstance(item, Exception):
@@ -229,16 +230,22 @@ class Loader:
 
 
 def validation_batches(
-    sequences: HeldOutSequences, *, rank: int, n_ranks: int, local_batch_size: int, steps: int, cut: Cut = WHOLE
-) -> Iterator[Microbatch]:
+    sequences: ValidationSequences,
+    *,
+    rank: int,
+    n_ranks: int,
+    local_batch_size: int,
+    steps: int,
+    shard: SequenceShard = FULL_SEQUENCE,
+) -> Iterator[Batch]:
     """This rank's batches of one pass over the validation split: as many on every rank, the last ones padded.
 
     Args:
         steps: at most so many batches; -1: the whole split.
-        cut: what of each sequence this rank takes.
+        shard: what of each sequence this rank takes.
     """
     per_batch = n_ranks * local_batch_size
     n_batches = -(-sequences.n_sequences // per_batch)
     for batch in range(n_batches if steps == -1 else min(steps, n_batches)):
         indices = range(batch * per_batch + rank, (batch + 1) * per_batch, n_ranks)
-        yield _stack([sequences[index] for index in indices], cut, pin=False)
+        yield _stack([sequences[index] for index in indices], shard, pin=False)

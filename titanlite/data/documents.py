@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.options import ConfigError, show
-from titanlite.rules import FILES
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.rules import FILES
 
 ENDINGS = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
 """What is taken from a folder."""

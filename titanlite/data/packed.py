@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from titanlite.config.loader import ConfigError, show
 from titanlite.data.documents import Documents
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.loss import IGNORED
-from titanlite.options import ConfigError, show
 
 FORMAT = 2  # of the token files; raised when what they hold changes
 
 
-def is_held_out(document: int, fraction: float) -> bool:
+def is_validation_document(document: int, fraction: float) -> bool:
     """Whether the document with this number is in the validation split: an even share over the whole order, the same
     for every seed and number of ranks."""
     return int((document + 1) * fraction) > int(document * fraction)
@@ -85,7 +85,7 @@ def _build(folder: Path, documents: Documents, tokenizer: Tokenizer, fraction: f
         for texts in documents.batches():
             for tokens in encode_documents(tokenizer, texts):
                 encoded = tokens.astype(dtype).tobytes()
-                if is_held_out(count, fraction):
+                if is_validation_document(count, fraction):
                     held_out.write(encoded)
                 else:
                     train.write(encoded)
@@ -175,7 +175,7 @@ class PackedSequences:
             first += stride
 
 
-class HeldOutSequences:
+class ValidationSequences:
     """The validation split, once through and in order; the last sequence is padded with ignored targets."""
 
     def __init__(self, tokens: np.ndarray, *, seq_len: int, tokenizer: Tokenizer):

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.config.loader import ConfigError
 from titanlite.data.documents import Source, reading, text_of
 from titanlite.data.packed import Sequence, cut_sequence
 from titanlite.data.tokenizer import Tokenizer, encode_documents
-from titanlite.options import ConfigError
 
 State = dict[str, Any]
 """{"position": state of the datasets.IterableDataset before a document, None before the first; "used": how many of that

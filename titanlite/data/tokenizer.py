@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.options import ConfigError, show
+from titanlite.config.loader import ConfigError, show
 
 
 class ByteTokenizer:

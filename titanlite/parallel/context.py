@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.attention import KERNELS
 from titanlite.model import Llama
+from titanlite.parallel.attention import ATTENTION_BACKENDS
 
 
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
@@ -63,16 +63,18 @@ def apply_context_parallel(
 ) -> None:
     """Replace the inner attention of every block of a model or a stage. Arguments: see ContextAttention."""
     for block in model.layers.values():
-        block.attention.inner = ContextAttention(ring_group=ring_group, ulysses_group=ulysses_group, kernel=kernel)
+        block.attention.inner_attention = ContextAttention(
+            ring_group=ring_group, ulysses_group=ulysses_group, kernel=kernel
+        )
 
 
 class ContextAttention(nn.Module):
-    """model.InnerAttention over sequences that are cut as `local_positions` says.
+    """model.ScaledDotProductAttention over sequences that are cut as `local_positions` says.
 
     Args:
         ring_group: ranks that pass keys and values on; None: only this one.
         ulysses_group: ranks that trade heads for sequence; None: only this one.
-        kernel: name in attention.KERNELS.
+        kernel: name in attention.ATTENTION_BACKENDS.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class ContextAttention(nn.Module):
         self.ring, self.ulysses, self.kernel = _register(ring_group), _register(ulysses_group), kernel
         self.ring_size, self.ulysses_size = _place(self.ring)[1], _place(self.ulysses)[1]
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BS: Tensor | None = None
+    ) -> Tensor:
         """Head h attends with key head h * G // H.
 
         Args:
-            documents_BS: position in its document of each token that this rank's Ulysses ranks hold together (not
+            document_positions_BS: position in its document of each token that this rank's Ulysses ranks hold together (not
                 only this rank's), int64 in host memory: tokens attend only within theirs. None: a sequence is one
                 document.
 
@@ -105,12 +109,14 @@ class ContextAttention(nn.Module):
             )
         if self.ring_size > 1 and sequence % 2:
             raise ValueError(f"{sequence} tokens of a ring rank cannot be cut into two chunks")
-        if documents_BS is not None and (documents_BS.shape != (batch, sequence) or not documents_BS.is_cpu):
+        if document_positions_BS is not None and (
+            document_positions_BS.shape != (batch, sequence) or not document_positions_BS.is_cpu
+        ):
             raise ValueError(
-                f"documents: expected [{batch}, {sequence}] in host memory, got {list(documents_BS.shape)} on "
-                f"{documents_BS.device}"
+                f"documents: expected [{batch}, {sequence}] in host memory, got {list(document_positions_BS.shape)} on "
+                f"{document_positions_BS.device}"
             )
-        return _attention(q_BTHK, k_BTGK, v_BTGK, documents_BS, self.ring, self.ulysses, self.kernel)[0]
+        return _attention(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, self.ring, self.ulysses, self.kernel)[0]
 
 
 # Groups reach the operators by name, since arguments of operators are tensors, numbers and strings.
@@ -135,30 +141,36 @@ def _place(group: str) -> tuple[int, int]:
 
 @torch.library.custom_op("titanlite::context_attention", mutates_args=())
 def _attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents_BS: Tensor | None, ring: str, ulysses: str, kernel: str
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    document_positions_BS: Tensor | None,
+    ring: str,
+    ulysses: str,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, T, H, K] and, for the backward, log-sum-exp [B, H, S] and, with Ulysses only, what was attended with
     and what came out of it before the way back: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
-        out_BTHK, lse_BHS = _ring_forward(q_BTHK, k_BTGK, v_BTGK, documents_BS, ring, kernel)
+        out_BTHK, lse_BHS = _ring_forward(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, kernel)
         return out_BTHK, lse_BHS, q_BTHK.new_empty(0), q_BTHK.new_empty(0)  # outputs must not be inputs
     qkv_BSNK = _sequence_for_heads([q_BTHK, k_BTGK, v_BTGK], ulysses)
     q, k, v = qkv_BSNK.split(_heads(q_BTHK, k_BTGK, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _ring_forward(q, k, v, documents_BS, ring, kernel)
+    inner_BSHK, lse_BHS = _ring_forward(q, k, v, document_positions_BS, ring, kernel)
     (out_BTHK,) = _heads_for_sequence([inner_BSHK], ulysses)
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
 
 @_attention.register_fake
-def _(q_BTHK, k_BTGK, v_BTGK, documents_BS, ring, ulysses, kernel):
-    batch, tokens, heads, head_size = q_BTHK.shape
+def _(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, ulysses, kernel):
+    batch, tokens, heads, head_dim = q_BTHK.shape
     own_heads, n_ulysses = _heads(q_BTHK, k_BTGK, ulysses), _place(ulysses)[1]
     sequence = tokens * n_ulysses
     lse = q_BTHK.new_empty(batch, own_heads[0], sequence, dtype=_lse_type(q_BTHK))
     qkv, inner = (
-        q_BTHK.new_empty((batch, sequence, n, head_size) if ulysses else 0) for n in (sum(own_heads), own_heads[0])
+        q_BTHK.new_empty((batch, sequence, n, head_dim) if ulysses else 0) for n in (sum(own_heads), own_heads[0])
     )
-    return q_BTHK.new_empty(batch, tokens, heads, head_size), lse, qkv, inner
+    return q_BTHK.new_empty(batch, tokens, heads, head_dim), lse, qkv, inner
 
 
 @torch.library.custom_op("titanlite::context_attention_backward", mutates_args=())
@@ -169,22 +181,22 @@ def _attention_backward(
     v_BSGK: Tensor,
     out_BSHK: Tensor,
     lse_BHS: Tensor,
-    documents_BS: Tensor | None,
+    document_positions_BS: Tensor | None,
     ring: str,
     ulysses: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out = _sequence_for_heads([grad_out_BTHK], ulysses) if ulysses else grad_out_BTHK.contiguous()
     saved = grad_out, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS
-    grads = _ring_backward(*saved, documents=documents_BS, ring=ring, kernel=kernel)
+    grads = _ring_backward(*saved, documents=document_positions_BS, ring=ring, kernel=kernel)
     return tuple(_heads_for_sequence(grads, ulysses)) if ulysses else grads
 
 
 @_attention_backward.register_fake
-def _(grad_out_BTHK, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS, documents_BS, ring, ulysses, kernel):
-    batch, tokens, _, head_size = grad_out_BTHK.shape
+def _(grad_out_BTHK, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS, document_positions_BS, ring, ulysses, kernel):
+    batch, tokens, _, head_dim = grad_out_BTHK.shape
     n = _place(ulysses)[1]
-    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_size) for x in (q_BSHK, k_BSGK, v_BSGK))
+    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in (q_BSHK, k_BSGK, v_BSGK))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -243,7 +255,7 @@ def _ring_forward(
     for k_held, v_held, pieces in _rounds(k, v, documents, ring):
         for piece in pieces:
             qkv = *_at(piece.queries, q), *_at(piece.keys, k_held, v_held)
-            part, part_lse = (x.transpose(1, 2) for x in KERNELS[kernel].forward(*qkv, piece.causal))
+            part, part_lse = (x.transpose(1, 2) for x in ATTENTION_BACKENDS[kernel].forward(*qkv, piece.causal))
             if piece.causal:
                 out = _assign(out, piece.queries, part, q.shape, _sum_type(q, ring))
                 lse_BSH = _assign(lse_BSH, piece.queries, part_lse, q.shape[:3], part_lse.dtype)
@@ -264,7 +276,7 @@ def _ring_backward(*saved: Tensor, documents: Tensor | None, ring: str, kernel: 
         for piece in pieces:
             grad_, q_, out_, lse_ = _at(piece.queries, grad_out, q, out, lse_BSH)
             k_, v_ = _at(piece.keys, k_held, v_held)
-            grads = KERNELS[kernel].backward(grad_, q_, k_, v_, out_, lse_, piece.causal)
+            grads = ATTENTION_BACKENDS[kernel].backward(grad_, q_, k_, v_, out_, lse_, piece.causal)
             dq_part, dk_part, dv_part = (x.transpose(1, 2) for x in grads)
             if piece.causal:
                 dq = _assign(dq, piece.queries, dq_part, q.shape, _sum_type(q, ring))
@@ -283,11 +295,11 @@ def _ring_backward(*saved: Tensor, documents: Tensor | None, ring: str, kernel: 
 
 
 def _rounds(
-    k_BSGK: Tensor, v_BSGK: Tensor, documents_BS: Tensor | None, ring: str
+    k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: str
 ) -> Iterator[tuple[Tensor, Tensor, Iterator["_Piece"]]]:
     """Keys and values of each ring rank, this one's first, and what is to be done with them; meanwhile they travel."""
     rank, size = _place(ring)
-    spans = _spans(documents_BS, size)
+    spans = _spans(document_positions_BS, size)
     held = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
     for step in range(size):
         arrive = _pass_on(ring, held) if step < size - 1 else None
@@ -366,16 +378,16 @@ Spans = list[list[tuple[int, list[int]]]]
 """Of each sequence, of each chunk held: the first token's position in its document; where documents begin and end."""
 
 
-def _spans(documents_BS: Tensor | None, size: int) -> Spans | None:
+def _spans(document_positions_BS: Tensor | None, size: int) -> Spans | None:
     """See Spans; in plain numbers, so that nothing waits for a device."""
-    if documents_BS is None:
+    if document_positions_BS is None:
         return None
 
     def span(positions_C: Tensor) -> tuple[int, list[int]]:
         begins = (positions_C[1:] == 0).nonzero().flatten().add(1).tolist()
         return int(positions_C[0]), [0, *begins, len(positions_C)]
 
-    return [[span(chunk) for chunk in row.chunk(len(_chunks(0, size)))] for row in documents_BS]
+    return [[span(chunk) for chunk in row.chunk(len(_chunks(0, size)))] for row in document_positions_BS]
 
 
 def _pieces(spans: Spans | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Piece]:

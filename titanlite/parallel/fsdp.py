@@ -71,12 +71,12 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def before_microstep(
+def prepare_accumulation_step(
     model: nn.Module,
     *,
     last: bool,
     reshard_after_forward: Reshard,
-    reduce_gradients: Literal["each_microstep", "last_microstep"],
+    reduce_gradients: Literal["every_accumulation_step", "last_accumulation_step"],
 ) -> None:
     """Tell FSDP what the backward of this microstep does with gradients and weights.
 
@@ -86,7 +86,7 @@ def before_microstep(
         reduce_gradients: see config.Parallelism.fsdp_reduce_gradients.
     """
     for module in _units(model):
-        module.set_requires_gradient_sync(last or reduce_gradients == "each_microstep", recurse=False)
+        module.set_requires_gradient_sync(last or reduce_gradients == "every_accumulation_step", recurse=False)
         # over replicas, the shards' sums need to travel only once
         module.set_requires_all_reduce(last, recurse=False)
         module.set_reshard_after_backward(last or reshard_after_forward != "never", recurse=False)

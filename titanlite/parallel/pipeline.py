@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from titanlite.data import Microbatch
+from titanlite.config.stage_split import Schedule, rank_of_stage
+from titanlite.data import Batch
 from titanlite.model import Llama
-from titanlite.stages import Schedule, rank_of_stage
 
 
 def pipeline_stage(
@@ -98,7 +98,7 @@ class Pipeline:
         self._loss_sum += loss.detach()
         return loss / self._valid
 
-    def forward_backward(self, batch: Microbatch, valid: Tensor) -> Tensor:
+    def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of this batch's share of the loss to the parameters of all stages.
 
         Args:
@@ -119,11 +119,11 @@ class Pipeline:
         return self._loss_sum
 
     @torch.no_grad()
-    def forward(self, batch: Microbatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Sum of the token losses, as from `forward_backward`, without gradients."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         pieces = [part.chunk(self.n_microbatches) if part is not None else None for part in batch]
-        pieces = [Microbatch(*(part[i] if part else None for part in pieces)) for i in range(self.n_microbatches)]
+        pieces = [Batch(*(part[i] if part else None for part in pieces)) for i in range(self.n_microbatches)]
         handed_over: list[Tensor] = []  # to the next stage, where that is on this rank too
         sending: list[tuple[dist.Work, Tensor]] = []
         me = self.group.rank()
@@ -160,6 +160,6 @@ class Pipeline:
         return sent
 
 
-def _beside_tokens(batch: Microbatch) -> dict[str, Tensor]:
-    beside = {"positions": batch.positions, "documents": batch.documents, "targets": batch.targets}
+def _beside_tokens(batch: Batch) -> dict[str, Tensor]:
+    beside = {"positions": batch.positions, "document_positions": batch.document_positions, "targets": batch.targets}
     return {name: part for name, part in beside.items() if part is not None}

@@ -32,7 +32,7 @@ WHOLE = Replicate()
 
 class VocabularyParallel(ParallelStyle):
     """The output head's weight cut by vocabulary: the sequence is gathered on its way in, as a DTensor, from which
-    loss.head_loss takes what it needs. Logits that are asked for are gathered."""
+    loss.chunked_cross_entropy takes what it needs. Logits that are asked for are gathered."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, mesh, self._cut, self._gather_sequence, self._gather_logits)

@@ -20,28 +20,31 @@ from typing import NamedTuple
 import torch
 
 from titanlite import build, devices
-from titanlite.config import KERNELS_ON_CUDA, Config, Launch, check, ranks_wanted, stage_modules
-from titanlite.options import Loaded
-from titanlite.plan.cost import Cost, Pricer
-from titanlite.plan.memory import Bytes, Ledger, Point
-from titanlite.plan.rehearsal import (
+from titanlite.config import Config, Launch, check
+from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
+from titanlite.config.loader import LoadedConfig
+from titanlite.config.schema import stage_modules
+from titanlite.config.stage_split import ONE_STAGE, module_names, rank_of_stage
+from titanlite.launcher import ranks_wanted
+from titanlite.plan.cost_model import Cost, CostModel
+from titanlite.plan.dry_run import (
     KINDS,
     SPLIT,
-    Rehearsal,
+    DryRun,
+    dry_run,
+    dry_run_accumulation_steps,
     layers_of,
     layers_of_pattern,
-    rehearse,
-    rehearsed_microsteps,
 )
+from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.plan.schedule import Action, Span, all_actions, idle_share, simulate
-from titanlite.stages import ONE_STAGE, module_names, rank_of_stage
 
 CONTEXT_BYTES = int(0.6 * 2**30)
 """CUDA's context, kernels and cuBLAS's workspaces: what nvidia-smi shows of a process before its first tensor."""
 GROUP_BYTES = int(0.25 * 2**30)
 """Buffers of a process group on NCCL."""
 SHORTENED = True
-"""Leave out layers that others stand for; False: rehearse them all, to see that it makes no difference."""
+"""Leave out layers that others stand for; False: dry_run them all, to see that it makes no difference."""
 FRAGMENTATION = 0.03
 """Share of the peak that the allocator cannot hand out, with expandable segments."""
 
@@ -102,7 +105,7 @@ class Plan:
     def spread(self, axis: str) -> tuple[int, int]:
         """How many ranks an axis has, and on how many hosts."""
         ranks = self.axes.get(axis, [0])
-        return len(ranks), len({rank // per_host(self.config, self.device) for rank in ranks})
+        return len(ranks), len({rank // devices_per_node(self.config, self.device) for rank in ranks})
 
     @functools.cached_property
     def worst(self) -> RankPlan:
@@ -127,7 +130,7 @@ class Plan:
         return idle_share(self.spans) if self.spans else 0.0
 
 
-def resolve(loaded: Loaded[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
+def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
     """The config as train.py resolves it on the hardware that it names, the device and the number of ranks.
 
     Args:
@@ -137,19 +140,19 @@ def resolve(loaded: Loaded[Config], world_size: int | None = None) -> tuple[Conf
         ConfigError: with what train.py refuses it with.
     """
     device = devices.find(loaded.config.plan.device)
-    n_devices = 0 if loaded.config.plan.device == "cpu" else per_host(loaded.config, device)
+    n_devices = 0 if loaded.config.plan.device == "cpu" else devices_per_node(loaded.config, device)
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
-    local = min(world, per_host(loaded.config, device))
+    local = min(world, devices_per_node(loaded.config, device))
     return check(loaded, Launch(0, 0, world, local, n_devices)), device, world
 
 
-def per_host(config: Config, device: devices.Device) -> int:
+def devices_per_node(config: Config, device: devices.Device) -> int:
     """Devices of a host."""
-    return device.per_host if config.plan.devices_per_host == -1 else config.plan.devices_per_host
+    return device.devices_per_node if config.plan.devices_per_node == -1 else config.plan.devices_per_node
 
 
 def make_plan(
-    loaded: Loaded[Config],
+    loaded: LoadedConfig[Config],
     progress: Callable[[str, int, int], None] | None = None,
     *,
     world_size: int | None = None,
@@ -168,8 +171,8 @@ def make_plan(
     stages = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(stages))
     rehearsals = _rehearse_all(config, stages, ranks, progress)
-    hosts = per_host(config, device)
-    pricers = [Pricer(device, rehearsal.axes, hosts) for rehearsal in rehearsals]
+    hosts = devices_per_node(config, device)
+    pricers = [CostModel(device, rehearsal.axes, hosts) for rehearsal in rehearsals]
     late = parallelism.pipeline_parallel_schedule in ONE_STAGE
     priced = [_Priced(*both, gathers_late=late) for both in zip(rehearsals, pricers, strict=True)]
     if degree == 1:
@@ -200,9 +203,9 @@ def rehearsable(config: Config) -> Config:
     partitioner does, and fused afterwards (fusion.py). On CUDA attention is taken through the kernel that the device
     would choose, since fake tensors are the CPU's. Offloaded weights lie where they would be gathered from.
     """
-    kernel, recomputed = config.training.attention_kernel, config.activation_checkpoint.mode
+    kernel, recomputed = config.training.attention_backend, config.activation_checkpoint.mode
     if kernel == "auto" and config.plan.device != "cpu":
-        kernel = KERNELS_ON_CUDA[config.training.mixed_precision_param][0]
+        kernel = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
     compiled = config.compile.enable and "model" in config.compile.components
     if recomputed == "memory_budget" or (compiled and recomputed == "none"):
         recomputed = "selective"
@@ -224,8 +227,8 @@ class _Priced:
             a rank gather them ahead.
     """
 
-    def __init__(self, rehearsal: Rehearsal, pricer: Pricer, *, gathers_late: bool):
-        self.rehearsal, self.pricer, self.scale = rehearsal, pricer, rehearsal.scale
+    def __init__(self, rehearsal: DryRun, cost_model: CostModel, *, gathers_late: bool):
+        self.rehearsal, self.cost_model, self.scale = rehearsal, cost_model, rehearsal.scale
         self.gathers_late = gathers_late
         self._segments: dict[int, Cost] = {}
         self._passages: dict[tuple, Cost] = {}
@@ -241,7 +244,7 @@ class _Priced:
             total = Cost()
             for segment in self.rehearsal.passages.get(key, []):
                 if id(segment.events) not in self._segments:  # a copy of a layer has the layer's events
-                    self._segments[id(segment.events)] = self.pricer.price(segment.events)
+                    self._segments[id(segment.events)] = self.cost_model.price(segment.events)
                 total.add(self._segments[id(segment.events)])
             self._passages[key] = total
         return self._passages[key]
@@ -267,7 +270,7 @@ class _Priced:
 
 def _rehearse_all(
     config: Config, stages: list[list[str]], ranks: list[int], progress: Callable[[str, int, int], None] | None
-) -> list[Rehearsal]:
+) -> list[DryRun]:
     """Of each stage; those that are alike are one. Each has a process of its own, since torch remembers the groups of a
     world for as long as a process lives."""
     config, fused = rehearsable(config), config.compile.components if config.compile.enable else ()
@@ -280,10 +283,10 @@ def _rehearse_all(
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
         kinds.setdefault(likeness(names), number)
-    with processes(len(kinds), preload="titanlite.plan.rehearsal", max_tasks_per_child=1) as pool:
-        futures: dict[tuple, Future[Rehearsal]] = {
+    with processes(len(kinds), preload="titanlite.plan.dry_run", max_tasks_per_child=1) as pool:
+        futures: dict[tuple, Future[DryRun]] = {
             kind: pool.submit(
-                rehearse,
+                dry_run,
                 config,
                 stages[number],
                 number,
@@ -369,9 +372,9 @@ class _Step(NamedTuple):
 
 def _whole_step(config: Config, stage: _Priced) -> _Step:
     """Without a pipeline."""
-    ledger, cost = Ledger(stage.rehearsal.held, 1 if config.plan.device == "cpu" else ROUNDING), Cost()
+    ledger, cost = MemoryTimeline(stage.rehearsal.held, 1 if config.plan.device == "cpu" else ROUNDING), Cost()
     passages = stage.rehearsal.passages
-    for microstep, times in rehearsed_microsteps(build.microsteps(config)).items():
+    for microstep, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
         for kind, label in (("F", "forward"), ("B", "backward")):
             ledger.play(passages[kind, microstep], label)
             cost.add(stage.cost_of_passage((kind, microstep)), times)
@@ -388,7 +391,7 @@ def _pipelined_step(config: Config, priced: list[_Priced], ranks: list[int], mes
         ranks: of each stage.
         message_seconds: that a microbatch takes from a stage to the next.
     """
-    parallelism, n_stages, microsteps = config.parallelism, len(priced), build.microsteps(config)
+    parallelism, n_stages, microsteps = config.parallelism, len(priced), config.gradient_accumulation_steps
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     n_microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     turns = all_actions(schedule, degree, n_stages, n_microbatches)
@@ -417,7 +420,7 @@ def _pipelined_step(config: Config, priced: list[_Priced], ranks: list[int], mes
 
 
 def _message_bytes(config: Config) -> int:
-    batch, tokens, dim = build.hidden_shape(config)
+    batch, tokens, dim = config.hidden_shape
     return batch * tokens * dim * getattr(torch, config.training.mixed_precision_param).itemsize
 
 
@@ -436,7 +439,7 @@ def _pipeline_points(
         buffers = (number > 0) + (number < n_stages - 1)
         held["communication"] = held.get("communication", 0) + buffers * n_microbatches * message
     held["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rehearsal.rotary
-    ledger = Ledger(held, 1 if config.plan.device == "cpu" else ROUNDING)
+    ledger = MemoryTimeline(held, 1 if config.plan.device == "cpu" else ROUNDING)
     after = {**held, "gradients": sum(stage.rehearsal.gradients for stage in stages.values())}
     for _ in range(min(microsteps, 2)):
         begun: set[int] = set()
@@ -459,7 +462,7 @@ def _pipeline_points(
     return ledger.points
 
 
-def _play(ledger: Ledger, stage: _Priced, action: Action, last: int, *, first_backward: bool) -> None:
+def _play(ledger: MemoryTimeline, stage: _Priced, action: Action, last: int, *, first_backward: bool) -> None:
     """An action's memory.
 
     Args:

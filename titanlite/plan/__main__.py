@@ -24,10 +24,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from titanlite import options, plan
-from titanlite.config import load
-from titanlite.options import ConfigError
-from titanlite.plan import advise
+from titanlite import advise, plan
+from titanlite.config import load, loader
+from titanlite.config.loader import ConfigError
 from titanlite.plan.report import print_report, verdict
 
 
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
     arguments, others = parser.parse_known_args(argv)
     began, console = time.monotonic(), Console(stderr=True)
     try:
-        advise.refuse_mixtures(arguments, others)
+        advise.reject_mixtures(arguments, others)
         if arguments.advise:
             return advise.main(arguments)
         loaded = load(others)
@@ -52,11 +51,11 @@ def main(argv: list[str]) -> int:
 
             made = plan.make_plan(loaded, progress)
     except ConfigError as error:
-        options.print_problems(error)
+        loader.print_problems(error)
         return 2
     print_report(made, loaded.file)
     if arguments.html:
-        from titanlite.plan.pictures import write_html  # here: matplotlib takes a second to import
+        from titanlite.plan.figures import write_html  # here: matplotlib takes a second to import
 
         write_html(made, loaded.file, arguments.html)
         print(f"written: {arguments.html}")

@@ -7,7 +7,7 @@ as fused with its neighbours.
 
 from collections.abc import Sequence
 
-from titanlite.plan.tape import Event, Memory, Piece, Traffic, Work
+from titanlite.plan.op_trace import Event, Memory, Piece, Traffic, Work
 
 ALONE = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
 """Beginnings of the names of operators that keep a kernel of their own."""

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite import build
-from titanlite.plan import Plan, RankPlan, per_host
-from titanlite.plan.rehearsal import KINDS
+from titanlite.plan import Plan, RankPlan, devices_per_node
+from titanlite.plan.dry_run import KINDS
 
 GIB, WIDTH = 2**30, 126
 
@@ -31,7 +31,7 @@ def report(plan: Plan, file: str) -> Group:
         Text(f"{file}: {plan.config.model.flavor}, {plan.n_parameters:,} parameters", style="bold"),
         Text(
             f"{build.describe_mesh(plan.config)} = {plan.world_size} x {plan.config.plan.device} "
-            f"({plan.device.source}), {per_host(plan.config, plan.device)} a host"
+            f"({plan.device.source}), {devices_per_node(plan.config, plan.device)} a host"
         ),
         Text(build.describe_precision(plan.config)),
         memory_table(plan),

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.plan.tape import fake_world
-from titanlite.stages import ONE_STAGE, Schedule, rank_of_stage
+from titanlite.plan.op_trace import fake_world
 
 
 class Action(NamedTuple):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from titanlite.devices import Device
-from titanlite.plan.tape import Event, Traffic, Work
+from titanlite.plan.op_trace import Event, Traffic, Work
 
 ESTIMATE = "an estimate; not measured"
 EFFICIENCY: dict[str, tuple[float, str]] = {
@@ -63,16 +63,16 @@ class Cost:
         self.elapsed += other.elapsed * times
 
 
-class Pricer:
+class CostModel:
     """Prices events.
 
     Args:
         axes: of a rehearsal: each group's axis and ranks.
-        per_host: ranks of a host.
+        devices_per_node: ranks of a host.
     """
 
-    def __init__(self, device: Device, axes: Mapping[str, tuple[str, list[int]]], per_host: int):
-        self.device, self.axes, self.per_host = device, axes, per_host
+    def __init__(self, device: Device, axes: Mapping[str, tuple[str, list[int]]], devices_per_node: int):
+        self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
 
     def price(self, events: Iterable[Event]) -> Cost:
         """Of a segment: collectives of FSDP run beside all of it, a ring's messages beside its attention."""
@@ -115,7 +115,7 @@ class Pricer:
     def collective(self, name: str, size: int, ranks: list[int]) -> float:
         """Seconds of one over these ranks, a ring: each of n ranks sends (n - 1) / n of the whole, twice to reduce it
         for all. A ring that spans hosts has as many adapters as it has ranks on a host."""
-        n, hosts = len(ranks), len({rank // self.per_host for rank in ranks})
+        n, hosts = len(ranks), len({rank // self.devices_per_node for rank in ranks})
         link, network = self.device.link * EFFICIENCY["link"][0], self.device.network * EFFICIENCY["network"][0]
         rate = link if hosts == 1 else min(link, network * max(n // hosts, 1))
         if name == "send":  # at a host's border one rank has one adapter

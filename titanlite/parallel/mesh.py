@@ -52,7 +52,7 @@ def process_group(launch: Launch, *, timeout_seconds: int, trace_buf_size: int, 
     dist.destroy_process_group()
 
 
-def keep_freed_memory() -> None:
+def retain_freed_memory() -> None:
     """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
     and having each of its pages mapped and cleared anew. Does nothing where there is no glibc."""
     with contextlib.suppress(AttributeError, OSError):

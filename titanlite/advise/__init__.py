@@ -24,7 +24,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from titanlite import devices, plan
-from titanlite.config import (
+from titanlite.config import load
+from titanlite.config.loader import ConfigError, LoadedConfig
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.schema import (
     ActivationCheckpoint,
     Compile,
     Float8,
@@ -33,14 +36,11 @@ from titanlite.config import (
     Parallelism,
     Training,
     count_parameters,
-    load,
 )
-from titanlite.config import Plan as PlanOptions
-from titanlite.options import ConfigError, Loaded
-from titanlite.plan.cost import EFFICIENCY, EXPOSED, Pricer
+from titanlite.config.schema import Plan as PlanOptions
+from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
+from titanlite.plan.cost_model import EFFICIENCY, EXPOSED, CostModel
 from titanlite.plan.report import time_shares
-from titanlite.sizes import SIZES
-from titanlite.stages import SPLIT_BACKWARD, V_SHAPED
 
 GIB = 2**30
 TOKENS = 4 * 2**20
@@ -86,8 +86,8 @@ class Task(NamedTuple):
         return count_parameters(self.model)
 
     @property
-    def pricer(self) -> Pricer:
-        return Pricer(self.device, {}, self.device.per_host)
+    def cost_model(self) -> CostModel:
+        return CostModel(self.device, {}, self.device.devices_per_node)
 
 
 @functools.cache
@@ -204,15 +204,17 @@ def meshes(task: Task) -> Iterator[Mesh]:
     """All degrees that multiply to the devices, with tensor parallel inside a host, and a sequence for each
     data-parallel rank. Weights are replicated only over groups of whole hosts, and only from 8 hosts on: below that,
     sharding over all of them costs little and saves memory."""
-    per_host = task.device.per_host
-    for tp in _divisors(math.gcd(task.n_devices, per_host)):
+    devices_per_node = task.device.devices_per_node
+    for tp in _divisors(math.gcd(task.n_devices, devices_per_node)):
         for pp in _divisors(task.n_devices // tp):
             for cp in _divisors(task.n_devices // (tp * pp)):
                 dp = task.n_devices // (tp * pp * cp)
                 if task.sequences % dp:
                     continue
-                far = dp * cp * tp >= 8 * per_host
-                replicas = [n for n in _divisors(dp) if n > 1 and dp // n * cp * tp % per_host == 0] if far else []
+                far = dp * cp * tp >= 8 * devices_per_node
+                replicas = (
+                    [n for n in _divisors(dp) if n > 1 and dp // n * cp * tp % devices_per_node == 0] if far else []
+                )
                 for replicate, ulysses in itertools.product([1, *replicas], _divisors(cp)):
                     yield Mesh(pp, replicate, dp // replicate, cp, ulysses, tp)
 
@@ -233,7 +235,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
             yield Candidate(mesh, *batch, recomputation, float8=float8)
 
 
-def loaded(task: Task, candidate: Candidate) -> Loaded:
+def loaded(task: Task, candidate: Candidate) -> LoadedConfig:
     """A candidate's config, through the very check that train.py does.
 
     Raises:
@@ -410,7 +412,7 @@ class _Layer:
 def _line(task: Task, name: str, n: int, stride: int) -> tuple[float, float]:
     """Seconds of an empty collective over n ranks so far apart, and of each byte."""
     ranks = list(range(0, n * stride, stride))
-    empty, full = (task.pricer.collective(name, size, ranks) for size in (0, GIB))
+    empty, full = (task.cost_model.collective(name, size, ranks) for size in (0, GIB))
     return empty, (full - empty) / GIB
 
 
@@ -451,7 +453,7 @@ class Planned(NamedTuple):
     problem: str = ""
 
 
-def evaluate(config: Loaded, candidate: Candidate, n_devices: int) -> Planned:
+def evaluate(config: LoadedConfig, candidate: Candidate, n_devices: int) -> Planned:
     """Plan a candidate."""
     try:
         made = plan.make_plan(config, world_size=n_devices)
@@ -531,7 +533,7 @@ class Search:
 
         return correct
 
-    def next_round(self) -> list[tuple[Candidate, Loaded]]:
+    def next_round(self) -> list[tuple[Candidate, LoadedConfig]]:
         """What to plan now, with its config: of some families the most promising legal candidate; of the usual mesh and
         of sharding alone too, until one of each fits. Empty: nothing promises to be among the best."""
         correct = self.corrected()
@@ -546,7 +548,7 @@ class Search:
         slowest = FAR * min(fastest.values(), default=math.inf)
         fitting = {one.candidate.mesh for one in self.best()}
         wanted = {self.usual, Mesh(1, 1, self.task.n_devices, 1, 1, 1)} - fitting
-        chosen: dict[tuple, tuple[Candidate, Loaded]] = {}
+        chosen: dict[tuple, tuple[Candidate, LoadedConfig]] = {}
         for must in (True, False):
             for candidate in order:
                 seconds, family = guesses[candidate].seconds, candidate.mesh.family
@@ -561,7 +563,7 @@ class Search:
                     chosen[family] = candidate, config
         return list(chosen.values())
 
-    def _load(self, candidate: Candidate) -> Loaded | None:
+    def _load(self, candidate: Candidate) -> LoadedConfig | None:
         """Take a candidate out of the open ones. Returns its config, or None if it is refused."""
         del self.open[candidate]
         try:
@@ -584,9 +586,9 @@ def usual_mesh(task: Task) -> Mesh:
     section 3.3.2) have it: FSDP alone for what is small; else tensor parallel over a host, a pipeline across hosts
     until half of a device holds its stage, context parallel for long sequences, data parallel with what remains."""
     n, room = task.n_devices, task.device.memory / 2
-    host = math.gcd(n, task.device.per_host)
+    host = math.gcd(n, task.device.devices_per_node)
     states = STATE_BYTES * task.n_parameters
-    small, tp, pp, cp = states / task.device.per_host <= room, 1, 1, 1
+    small, tp, pp, cp = states / task.device.devices_per_node <= room, 1, 1, 1
     if not small or task.seq_len > LONG:
         tp = host
     while not small and states / (tp * pp) > room and n % (2 * pp * tp) == 0:
@@ -605,7 +607,7 @@ def search(task: Task, progress: Callable[[str, int], None]) -> Search:
     """
     progress("estimating", 0)
     found = Search(task)
-    with plan.processes(A_ROUND, preload="titanlite.plan.advise") as pool:
+    with plan.processes(A_ROUND, preload="titanlite.advise") as pool:
         for number in range(1, ROUNDS + 1):
             chosen = found.next_round()
             if not chosen:
@@ -663,7 +665,7 @@ def explain(task: Task, found: Search) -> list[str]:
     ]
     if mesh.tp > 1:
         lines.append(
-            f"TP {mesh.tp}, inside the host of {task.device.per_host}: it cuts weights and activations alike. Nothing "
+            f"TP {mesh.tp}, inside the host of {task.device.devices_per_node}: it cuts weights and activations alike. Nothing "
             f"overlaps its collectives; {waiting:.1%} of the step waits for links."
         )
     else:
@@ -808,7 +810,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 OPTIONS = ("gpus", "device", "model", "seq_len", "global_batch", "top", "write", "float8")
 
 
-def refuse_mixtures(arguments: argparse.Namespace, others: Sequence[str]) -> None:
+def reject_mixtures(arguments: argparse.Namespace, others: Sequence[str]) -> None:
     """A config is planned, or a layout is advised.
 
     Args:
@@ -873,7 +875,7 @@ def main(arguments: argparse.Namespace) -> int:
         found = search(task, lambda what, done: bar.update(line, description=what, completed=done))
     out.print(
         f"{task.flavor}, {task.n_parameters:,} parameters, on {task.n_devices} x {task.device_name} "
-        f"({task.device.per_host} a host); a step has {task.sequences:,} sequences of {task.seq_len:,} tokens, "
+        f"({task.device.devices_per_node} a host); a step has {task.sequences:,} sequences of {task.seq_len:,} tokens, "
         f"{task.sequences * task.seq_len:,} in all",
         soft_wrap=True,
     )

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titanlite.loss import loss_of_piece
+from titanlite.loss import chunk_loss
 from titanlite.model import Llama
 
 
@@ -32,7 +32,7 @@ def apply_compile(
         # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     if model.output is not None and "loss" in components:
-        piece = torch.compile(loss_of_piece, backend=backend, fullgraph=True)
+        piece = torch.compile(chunk_loss, backend=backend, fullgraph=True)
         model.output.loss = functools.partial(model.output.loss, piece=piece)
 
 

@@ -21,7 +21,7 @@ from matplotlib.path import Path as Outline
 from rich.console import Console
 
 from titanlite.plan import Plan, RankPlan
-from titanlite.plan.memory import Point
+from titanlite.plan.memory_timeline import Point
 from titanlite.plan.report import GIB, report, speed_line, time_shares, verdict
 
 # What stays for all of the step lies lowest, so that what comes and goes is seen against a level ground. Neighbours

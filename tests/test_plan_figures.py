@@ -10,9 +10,9 @@ import pytest
 
 from titanlite.config import load
 from titanlite.plan import Cost, Plan, RankPlan, resolve
-from titanlite.plan.memory import Point
-from titanlite.plan.pictures import ACTIONS, KIND_COLOURS, MOST_POINTS, thinned, write_html
-from titanlite.plan.rehearsal import KINDS
+from titanlite.plan.dry_run import KINDS
+from titanlite.plan.figures import ACTIONS, KIND_COLOURS, MOST_POINTS, thinned, write_html
+from titanlite.plan.memory_timeline import Point
 from titanlite.plan.report import time_shares
 from titanlite.plan.schedule import Action, Span
 

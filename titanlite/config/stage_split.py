@@ -23,7 +23,7 @@ def module_names(n_layers: int) -> list[str]:
     return ["tok_embeddings", *(f"layers.{layer}" for layer in range(n_layers)), "norm", "output"]
 
 
-def deal(names: Sequence[str], costs: Sequence[float], n_stages: int) -> list[list[str]]:
+def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: int) -> list[list[str]]:
     """Cut an ordered list into consecutive stages, so that the most expensive stage is as cheap as can be, and among
     those cuts the squares of the stages' costs are least (the most even).
 

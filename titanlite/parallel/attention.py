@@ -21,7 +21,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class Kernel(NamedTuple):
+class AttentionBackend(NamedTuple):
     """Softmax(q k^T / sqrt K) v and its gradients. Query head h attends with key head h * G // H.
 
     All tensors are strided as slices and transposes of [B, T, H, K] are: neighbours in K are neighbours in memory.
@@ -132,11 +132,13 @@ def _math_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-KERNELS: dict[str, Kernel] = {
-    "cpu": Kernel(_cpu_forward, _cpu_backward),
-    "flash": Kernel(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16
-    "efficient": Kernel(_efficient_forward, _efficient_backward),  # the only one that needs a key head a query head
-    "math": Kernel(_math_forward, _math_backward),  # any device and type; memory grows with T x S
+ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+    "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
+    "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8
+    "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16
+    "efficient": AttentionBackend(
+        _efficient_forward, _efficient_backward
+    ),  # the only one that needs a key head a query head
+    "math": AttentionBackend(_math_forward, _math_backward),  # any device and type; memory grows with T x S
 }
 """On a CPU "cpu" and "math", on CUDA all but "cpu"."""

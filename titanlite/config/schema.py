@@ -12,24 +12,14 @@ Option names follow torchtitan 0.2.2 (its last release with TOML files) where an
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import math
-import os
-import re
-import shutil
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
 from pydantic import Field, model_validator
 
-from titanlite import options, rules
-from titanlite.options import ConfigError, Loaded, Refusals, Section, show
-from titanlite.sizes import SIZES
-from titanlite.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, Schedule, deal, module_names
+from titanlite.config.loader import Section
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 
 # Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
 Count = Annotated[int, Field(ge=1)]
@@ -139,7 +129,7 @@ class Training(Section):
     scales the loss (initial_loss_scale)."""
     mixed_precision_reduce: Precision = "auto"
     """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
-    attention_kernel: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
+    attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of attention; auto: what torch's scaled_dot_product_attention chooses. Under context parallelism or a
     document mask auto is cpu on a CPU, and on CUDA flash for bfloat16 and float16, efficient for float32, math for
     float64."""
@@ -203,7 +193,7 @@ class Parallelism(Section):
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
     gather them once a step (ZeRO-1, ZeRO-2); N: keep them cut over groups of N ranks in between. default: always, and
     never in a pipeline, whose every microbatch would gather them again."""
-    fsdp_reduce_gradients: Literal["each_microstep", "last_microstep"] = "each_microstep"
+    fsdp_reduce_gradients: Literal["every_accumulation_step", "last_accumulation_step"] = "every_accumulation_step"
     """When accumulating, reduce-scatter gradients in each microstep (ZeRO-2, ZeRO-3: gradients are kept sharded), or
     once, in the last (ZeRO-1, replicate: less traffic, gradients are kept whole)."""
     fsdp_forward_prefetch: CountOrZero = 0
@@ -251,6 +241,17 @@ class Parallelism(Section):
     def ring_degree(self) -> int:
         """Ranks that pass keys and values around."""
         return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Number of ranks, or groups of ranks, that read sequences of their own (of a resolved config)."""
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the degrees multiply to (of a resolved config)."""
+        model_parallel = self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
+        return self.data_parallel_degree * model_parallel
 
 
 class Float8(Section):
@@ -359,7 +360,7 @@ class Plan(Section):
 
     device: str = "h100"
     """A name in titanlite/devices.py, or a TOML file with the same keys."""
-    devices_per_host: Union[Literal[-1], Count] = -1
+    devices_per_node: Union[Literal[-1], Count] = -1
     """-1: as many as hosts with such devices usually have."""
     tokens: CountOrZero = 0
     """Tokens to train on, for days, hours and costs; 0: what training.steps see."""
@@ -392,6 +393,24 @@ class Config(Section):
     plan: Plan = Field(default_factory=Plan)
     debug: Debug = Field(default_factory=Debug)
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of times that a rank takes local_batch_size sequences in an optimizer step (of a resolved config)."""
+        sequences = self.training.local_batch_size * self.parallelism.data_parallel_degree
+        return self.training.global_batch_size // sequences
+
+    @property
+    def n_microbatches(self) -> int:
+        """Number of microbatches that a pipeline splits a per-device batch into."""
+        return self.training.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
+
+    @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """Shape of what one pipeline stage sends to the next: [sequences of a microbatch, tokens of a rank, dim]."""
+        parallelism = self.parallelism
+        ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        return parallelism.pipeline_parallel_microbatch_size, self.training.seq_len // ranks, self.model.dim
+
     def replace(self, **values: Any) -> Config:
         """A copy with other values, keyed `section__key`."""
         changed = {}
@@ -402,18 +421,6 @@ class Config(Section):
 
     def toml(self) -> str:
         return tomli_w.dumps(self.model_dump())
-
-
-USAGE = "usage: train.py CONFIG.toml [--section.key=value ...]   (--help lists every option)"
-
-
-def load(argv: list[str]) -> Loaded[Config]:
-    """Read a TOML file and overrides (`argv`, without the program's name) into a config that keeps the rules.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    return options.load(Config, argv, usage=USAGE, rules=rules.between_options)
 
 
 def stage_modules(config: Config) -> list[list[str]]:
@@ -431,12 +438,12 @@ def stage_modules(config: Config) -> list[list[str]]:
     else:
         layer, matrix = _layer_parameters(model), model.dim * model.vocab_size
         costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
-    return deal(names, costs, n_stages)
+    return split_into_stages(names, costs, n_stages)
 
 
 def _layer_parameters(model: Model) -> int:
-    head_size = model.dim // model.n_heads
-    attention = 2 * model.dim * head_size * (model.n_heads + model.n_kv_heads)
+    head_dim = model.dim // model.n_heads
+    attention = 2 * model.dim * head_dim * (model.n_heads + model.n_kv_heads)
     return attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
 
 
@@ -444,268 +451,3 @@ def count_parameters(model: Model) -> int:
     """Weights of the whole model."""
     matrices = 1 if model.tie_embeddings else 2
     return matrices * model.dim * model.vocab_size + model.n_layers * _layer_parameters(model) + model.dim
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules between the config and a launch
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """The ranks and devices that a run was started with."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    n_devices: int
-    """Accelerators that this host has for its ranks; 0: the run is on CPUs."""
-
-    @classmethod
-    def from_environment(cls, n_devices: int) -> Launch:
-        """torchrun's variables; without them, one rank.
-
-        Raises:
-            ConfigError: if one of them is no number.
-        """
-        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(_number(os.environ, name, least) for name, least in variables.items()), n_devices)
-
-
-def _number(environment: Mapping[str, str], name: str, least: int) -> int:
-    """A count in an environment variable; where it is unset or empty, the least it can be."""
-    text = environment.get(name) or str(least)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError([f"environment: {name} = {show(text)}: expected a whole number at least {least}"])
-    return int(text)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"
-
-
-def check(loaded: Loaded[Config], launch: Launch) -> Config:
-    """Hold a config against a launch and fill in what depends on it.
-
-    Returns:
-        The config with the shard degree, the global batch size, the schedule's horizon and the precisions resolved.
-
-    Raises:
-        ConfigError: with every problem found, the numbers, and what to do.
-    """
-    config, refuse, world, problems = loaded.config, Refusals(), launch.world_size, []
-    parallelism, training = config.parallelism, config.training
-    if launch.n_devices and launch.local_world_size > launch.n_devices:
-        devices = f"{launch.n_devices} {'device' if launch.n_devices == 1 else 'devices'}"
-        problems.append(
-            f"{loaded.file}: {_ranks(launch.local_world_size)} on this host, which has {devices}; start fewer "
-            f"(smaller degrees, or NGPU), or use more hosts (NNODES); {_plan_command(loaded.file)}"
-        )
-
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    others = _other_degrees(parallelism)
-    product = math.prod(others.values())
-    if shard == -1:
-        shard = max(world // product, 1)
-        if world % product:
-            degrees = {name: degree for name, degree in others.items() if degree > 1}
-            ((name, _),) = [*degrees.items()][:1]
-            refuse(
-                f"parallelism.{name}",
-                f"expected a divisor of the {_ranks(world)} that the launch has; start a multiple of {product}"
-                if len(degrees) == 1
-                else f"{_product(parallelism, '')} needs a multiple of {product} ranks, and the launch has {world}",
-            )
-    elif product * shard != world:
-        refuse(
-            "parallelism.data_parallel_shard_degree",
-            f"{_product(parallelism, f' x shard {shard}')} needs {_ranks(product * shard)}, and the launch has {world};"
-            f" start {product * shard} (./run_train.sh does, without NGPU), or set the degrees to the ranks there are",
-        )
-    data_ranks, shards = replicate * shard, shard * parallelism.context_parallel_degree
-    group = parallelism.fsdp_reshard_after_forward
-    if isinstance(group, int) and (shards % group or group >= shards):
-        choices = ['"default"', '"always"', '"never"', *(str(size) for size in range(2, shards) if shards % size == 0)]
-        refuse(
-            "parallelism.fsdp_reshard_after_forward",
-            f"expected one of {', '.join(choices)} for {shards} {'shard' if shards == 1 else 'shards'}",
-        )
-    microstep = training.local_batch_size * data_ranks
-    global_batch_size = microstep if training.global_batch_size == -1 else training.global_batch_size
-    if global_batch_size % microstep:
-        name = "ranks" if data_ranks == world else "data-parallel ranks"
-        refuse(
-            "training.global_batch_size",
-            f"expected a multiple of local_batch_size x {name} = {training.local_batch_size} x {data_ranks} = "
-            f"{microstep}",
-        )
-    if training.streaming and training.streams % data_ranks:
-        refuse(
-            "training.streams",
-            f"expected a multiple of the data-parallel degree {data_ranks}, so that each rank has whole streams",
-        )
-    param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
-    if param == "auto":
-        param = "bfloat16" if launch.n_devices and training.dtype == "float32" else training.dtype
-    if reduce == "auto":
-        reduce = "float64" if training.dtype == "float64" else "float32"
-    _device_rules(config, launch, param, refuse)
-    if config.profiling.enable_memory_snapshot and not launch.n_devices:
-        refuse("profiling.enable_memory_snapshot", "needs CUDA, and this run is on a CPU; set false")
-    problems += loaded.lines(refuse)
-    if problems:
-        raise ConfigError(problems)
-
-    reshard, kernel = parallelism.fsdp_reshard_after_forward, training.attention_kernel
-    if reshard == "default":
-        reshard = "never" if parallelism.pipeline_parallel_degree > 1 else "always"
-    if kernel == "auto" and (parallelism.context_parallel_degree > 1 or training.document_mask):
-        kernel = KERNELS_ON_CUDA[param][0] if launch.n_devices else "cpu"
-    horizon = config.lr_scheduler.total_steps
-    return config.replace(
-        parallelism__data_parallel_shard_degree=shard,
-        parallelism__fsdp_reshard_after_forward=reshard,
-        parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
-        parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
-        training__global_batch_size=global_batch_size,
-        training__attention_kernel=kernel,
-        training__mixed_precision_param=param,
-        training__mixed_precision_reduce=reduce,
-        lr_scheduler__total_steps=training.steps if horizon == -1 else horizon,
-    )
-
-
-def _other_degrees(parallelism: Parallelism) -> dict[str, int]:
-    """All degrees but the shards'."""
-    names = ("pipeline_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
-    return {name: getattr(parallelism, name) for name in (*names, "tensor_parallel_degree")}
-
-
-def _product(parallelism: Parallelism, shard: str) -> str:
-    """The degrees that multiply to the number of ranks, in words; those of 1 but replicas' are left out."""
-    pipeline, replicate, context, tensor = _other_degrees(parallelism).values()
-    words = [f"pipeline {pipeline}"] if pipeline > 1 else []
-    words.append(f"replicate {replicate}{shard}")
-    words += [f"{name} {degree}" for name, degree in (("context", context), ("tensor", tensor)) if degree > 1]
-    return " x ".join(words)
-
-
-KERNELS_ON_CUDA = {
-    "bfloat16": ("flash", "cudnn", "efficient", "math"),
-    "float16": ("flash", "cudnn", "efficient", "math"),
-    "float32": ("efficient", "math"),
-    "float64": ("math",),
-}
-"""By the type that the model computes in, the default first."""
-
-
-def _device_rules(config: Config, launch: Launch, param: str, refuse: Refusals) -> None:
-    """What depends on the kind of device and on torch's version. `param`: the type that the model computes in."""
-    parallelism, kernel = config.parallelism, config.training.attention_kernel
-    choices = ("auto", *(KERNELS_ON_CUDA[param] if launch.n_devices else ("cpu", "math")))
-    if kernel not in choices:
-        where = f"CUDA in {param}" if launch.n_devices else "a CPU"
-        names = ", ".join(show(choice) for choice in choices)
-        refuse("training.attention_kernel", f"expected one of {names} on {where}")
-    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not launch.n_devices:
-        refuse("parallelism.enable_async_tensor_parallel", "needs CUDA, and this run is on a CPU; set false")
-    if config.float8.enable and not config.float8.emulate and not launch.n_devices:
-        refuse("float8.enable", "needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false")
-    elif config.float8.enable and not config.float8.emulate and param != "bfloat16":
-        why = f"its products give bfloat16, and the model computes in {param}; set float8.emulate = true, or false here"
-        refuse("float8.enable", why)
-    version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
-    schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED and not launch.n_devices and version < (2, 12):
-        refuse(
-            "parallelism.pipeline_parallel_schedule",
-            f"torch {version[0]}.{version[1]} lets a V-shaped schedule's rank send to itself, which gloo cannot; use "
-            'a newer torch, or "InterleavedZeroBubble"',
-        )
-    budget = config.activation_checkpoint.mode == "memory_budget"
-    if version == (2, 12) and budget and parallelism.tensor_parallel_degree > 1:
-        why = "torch 2.12 cannot weigh the graphs of tensor parallel; use another torch, or another mode"
-        refuse("activation_checkpoint.mode", why, "parallelism.tensor_parallel_degree")
-    if version < (2, 13) and parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
-        users = {"float8.enable": config.float8.enable, "training.loss_chunks": config.training.loss_chunks > 1}
-        for key in (key for key, used in users.items() if used):
-            why = f"torch {version[0]}.{version[1]} fails at its backward in halves under {show(schedule)}; "
-            refuse(key, why + "use torch 2.13, or another schedule", "parallelism.pipeline_parallel_schedule")
-
-
-def ranks_wanted(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """How many ranks a launch of a config has over all hosts: what the degrees ask for; where the shards are what
-    remains, one a device; or NGPU a host.
-
-    Args:
-        environment: of which NGPU and NNODES are read.
-    """
-    hosts = _number(environment, "NNODES", 1)
-    if environment.get("NGPU"):
-        return hosts * _number(environment, "NGPU", 1)
-    parallelism = loaded.config.parallelism
-    product, shard = math.prod(_other_degrees(parallelism).values()), parallelism.data_parallel_shard_degree
-    return product * shard if shard != -1 else max(product, hosts * max(n_devices, 1))
-
-
-BYTES_KEPT = 6
-"""Of a weight from step to step, at the least: itself and two moments in bfloat16."""
-
-
-def _plan_command(file: str) -> str:
-    return f"python -m titanlite.plan {file} tells what it needs and how fast it will be"
-
-
-def ranks_per_host(loaded: Loaded[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """How many ranks run_train.sh starts on this host.
-
-    Args:
-        environment: of which NGPU and NNODES are read.
-
-    Raises:
-        ConfigError: if the degrees and the hosts do not fit together, `check` refuses the resulting launch, or there is
-            no device and the host's memory does not hold what the ranks keep from step to step.
-    """
-    hosts, wanted = _number(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
-    kept = count_parameters(loaded.config.model) * BYTES_KEPT
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not n_devices and kept > hosts * memory:
-        devices = f"{wanted} {'device' if wanted == 1 else 'devices'}"
-        raise ConfigError(
-            [
-                f"{loaded.file}: needs {devices}, and this host has none; nor has its memory of "
-                f"{memory / 2**30:.0f} GiB room for weights and optimizer states of {kept / 2**30:,.0f} GiB; "
-                f"{_plan_command(loaded.file)}"
-            ]
-        )
-    if wanted % hosts:
-        raise ConfigError([f"{loaded.file}: {_ranks(wanted)} cannot be dealt evenly to NNODES = {hosts} hosts"])
-    check(loaded, Launch(0, 0, wanted, wanted // hosts, n_devices))
-    return wanted // hosts
-
-
-def count_devices() -> int:
-    """Accelerators of this host. torch is asked only where a driver is installed: importing it takes seconds."""
-    if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def main(argv: list[str]) -> None:
-    if "--help" in argv or "-h" in argv:
-        print(options.help_text(Config, USAGE))
-        return
-    try:
-        if argv[:1] == ["--ranks-per-host"]:  # run_train.sh: the launch is checked once, before any rank is started
-            print(ranks_per_host(load(argv[1:]), os.environ, count_devices()))
-        else:
-            print(load(argv).config.toml(), end="")
-    except ConfigError as error:
-        options.print_problems(error)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite import build, mesh
+from titanlite import build
 from titanlite.config import Config
-from titanlite.data import Microbatch
+from titanlite.config.stage_split import SPLIT_BACKWARD
+from titanlite.data import Batch
 from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
-from titanlite.parallel import fsdp
+from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan.fusion import fuse
-from titanlite.plan.tape import Event, Mark, Memory, Piece, Tape, Work, fake_world, recording
-from titanlite.stages import SPLIT_BACKWARD
-from titanlite.step import Whole
+from titanlite.plan.op_trace import Event, Mark, Memory, OpTrace, Piece, Work, fake_world, recording
+from titanlite.train_step import SingleStageRunner
 
 CPU = torch.device("cpu")
 SPLIT = 3
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
-class Rehearsal(NamedTuple):
+class DryRun(NamedTuple):
     """Of one stage.
 
     Attributes:
@@ -85,7 +85,7 @@ def period_of(config: Config) -> int:
     return max(math.ceil(ahead / pattern), 1) * pattern
 
 
-def rehearsed_microsteps(n: int) -> dict[int, int]:
+def dry_run_accumulation_steps(n: int) -> dict[int, int]:
     """Of n microsteps without a pipeline those that are run, the first (0), one of the middle (1) and the last (2), and
     for how many each stands."""
     return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
@@ -124,7 +124,7 @@ def shorten(names: Sequence[str], period: int) -> Shortened:
     return Shortened(names, all_numbers[2 * period : 3 * period], (len(layers) - kept) // period, all_numbers)
 
 
-def rehearse(
+def dry_run(
     config: Config,
     names: Sequence[str],
     number: int,
@@ -133,7 +133,7 @@ def rehearse(
     n_stages: int,
     fused: Collection[str] = (),
     shortened: bool = True,
-) -> Rehearsal:
+) -> DryRun:
     """Run one step of a stage.
 
     Args:
@@ -146,7 +146,7 @@ def rehearse(
     """
     parallelism = config.parallelism
     short = shorten(names, period_of(config) if shortened else len(names))
-    world = build.world_size(config)
+    world = config.parallelism.world_size
     ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
     mesh.build_layout.cache_clear()  # of another rank's world
     with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ def rehearse(
     whole = _bytes_of_layers(held, short)
     rotary = sum(size for _, name, size in held if name == "rope")
     all_weights = whole["parameters"] - rotary
-    return Rehearsal(whole, _passages(segments, short), axes, all_weights, rotary, all_weights / weights)
+    return DryRun(whole, _passages(segments, short), axes, all_weights, rotary, all_weights / weights)
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
@@ -222,7 +222,7 @@ def _is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__name__ == "LowBitAdam"  # whose module takes a second to import
 
 
-def _take_step(tape: Tape, optimizer: torch.optim.Optimizer) -> None:
+def _take_step(tape: OpTrace, optimizer: torch.optim.Optimizer) -> None:
     """One that is compiled reads and writes a weight and its moments, and reads its gradient, once."""
     if not _is_low_bit(optimizer):
         optimizer.step()
@@ -245,7 +245,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def _held(tape: Tape, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, int]]:
+def _held(tape: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, int]]:
     """(kind, parameter's name, bytes) of all that is there from step to step; the pieces learn their kind."""
     held = []
 
@@ -271,7 +271,7 @@ def _held(tape: Tape, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tu
     return held
 
 
-def _name_gradients(tape: Tape, stage: Llama) -> None:
+def _name_gradients(tape: OpTrace, stage: Llama) -> None:
     for parameter in stage.parameters():
         for part in _local(parameter.grad):
             tape.piece_of(part).kind = "gradients"
@@ -287,7 +287,7 @@ def _bytes_of_layers(held: list[tuple[str, str, int]], short: Shortened) -> dict
     return sums
 
 
-def _mark_layers(tape: Tape, stage: Llama) -> None:
+def _mark_layers(tape: OpTrace, stage: Llama) -> None:
     def before(layer: int, *_: object) -> None:
         tape.mark("layer F", layer)
 
@@ -302,22 +302,22 @@ def _mark_layers(tape: Tape, stage: Llama) -> None:
         block.register_forward_hook(functools.partial(after, int(name)))
 
 
-def _microbatch(config: Config, n_sequences: int) -> Microbatch:
+def _microbatch(config: Config, n_sequences: int) -> Batch:
     """A rank's tokens. Documents are taken as long as their sequences: where they end is in the data."""
     n_tokens = config.training.seq_len // config.parallelism.context_parallel_degree
     shape = (n_sequences, n_tokens)
     tokens, targets, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    return Microbatch(tokens, targets, positions[0] if not config.training.document_mask else positions, None)
+    return Batch(tokens, targets, positions[0] if not config.training.document_mask else positions, None)
 
 
-def _drive_whole(config: Config, tape: Tape, model: Llama) -> None:
+def _drive_whole(config: Config, tape: OpTrace, model: Llama) -> None:
     """The microsteps of step.Step: the first, one of the middle, the last."""
     training = config.training
-    runner, valid = Whole(model), torch.ones((), dtype=torch.float64)
-    numbers = rehearsed_microsteps(build.microsteps(config))
+    runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
+    numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for microstep in numbers:
         tape.mark("F", microstep)
-        fsdp.before_microstep(
+        fsdp.prepare_accumulation_step(
             model,
             last=microstep == max(numbers),
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
@@ -326,11 +326,11 @@ def _drive_whole(config: Config, tape: Tape, model: Llama) -> None:
         runner.forward_backward(_microbatch(config, training.local_batch_size), valid)
 
 
-def _drive_stage(config: Config, tape: Tape, stage: Llama, *, number: int, n_stages: int, group: Any) -> None:
+def _drive_stage(config: Config, tape: OpTrace, stage: Llama, *, number: int, n_stages: int, group: Any) -> None:
     """Three microbatches through a pipeline's stage, as torch's schedules take them; and a fourth whose backward is in
     halves, where a schedule has that. The first stage's never is."""
     parallelism, training = config.parallelism, config.training
-    shape = build.hidden_shape(config)
+    shape = config.hidden_shape
     dtype = getattr(torch, training.mixed_precision_param)
     part = pipeline_stage(
         stage,
@@ -346,7 +346,7 @@ def _drive_stage(config: Config, tape: Tape, stage: Llama, *, number: int, n_sta
     if hasattr(stage, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
         stage.set_manual_backward_finalization(True)
     first, last = number == 0, number == n_stages - 1
-    fsdp.before_microstep(
+    fsdp.prepare_accumulation_step(
         stage,
         last=True,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,

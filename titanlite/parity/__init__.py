@@ -29,14 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite import build, mesh, options
+from titanlite import build
 from titanlite.checkpoint import Checkpointer
-from titanlite.config import Config, ConfigError, Launch, Loaded, check, load, ranks_wanted
+from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load, loader
 from titanlite.data.packed import Sequence, positions_in_documents
 from titanlite.init import init_weights
+from titanlite.launcher import ranks_wanted
 from titanlite.loss import IGNORED, cross_entropy_sum
 from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
-from titanlite.ranks import Pool
+from titanlite.parallel import mesh
+from titanlite.parity.process_pool import Pool
 
 
 @dataclasses.dataclass
@@ -248,7 +250,7 @@ GIB_A_RANK = 0.15
 """Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
 
 
-def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str]]:
+def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
     """The same layout on a model, a sequence and a batch as small as it allows; and what was changed, in words.
 
     What is kept: all degrees and the schedule, stages named one by one, whether gradients are accumulated, whether
@@ -267,7 +269,7 @@ def shrink(loaded: Loaded[Config], dtype: str) -> tuple[Loaded[Config], list[str
     local_batch_size = min(training.local_batch_size, 2)
     if parallelism.pipeline_parallel_degree > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(microbatches, max(2 * parallelism.pipeline_parallel_degree, parallelism.n_stages))
-    data_ranks = build.data_ranks(config)
+    data_ranks = config.parallelism.data_parallel_degree
     microsteps = training.global_batch_size // (training.local_batch_size * data_ranks)
     small = {
         "model__n_layers": n_layers,
@@ -398,7 +400,7 @@ def main(argv: list[str]) -> int:
         if not launched:
             _refuse_too_many(loaded, launch.world_size)
     except ConfigError as error:
-        options.print_problems(error)
+        loader.print_problems(error)
         return 2
     if launch.rank == 0:
         print(
@@ -423,7 +425,7 @@ def main(argv: list[str]) -> int:
     return 0 if equal else 1
 
 
-def runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
+def runnable(loaded: LoadedConfig[Config], *, on_cpu: bool) -> LoadedConfig[Config]:
     """Without what a CPU lacks, so that a config for GPUs can be proven on one."""
     if not on_cpu:
         return loaded
@@ -437,7 +439,7 @@ def runnable(loaded: Loaded[Config], *, on_cpu: bool) -> Loaded[Config]:
     return dataclasses.replace(loaded, config=loaded.config.replace(**lacking, profiling__enable_memory_snapshot=False))
 
 
-def _refuse_too_many(loaded: Loaded[Config], world_size: int) -> None:
+def _refuse_too_many(loaded: LoadedConfig[Config], world_size: int) -> None:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     if world_size * GIB_A_RANK > available:
         raise ConfigError(

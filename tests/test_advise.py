@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 
 from titanlite import devices, plan
+from titanlite.advise import Candidate, Mesh, Planned, Search, Task
 from titanlite.config import load
-from titanlite.options import ConfigError
+from titanlite.config.loader import ConfigError
 from titanlite.plan import __main__ as command
 from titanlite.plan import advise
-from titanlite.plan.advise import Candidate, Mesh, Planned, Search, Task
 
 H100 = devices.find("h100")
 GIB = 2**30

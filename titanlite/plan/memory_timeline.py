@@ -8,8 +8,8 @@ communication (messages, and collectives' buffers), temporary (all that does not
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from titanlite.plan.rehearsal import KINDS, Segment
-from titanlite.plan.tape import Memory
+from titanlite.plan.dry_run import KINDS, Segment
+from titanlite.plan.op_trace import Memory
 
 Bytes = dict[str, int]
 """By kind."""
@@ -31,7 +31,7 @@ class Point(NamedTuple):
         return sum(self.bytes.values())
 
 
-class Ledger:
+class MemoryTimeline:
     """What is there, moment by moment.
 
     Args:

@@ -43,7 +43,7 @@ class ConfigError(Exception):
         self.problems = [problem.replace("\n", "\\n") for problem in problems]
 
 
-class Refusals(list[tuple[str, str, tuple[str, ...]]]):
+class Rejections(list[tuple[str, str, tuple[str, ...]]]):
     """Problems with the values of options; call it to add one."""
 
     def __call__(self, key: str, message: str, *others: str) -> None:
@@ -56,7 +56,7 @@ class Refusals(list[tuple[str, str, tuple[str, ...]]]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded(Generic[Options]):
+class LoadedConfig(Generic[Options]):
     """A config with where its values came from, so that later checks can say so."""
 
     config: Options
@@ -64,7 +64,7 @@ class Loaded(Generic[Options]):
     origins: dict[str, str]
     """File or command line, for each key that was given."""
 
-    def lines(self, refusals: Refusals, ignoring: set[str] = frozenset()) -> list[str]:
+    def lines(self, refusals: Rejections, ignoring: set[str] = frozenset()) -> list[str]:
         """One line a refusal, but for those that read a key to be ignored."""
         return [self._line(key, message) for key, message, others in refusals if not ignoring & {key, *others}]
 
@@ -75,7 +75,9 @@ class Loaded(Generic[Options]):
         return f"{self.origins.get(key, self.file)}: {key} = {value}{default}: {message}"
 
 
-def load(kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[Options, set[str]], Refusals]) -> Loaded:
+def load(
+    kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[Options, set[str]], Rejections]
+) -> LoadedConfig:
     """Read a TOML file and overrides into options.
 
     Args:
@@ -99,7 +101,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[O
     problems = _override(kind, arguments, given, origins)
     config, bad_keys, found = _validate(kind, given, file, origins)
     # The rules run even where single values are wrong (those stand in with their defaults): all problems in one run.
-    loaded = Loaded(config, file, origins)
+    loaded = LoadedConfig(config, file, origins)
     changed = {key for key in origins if key not in bad_keys and _differs_from_default(config, key)}
     problems += found + loaded.lines(rules(config, changed), ignoring=bad_keys)
     if problems:

@@ -39,7 +39,7 @@ class Piece:
     Attributes:
         size: bytes now.
         largest: bytes at most, so far.
-        maker: what allocated it: an operator's name, or what `Tape.naming` said.
+        maker: what allocated it: an operator's name, or what `OpTrace.naming` said.
         kind: what it is for (see titanlite/plan/memory.py); "" until somebody knows.
         shape: of the tensor it was allocated for.
     """
@@ -136,7 +136,7 @@ FREE = {
 }
 
 
-class Tape(TorchDispatchMode):
+class OpTrace(TorchDispatchMode):
     """Writes down what happens inside its context, which must be inside a FakeTensorMode.
 
     Attributes:
@@ -284,14 +284,14 @@ def _rate(tensor: Tensor) -> str:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Tape]:
+def recording() -> Iterator[OpTrace]:
     """Fake tensors, and a tape of what is done with them.
 
     Private: what FSDP frees and restores, past all operators, through UntypedStorage.resize_; and that DTensor tries
     operators on fake whole tensors, to learn what shape comes out, which no run with real ones spends memory on
     (ShardingPropagator; the same name in torch 2.11 to 2.15).
     """
-    tape, name = Tape(), "_propagate_tensor_meta_non_cached"
+    tape, name = OpTrace(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
