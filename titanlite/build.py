@@ -260,7 +260,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
         text_key=training.dataset_text_key,
         text_sample_by=training.text_sample_by,
         streaming=training.streaming,
-        streams=training.streams,
+        streams=training.streaming_shards,
         shuffle=training.shuffle,
         seed=config.debug.seed,
         seq_len=training.seq_len,

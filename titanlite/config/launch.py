@@ -107,9 +107,9 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
             f"expected a multiple of local_batch_size x {name} = {training.local_batch_size} x {data_ranks} = "
             f"{microstep}",
         )
-    if training.streaming and training.streams % data_ranks:
+    if training.streaming and training.streaming_shards % data_ranks:
         reject(
-            "training.streams",
+            "training.streaming_shards",
             f"expected a multiple of the data-parallel degree {data_ranks}, so that each rank has whole streams",
         )
     param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
@@ -136,7 +136,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         training__global_batch_size=global_batch_size,
-        training__attention_kernel=kernel,
+        training__attention_backend=kernel,
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=reduce,
         lr_scheduler__total_steps=training.steps if horizon == -1 else horizon,

@@ -94,7 +94,7 @@ class Training(Section):
     """What one document of dataset = "text" is: a whole file, a paragraph, or a line."""
     streaming: bool = False
     """Read and tokenise documents while training instead of tokenising the whole dataset once before."""
-    streams: Count = 64
+    streaming_shards: Count = 64
     """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams,
     so the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many
     files."""
