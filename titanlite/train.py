@@ -247,7 +247,7 @@ def pipeline_lines(config: Config) -> list[str]:
 
 def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
-        print(loader.help_text(Config, USAGE))
+        print(USAGE)
         return
     mesh.retain_freed_memory()
     stop_signals: list[int] = []
