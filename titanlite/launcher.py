@@ -46,8 +46,8 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         n_devices: accelerators of a node.
 
     Raises:
-        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, or the nodes have no device
-            and too little memory for weights and optimizer states.
+        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, or nodes without devices
+            have too little memory for weights and optimizer states.
     """
     nodes, wanted = count_from_environment(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
