@@ -1,69 +1,74 @@
-"""How many ranks a config wants on this node, for run_train.sh and `titanlite train`."""
+"""The number of ranks that a config asks for on this node, for run_train.sh and `titanlite train`.
+
+python -m titanlite.launcher CONFIG [--section.key=value ...]     print the number of ranks of this node
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.config import USAGE, Config, ConfigError, Launch, LoadedConfig, check, load
-from titanlite.config.launch import count_from_environment, other_degrees, plan_command, ranks_in_words
-from titanlite.config.loader import help_text, print_problems
+from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
+from titanlite.config.launch import count_from_environment, plan_command, quantity
+from titanlite.config.loader import print_problems
+from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
+
+BYTES_PER_PARAMETER = 6
+"""Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """How many ranks a launch of a config has over all hosts: what the degrees ask for; where the shards are what
-    remains, one a device; or NGPU a host.
+    """Return the number of ranks on all nodes: the product of the degrees; one per device if the shard degree is -1;
+    NGPU per node if that is set.
 
     Args:
-        environment: of which NGPU and NNODES are read.
+        environment: NGPU and NNODES are read from it.
+        n_devices: accelerators of a node.
     """
-    hosts = count_from_environment(environment, "NNODES", 1)
+    nodes = count_from_environment(environment, "NNODES", 1)
     if environment.get("NGPU"):
-        return hosts * count_from_environment(environment, "NGPU", 1)
+        return nodes * count_from_environment(environment, "NGPU", 1)
     parallelism = loaded.config.parallelism
-    product, shard = math.prod(other_degrees(parallelism).values()), parallelism.data_parallel_shard_degree
-    return product * shard if shard != -1 else max(product, hosts * max(n_devices, 1))
-
-
-BYTES_KEPT = 6
-"""Of a weight from step to step, at the least: itself and two moments in bfloat16."""
+    if parallelism.data_parallel_shard_degree == -1:
+        return max(parallelism.ranks_per_shard, nodes * max(n_devices, 1))
+    return parallelism.world_size
 
 
 def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
-    """How many ranks run_train.sh starts on this host.
+    """Return the number of ranks to start on this node.
 
     Args:
-        environment: of which NGPU and NNODES are read.
+        environment: NGPU and NNODES are read from it.
+        n_devices: accelerators of a node.
 
     Raises:
-        ConfigError: if the degrees and the hosts do not fit together, `check` refuses the resulting launch, or there is
-            no device and the host's memory does not hold what the ranks keep from step to step.
+        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, or nodes without devices
+            have too little memory for weights and optimizer states.
     """
-    hosts, wanted = count_from_environment(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
-    kept = count_parameters(loaded.config.model) * BYTES_KEPT
+    nodes, wanted = count_from_environment(environment, "NNODES", 1), ranks_wanted(loaded, environment, n_devices)
+    needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not n_devices and kept > hosts * memory:
-        devices = f"{wanted} {'device' if wanted == 1 else 'devices'}"
-        raise ConfigError(
-            [
-                f"{loaded.file}: needs {devices}, and this host has none; nor has its memory of "
-                f"{memory / 2**30:.0f} GiB room for weights and optimizer states of {kept / 2**30:,.0f} GiB; "
-                f"{plan_command(loaded.file)}"
-            ]
+    if not n_devices and needed > nodes * memory:
+        problem = (
+            f"{loaded.file}: needs {quantity(wanted, 'device')}, and this node has none; its memory of "
+            f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of {needed / 2**30:,.0f} GiB; "
+            f"{plan_command(loaded.file)}"
         )
-    if wanted % hosts:
-        raise ConfigError([f"{loaded.file}: {ranks_in_words(wanted)} cannot be dealt evenly to NNODES = {hosts} hosts"])
-    check(loaded, Launch(0, 0, wanted, wanted // hosts, n_devices))
-    return wanted // hosts
+        raise ConfigError([problem])
+    if wanted % nodes:
+        ranks = quantity(wanted, "rank")
+        raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
+    check(loaded, Launch(0, 0, wanted, wanted // nodes, n_devices))
+    return wanted // nodes
 
 
 def count_devices() -> int:
-    """Accelerators of this host. torch is asked only where a driver is installed: importing it takes seconds."""
+    """Return the number of accelerators of this node. Importing torch takes seconds, so it is asked only where a driver
+    is installed."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch
@@ -71,19 +76,18 @@ def count_devices() -> int:
     return torch.cuda.device_count()
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Print the number of ranks to start on this node, and return the exit status."""
     if "--help" in argv or "-h" in argv:
-        print(help_text(Config, USAGE))
-        return
+        print(help_text())
+        return 0
     try:
-        if argv[:1] == ["--ranks-per-node"]:  # run_train.sh: the launch is checked once, before any rank is started
-            print(ranks_per_node(load(argv[1:]), os.environ, count_devices()))
-        else:
-            print(load(argv).config.toml(), end="")
+        print(ranks_per_node(load(argv), os.environ, count_devices()))
     except ConfigError as error:
         print_problems(error)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

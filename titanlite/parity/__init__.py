@@ -304,7 +304,7 @@ def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Confi
     if dtype == "float64":  # in which low-bit moments have no meaning
         small |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
     if dtype != "bfloat16":  # the kernel of the config may not take this type
-        small["training__attention_kernel"] = "auto"
+        small["training__attention_backend"] = "auto"
     return dataclasses.replace(loaded, config=config.replace(**small)), changed
 
 
@@ -430,7 +430,7 @@ def runnable(loaded: LoadedConfig[Config], *, on_cpu: bool) -> LoadedConfig[Conf
     if not on_cpu:
         return loaded
     lacking = {
-        "training__attention_kernel": "auto",
+        "training__attention_backend": "auto",
         "parallelism__enable_async_tensor_parallel": False,
         "float8__emulate": loaded.config.float8.enable,
         # The same graphs, without a C++ compiler's minutes.
