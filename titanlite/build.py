@@ -27,21 +27,12 @@ from titanlite.parallel import mesh
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.train_step import SingleStageRunner, TrainStep
 
 
 def build_layout(config: Config, device: torch.device) -> Layout:
-    parallelism = config.parallelism
-    return mesh.build_layout(
-        device.type,
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        ring=parallelism.ring_degree,
-        ulysses=parallelism.context_parallel_ulysses_degree,
-        tp=parallelism.tensor_parallel_degree,
-    )
+    return mesh.build_layout(config.parallelism, device)
 
 
 def describe_mesh(config: Config) -> str:
@@ -64,7 +55,7 @@ def model_dimensions(config: Config) -> dict[str, int | float | bool]:
 def meta_model(config: Config, only: Collection[str] | None = None) -> Llama:
     """The model, or the named modules of it, without memory for its weights."""
     with torch.device("meta"):
-        model = Llama(**model_dimensions(config), max_seq_len=config.training.seq_len, only=only)
+        model = Llama(config.model, max_seq_len=config.training.seq_len, modules=only)
     return model.to(getattr(torch, config.training.dtype))
 
 
@@ -98,7 +89,10 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
     training, parallelism = config.training, config.parallelism
     stage = meta_model(config, only)
     if config.float8.enable:
-        convert_to_float8(config, stage, device)
+        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+
+        degree = parallelism.tensor_parallel_degree
+        convert_to_float8(stage, config.float8, tensor_parallel_degree=degree, device=device)
     if stage.output is not None:
         stage.output.loss = functools.partial(
             chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
@@ -106,64 +100,27 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
     parallelize(
         stage,
         layout,
-        checkpoint_mode=config.activation_checkpoint.mode,
-        checkpoint_option=config.activation_checkpoint.selective_ac_option,
-        memory_budget=config.activation_checkpoint.memory_budget,
-        attention_backend=training.attention_backend,
-        compile_components=config.compile.components if config.compile.enable else (),
-        compile_backend=config.compile.backend,
-        async_tensor_parallel=parallelism.enable_async_tensor_parallel,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cpu_offload=training.enable_cpu_offload,
-        forward_prefetch=parallelism.fsdp_forward_prefetch,
-        backward_prefetch=parallelism.fsdp_backward_prefetch,
+        parallelism=parallelism,
+        training=training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
     )
     return stage
 
 
-def convert_to_float8(config: Config, stage: Llama, device: torch.device) -> None:
-    """Convert a stage on the meta device.
-
-    Raises:
-        ConfigError: if the device has no float8, or no layer is to be converted.
-    """
-    from titanlite.parallel import float8  # here: the import takes a second
-
-    options = config.float8
-    if not options.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(
-            [f"float8.enable = true: {name} has no float8 products; set float8.emulate = true, or this to false"]
-        )
-    converted = float8.convert_to_float8(
-        stage,
-        recipe=options.recipe,
-        emulate=options.emulate,
-        all_gather=options.enable_fsdp_float8_all_gather,
-        filter_fqns=options.filter_fqns,
-        tensor_degree=config.parallelism.tensor_parallel_degree,
-    )
-    if not converted:
-        raise ConfigError(["float8.enable = true: no layer is converted; see float8.filter_fqns, or set false"])
-
-
 def _build_runner(
     config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device
-) -> SingleStageRunner | Pipeline:
+) -> SingleStageRunner | PipelineRunner:
     """How a microbatch passes through the stages of this rank and of others."""
     parallelism, training = config.parallelism, config.training
     if parallelism.pipeline_parallel_degree == 1:
         return SingleStageRunner(stages[0])
-    return Pipeline(
+    return PipelineRunner(
         stages,
-        n_stages=parallelism.n_stages,
+        parallelism,
         group=layout.mesh["pp"].get_group(),
-        schedule=parallelism.pipeline_parallel_schedule,
         n_microbatches=config.n_microbatches,
         hidden_shape=config.hidden_shape,
-        n_tokens=training.seq_len // parallelism.context_parallel_degree,
         dtype=getattr(torch, training.mixed_precision_param),
         device=device,
     )
@@ -176,11 +133,10 @@ def build_step(
     return TrainStep(
         model,
         _build_runner(config, layout, stages, device),
+        config.parallelism,
         device=device,
         # Of the ranks that work on the same tokens, one speaks for all.
         contributes_loss=model.output is not None and layout.mesh.get_local_rank("tp") == 0,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        reduce_gradients=config.parallelism.fsdp_reduce_gradients,
     )
 
 
@@ -227,13 +183,7 @@ def count_flops_per_token(config: Config, sizes: dict[str, int]) -> int:
     """Args:
     sizes: what `parameter_sizes` gave.
     """
-    return flops_per_token(
-        sizes.items(),
-        n_layers=config.model.n_layers,
-        dim=config.model.dim,
-        seq_len=config.training.seq_len,
-        tied=config.model.tie_embeddings,
-    )
+    return flops_per_token(sizes, config.model, config.training.seq_len)
 
 
 def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.ValidationSequences | None, str]:

@@ -255,12 +255,7 @@ def main(argv: list[str]) -> None:
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(load(argv), launch)
-        with mesh.process_group(
-            launch,
-            timeout_seconds=config.comm.init_timeout_seconds,
-            trace_buf_size=config.comm.trace_buf_size,
-            dump_folder=config.job.dump_folder,
-        ):
+        with mesh.process_group(launch, config.comm, config.job.dump_folder):
             train(config, launch, lambda: bool(stop_signals))
         status = 0
     except loader.ConfigError as error:
@@ -274,7 +269,7 @@ def main(argv: list[str]) -> None:
     except Exception:
         status = 1
         traceback.print_exc()
-    mesh.leave(status)
+    mesh.exit_process(status)
 
 
 if __name__ == "__main__":
