@@ -35,6 +35,10 @@ class AttentionBackend(NamedTuple):
     """(grad_BHTK of out, q, k, v, out, lse, causal) to (dq, dk, dv), of the shapes and dtypes of q, k, v."""
 
 
+def float32_or_better(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
@@ -102,7 +106,7 @@ def _grouped(x_BHTK: Tensor, k: Tensor) -> Tensor:
 
 
 def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(float32_or_better(x))
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

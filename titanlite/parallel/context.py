@@ -4,21 +4,19 @@ Ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks (DeepSpeed-Ulysses, arXiv:
 in an all-to-all before attention and back after it, so that each attends with some heads of all their tokens. Ring
 ranks (Ring Attention, arXiv:2310.01889) keep their queries and send keys and values to the next rank, once per ring
 step, while they attend to those that they have; results over different keys are merged by their log-sum-exp
-(FlashAttention, arXiv:2205.14135), in float32 or better. In the backward, keys and values are sent around the ring
-again, one step ahead of their gradients, to which every rank adds and which end at their owner.
+(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again, one step ahead of
+their gradients, to which every rank adds and which end at their owner.
 
-Zig-zag load balancing: under a causal mask later queries attend to more keys. The sequence is split into 2 x ring
-chunks, and ring rank r has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2;
-ring-flash-attention). So each rank has the same work in each ring step, and after the first none of it is masked: of
-the keys of an earlier rank all queries attend to the first chunk and none to the second; to the keys of a later rank
-only the second chunk of queries attends.
+Zig-zag load balancing: later queries attend to more keys. The sequence is split into 2 x ring chunks, and ring rank r
+has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). So each rank has the
+same work in each ring step, and after the first none of it is masked: of an earlier rank's keys all queries attend to
+the first chunk and none to the second; to a later rank's keys only the second chunk of queries attends.
 
-Documents need no mask either. They are contiguous, so of two chunks the pairs that share a document form a rectangle,
-and within a chunk each document is a causal triangle. Both are called tiles of the attention matrix.
+Documents need no mask either: of two chunks the pairs that share a document form a rectangle, and within a chunk each
+document is a causal triangle. Both are called tiles of the attention matrix.
 
-Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (T x Ulysses ranks; two chunks, or one without
-a ring), H query heads, G KV heads, N heads of all in a message, U Ulysses ranks, K head_dim. Heads are a U-th of the
-layer's wherever S stands with them.
+Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (two chunks, or one without a ring), H query
+heads, G KV heads, N heads of all in a message, U Ulysses ranks, K head_dim. Where S stands, heads are a U-th of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.model import Llama
-from titanlite.parallel.attention import ATTENTION_BACKENDS
+from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 
 
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
@@ -61,7 +59,7 @@ class ContextAttention(nn.Module):
         backend: name in attention.ATTENTION_BACKENDS.
     """
 
-    def __init__(self, *, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str):
+    def __init__(self, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str):
         super().__init__()
         self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
         self.ring_size, self.ulysses_size = _rank_and_size(self.ring)[1], _rank_and_size(self.ulysses)[1]
@@ -78,9 +76,8 @@ class ContextAttention(nn.Module):
         Raises:
             ValueError: if heads or tokens cannot be split evenly, or document_positions has another shape or device.
         """
-        batch, tokens, *_ = q_BTHK.shape
-        sequence = tokens * self.ulysses_size
-        heads, kv_heads = q_BTHK.shape[2], k_BTGK.shape[2]
+        batch, tokens, heads, _ = q_BTHK.shape
+        sequence, kv_heads = tokens * self.ulysses_size, k_BTGK.shape[2]
         if heads % self.ulysses_size or kv_heads % self.ulysses_size:
             raise ValueError(
                 f"{heads} query heads and {kv_heads} KV heads cannot be split evenly over ulysses {self.ulysses_size}"
@@ -97,25 +94,22 @@ class ContextAttention(nn.Module):
 
 
 def apply_context_parallel(
-    model: Llama, *, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str
+    model: Llama, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str
 ) -> None:
     """Replace the inner attention of every block of a model or a stage. The arguments are ContextAttention's."""
     for block in model.layers.values():
-        block.attention.inner_attention = ContextAttention(
-            ring_group=ring_group, ulysses_group=ulysses_group, backend=backend
-        )
+        block.attention.inner_attention = ContextAttention(ring_group, ulysses_group, backend)
 
 
 # Process groups reach the operators by name, since arguments of operators are tensors, numbers and strings.
-_GROUPS: dict[str, dist.ProcessGroup] = {}
+_GROUPS: dict[str, dist.ProcessGroup | None] = {}
 
 
 def _register(group: dist.ProcessGroup | None) -> str:
     """Return the name by which operators find a group; "" for this rank only."""
-    if group is None or group.size() == 1:
-        return ""
-    _GROUPS[group.group_name] = group
-    return group.group_name
+    name = group.group_name if group is not None and group.size() > 1 else ""
+    _GROUPS[name] = group
+    return name
 
 
 def _rank_and_size(group: str) -> tuple[int, int]:
@@ -149,13 +143,11 @@ def _attention(
 
 @_attention.register_fake
 def _(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, ulysses, backend):
-    batch, tokens, heads, head_dim = q_BTHK.shape
-    local_heads, sequence = _local_heads(q_BTHK, k_BTGK, ulysses), tokens * _rank_and_size(ulysses)[1]
-    lse = q_BTHK.new_empty(batch, local_heads[0], sequence, dtype=_float32_or_better(q_BTHK))
-    qkv, inner = (
-        q_BTHK.new_empty((batch, sequence, n, head_dim) if ulysses else 0) for n in (sum(local_heads), local_heads[0])
-    )
-    return q_BTHK.new_empty(batch, tokens, heads, head_dim), lse, qkv, inner
+    batch, tokens, _, head_dim = q_BTHK.shape
+    heads, sequence = _local_heads(q_BTHK, k_BTGK, ulysses), tokens * _rank_and_size(ulysses)[1]
+    lse = q_BTHK.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q_BTHK))
+    qkv, inner = (batch, sequence, sum(heads), head_dim), (batch, sequence, heads[0], head_dim)
+    return q_BTHK.new_empty(q_BTHK.shape), lse, *(q_BTHK.new_empty(x if ulysses else 0) for x in (qkv, inner))
 
 
 @torch.library.custom_op("titanlite::context_attention_backward", mutates_args=())
@@ -172,8 +164,8 @@ def _attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out = _sequence_to_heads([grad_out_BTHK], ulysses) if ulysses else grad_out_BTHK.contiguous()
-    saved = q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS, document_positions_BS
-    grads = _ring_backward(grad_out, *saved, ring, backend)
+    saved = grad_out, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS
+    grads = _ring_backward(saved, document_positions_BS, ring, backend)
     return tuple(_heads_to_sequence(grads, ulysses)) if ulysses else grads
 
 
@@ -237,13 +229,13 @@ def _ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
+    dtype = _sum_dtype(q, ring)
     for k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring):
         for tile in tiles:
             qkv = *_heads_first(tile.queries, q), *_heads_first(tile.keys, k_step, v_step)
-            results = ATTENTION_BACKENDS[backend].forward(*qkv, tile.causal)
-            tile_out, tile_lse = (x.transpose(1, 2) for x in results)
+            tile_out, tile_lse = (x.transpose(1, 2) for x in ATTENTION_BACKENDS[backend].forward(*qkv, tile.causal))
             if tile.causal:
-                out = _write(out, tile.queries, tile_out, q.shape, _sum_dtype(q, ring))
+                out = _write(out, tile.queries, tile_out, q.shape, dtype)
                 lse_BSH = _write(lse_BSH, tile.queries, tile_lse, q.shape[:3], tile_lse.dtype)
             else:
                 _merge(out[tile.queries], lse_BSH[tile.queries], tile_out, tile_lse)
@@ -251,17 +243,10 @@ def _ring_forward(
 
 
 def _ring_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse_BHS: Tensor,
-    document_positions: Tensor | None,
-    ring: str,
-    backend: str,
+    saved: tuple[Tensor, ...], document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v in their dtypes."""
+    """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
+    grad_out, q, k, v, out, lse_BHS = saved
     lse_BSH, dtype = lse_BHS.transpose(1, 2), _sum_dtype(q, ring)
     dq = dk = dv = None
     for step, (k_step, v_step, tiles) in enumerate(_ring_steps(k, v, document_positions, ring)):
@@ -304,14 +289,15 @@ def _ring_steps(
 
 
 def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Begin to send to the next ring rank and to receive as much from the previous one. Return a function that waits
-    for it and returns what was received."""
+    """Begin to send to the next ring rank and to receive as much from the previous one; the returned function waits for
+    what is received and returns it."""
     rank, size = _rank_and_size(ring)
     received = [torch.empty_like(buffer) for buffer in buffers]
-    to, source = ({"group": _GROUPS[ring], "group_peer": (rank + shift) % size} for shift in (1, -1))
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, **to) for x in buffers] + [dist.P2POp(dist.irecv, x, **source) for x in received]
+    sends, receives = (
+        [dist.P2POp(operation, x, group=_GROUPS[ring], group_peer=peer % size) for x in tensors]
+        for operation, tensors, peer in ((dist.isend, buffers, rank + 1), (dist.irecv, received, rank - 1))
     )
+    works = dist.batch_isend_irecv(sends + receives)
 
     def wait() -> list[Tensor]:
         for work in works:
@@ -323,11 +309,7 @@ def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
 
 def _sum_dtype(x: Tensor, ring: str) -> torch.dtype:
     """Return the dtype in which results over the keys of several ranks are summed; one rank has no such sum."""
-    return _float32_or_better(x) if ring else x.dtype
-
-
-def _float32_or_better(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return float32_or_better(x) if ring else x.dtype
 
 
 def _heads_first(index: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
@@ -384,16 +366,14 @@ def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | N
         begins = (positions_C[1:] == 0).nonzero().flatten().add(1).tolist()
         return int(positions_C[0]), [0, *begins, len(positions_C)]
 
-    n_chunks = len(_chunks(0, size))
-    return [[of_chunk(chunk) for chunk in positions.chunk(n_chunks)] for positions in document_positions_BS]
+    return [
+        [of_chunk(chunk) for chunk in positions.chunk(len(_chunks(0, size)))] for positions in document_positions_BS
+    ]
 
 
 def _tiles(documents: Documents | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Tile]:
-    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each.
-
-    The causal ones, which there are if both are one rank, come first for their queries and for their keys, and cover
-    every one of them once.
-    """
+    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. The
+    causal ones, if both are one rank, come first for their queries and keys, and cover each of them once."""
     length = tokens // len(_chunks(rank, size))
     if documents is None:
         queries = slice(None), slice(length if source > rank else 0, tokens)

@@ -29,25 +29,18 @@ def parallelize(
        hooks, which cannot be traced.
     5. FSDP comes last, because fully_shard takes the parameters as everything before it left them.
 
-    Float8 comes before all of it, since it replaces layers. The pipeline's stages are split off before that, since a
-    module that is not there need not be replaced.
-
-    Args:
-        stage: as `titanlite.model.Llama` builds it, with its loss set.
-        training: of a resolved config. Its attention_backend is "auto" where attention is left to torch, which needs
-            one context-parallel rank and no document mask.
+    Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
+    All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough, which
+    has no context parallel and no document mask.
     """
-    tensor_mesh = layout.mesh["tp"]
-    tensor_parallel = tensor_mesh.size() > 1
+    tensor_parallel = layout.mesh["tp"].size() > 1
     if tensor_parallel:
-        apply_tensor_parallel(stage, tensor_mesh)
+        apply_tensor_parallel(stage, layout.mesh["tp"])
     if training.attention_backend != "auto":
-        apply_context_parallel(
-            stage, ring_group=layout.ring_group, ulysses_group=layout.ulysses_group, backend=training.attention_backend
-        )
+        apply_context_parallel(stage, layout.ring_group, layout.ulysses_group, training.attention_backend)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
-        asynchronous = tensor_parallel and parallelism.enable_async_tensor_parallel
-        group = tensor_mesh.get_group() if asynchronous else None
+        is_async = tensor_parallel and parallelism.enable_async_tensor_parallel
+        group = layout.mesh["tp"].get_group() if is_async else None
         apply_compile(stage, compile, async_tensor_parallel_group=group)
     apply_fsdp(stage, layout.mesh, parallelism, training)
