@@ -35,9 +35,8 @@ def rope_frequencies(model: Model) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return exp(i * position * frequency), complex [length, K/2]. It is computed in float64: positions in the millions
-    times a frequency of 1 have no accurate sine in float32. It is stored in complex64, or in complex128 for a float64
-    model."""
+    """Return exp(i * position * frequency), complex [length, K/2]. Angles are computed in float64: positions in the
+    millions have no accurate sine in float32. The table is in complex64, or in complex128 for a float64 model."""
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
     table = torch.polar(torch.ones_like(angles), angles)
     return table if dtype == torch.float64 else table.to(torch.complex64)
@@ -101,13 +100,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope_TK: Tensor, document_positions_BT: Tensor | None) -> Tensor:
         # -1 heads: a rank may have only some of them.
-        q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        out_BTHK = self.inner_attention(
-            apply_rotary_emb(q_BTHK, rope_TK), apply_rotary_emb(k_BTGK, rope_TK), v_BTGK, document_positions_BT
-        )
-        return self.wo(out_BTHK.flatten(-2))
+        q_BTHK, k_BTGK, v_BTGK = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK), apply_rotary_emb(k_BTGK, rope_TK)
+        return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, document_positions_BT).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -137,13 +132,10 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output head projects to logits, or computes the loss directly, so that the logits need not all exist.
-
-    Attributes:
-        loss: makes a scalar of (x, weight, targets). Whoever passes targets sets it.
-    """
+    """The output head projects to logits, or computes the loss, so that the logits need not all exist."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of (x, weight, targets), a scalar. Whoever passes targets sets it."""
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V], or the loss if there are targets."""

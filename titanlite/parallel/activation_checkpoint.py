@@ -10,26 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
 
 
-def _saved_operators() -> set[Any]:
+def _saved_operators() -> list[Any]:
     """Return the operators whose results selective AC saves under "op": those that take long to compute for their size.
 
     A matrix product takes D operations per element and attention T, and a collective waits for other ranks. Everything
     else (norms, rotary embedding, SwiGLU's product, casts) reads memory once and is recomputed. An all-gather is not
-    saved: its result is larger than its input by as many times as there are ranks, and its ranks have just met for the
-    same layer's backward."""
+    saved: its result is as many times its input as there are ranks, which have just met for the layer's backward."""
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-    return {
+    return [
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -42,13 +36,7 @@ def _saved_operators() -> set[Any]:
         torch.ops.titanlite.context_attention.default,
         collectives.reduce_scatter_tensor.default,
         collectives.all_reduce.default,
-    }
-
-
-def _policy(
-    saved: set[Any], _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    ]
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
@@ -63,9 +51,8 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         return
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode == "selective" and option == "op":
-        policy = functools.partial(_policy, _saved_operators())
-        context = functools.partial(create_selective_checkpoint_contexts, policy)
-        recompute = functools.partial(recompute, context_fn=context)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
+        recompute = functools.partial(recompute, context_fn=contexts)
     for number, block in model.layers.items():
         if mode == "full" or option == "op" or int(number) % option == 0:
             block.forward = _checkpointed(recompute, block.forward)

@@ -121,59 +121,44 @@ def _rank_and_size(group: str) -> tuple[int, int]:
 
 @torch.library.custom_op("titanlite::context_attention", mutates_args=())
 def _attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    document_positions_BS: Tensor | None,
-    ring: str,
-    ulysses: str,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, ulysses: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
     inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
-        out_BTHK, lse_BHS = _ring_forward(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, backend)
-        return out_BTHK, lse_BHS, q_BTHK.new_empty(0), q_BTHK.new_empty(0)  # outputs must not be inputs
-    qkv_BSNK = _sequence_to_heads([q_BTHK, k_BTGK, v_BTGK], ulysses)
-    q, k, v = qkv_BSNK.split(_local_heads(q_BTHK, k_BTGK, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _ring_forward(q, k, v, document_positions_BS, ring, backend)
+        out_BTHK, lse_BHS = _ring_forward(q, k, v, document_positions, ring, backend)
+        return out_BTHK, lse_BHS, q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+    qkv_BSNK = _sequence_to_heads([q, k, v], ulysses)
+    qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
+    inner_BSHK, lse_BHS = _ring_forward(*qkv, document_positions, ring, backend)
     (out_BTHK,) = _heads_to_sequence([inner_BSHK], ulysses)
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
 
 @_attention.register_fake
-def _(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, ulysses, backend):
-    batch, tokens, _, head_dim = q_BTHK.shape
-    heads, sequence = _local_heads(q_BTHK, k_BTGK, ulysses), tokens * _rank_and_size(ulysses)[1]
-    lse = q_BTHK.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q_BTHK))
+def _(q, k, v, document_positions, ring, ulysses, backend):
+    batch, tokens, _, head_dim = q.shape
+    heads, sequence = _local_heads(q, k, ulysses), tokens * _rank_and_size(ulysses)[1]
+    lse = q.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q))
     qkv, inner = (batch, sequence, sum(heads), head_dim), (batch, sequence, heads[0], head_dim)
-    return q_BTHK.new_empty(q_BTHK.shape), lse, *(q_BTHK.new_empty(x if ulysses else 0) for x in (qkv, inner))
+    return q.new_empty(q.shape), lse, q.new_empty(qkv if ulysses else 0), q.new_empty(inner if ulysses else 0)
 
 
 @torch.library.custom_op("titanlite::context_attention_backward", mutates_args=())
 def _attention_backward(
-    grad_out_BTHK: Tensor,
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    out_BSHK: Tensor,
-    lse_BHS: Tensor,
-    document_positions_BS: Tensor | None,
-    ring: str,
-    ulysses: str,
-    backend: str,
+    grad_out: Tensor, saved: list[Tensor], document_positions: Tensor | None, ring: str, ulysses: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out = _sequence_to_heads([grad_out_BTHK], ulysses) if ulysses else grad_out_BTHK.contiguous()
-    saved = grad_out, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS
-    grads = _ring_backward(saved, document_positions_BS, ring, backend)
+    """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
+    grad_out = _sequence_to_heads([grad_out], ulysses) if ulysses else grad_out.contiguous()
+    grads = _ring_backward(grad_out, *saved, document_positions=document_positions, ring=ring, backend=backend)
     return tuple(_heads_to_sequence(grads, ulysses)) if ulysses else grads
 
 
 @_attention_backward.register_fake
-def _(grad_out_BTHK, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS, document_positions_BS, ring, ulysses, backend):
-    batch, tokens, _, head_dim = grad_out_BTHK.shape
+def _(grad_out, saved, document_positions, ring, ulysses, backend):
+    batch, tokens, _, head_dim = grad_out.shape
     n = _rank_and_size(ulysses)[1]
-    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in (q_BSHK, k_BSGK, v_BSGK))
+    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in saved[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,7 +172,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return *_attention_backward(grad_out, *ctx.saved_tensors, *ctx.names), None, None, None, None
+    *saved, document_positions = ctx.saved_tensors
+    return *_attention_backward(grad_out, saved, document_positions, *ctx.names), None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -243,7 +229,7 @@ def _ring_forward(
 
 
 def _ring_backward(
-    saved: tuple[Tensor, ...], document_positions: Tensor | None, ring: str, backend: str
+    *saved: Tensor, document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
@@ -293,10 +279,8 @@ def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
     what is received and returns it."""
     rank, size = _rank_and_size(ring)
     received = [torch.empty_like(buffer) for buffer in buffers]
-    sends, receives = (
-        [dist.P2POp(operation, x, group=_GROUPS[ring], group_peer=peer % size) for x in tensors]
-        for operation, tensors, peer in ((dist.isend, buffers, rank + 1), (dist.irecv, received, rank - 1))
-    )
+    sends = [dist.P2POp(dist.isend, x, group=_GROUPS[ring], group_peer=(rank + 1) % size) for x in buffers]
+    receives = [dist.P2POp(dist.irecv, x, group=_GROUPS[ring], group_peer=(rank - 1) % size) for x in received]
     works = dist.batch_isend_irecv(sends + receives)
 
     def wait() -> list[Tensor]:
@@ -340,7 +324,7 @@ def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BS
 
 
 class _Tile(NamedTuple):
-    """One call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
+    """This class is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
 
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
@@ -352,13 +336,12 @@ def _chunks(rank: int, size: int) -> list[int]:
     return [rank, 2 * size - 1 - rank] if size > 1 else [0]
 
 
-Documents = list[list[tuple[int, list[int]]]]
-"""Of each sequence, of each chunk of a rank: the first token's position in its document; where documents begin and
-end in the chunk."""
+Documents = list[list[tuple[int, list[int]]]]  # of each sequence, of each chunk of a rank
 
 
 def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | None:
-    """Return the documents of a rank's chunks in plain numbers, so that nothing waits for a device."""
+    """Return, for each chunk, its first token's position in its document, and where documents begin and end in it. They
+    are plain numbers, so that nothing waits for a device."""
     if document_positions_BS is None:
         return None
 

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from torchao.float8.float8_linear import Float8Linear
 
 from titanlite.config import ConfigError
@@ -27,17 +23,12 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
     has, on a rank, a side that is not a multiple of 16: the hardware's product takes no other (torch._scaled_mm).
 
-    Args:
-        tensor_parallel_degree: ranks that each weight will be sharded over.
-        device: where the model will run.
-
     Raises:
         ConfigError: if the device has no float8, or no layer is converted.
     """
     if not float8.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        problem = f"{name} has no float8 products; set float8.emulate = true, or this to false"
-        raise ConfigError([f"float8.enable = true: {problem}"])
+        name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
+        raise ConfigError([f"float8.enable = true: {name} has no float8 products; {advice}"])
 
     def converts(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name == "output" or any(part in name for part in float8.filter_fqns):

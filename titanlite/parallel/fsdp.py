@@ -14,16 +14,10 @@ from titanlite.model import Llama
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
-    """Shard every parameter of a model or a pipeline stage over `fsdp` and replicate it over `dp_replicate`, one block
-    at a time.
-
-    Args:
-        mesh: with the axes dp_replicate and fsdp.
-        training: of a resolved config, for its mixed precision and CPU offload.
-    """
-    param_dtype, reduce_dtype = (
-        getattr(torch, name) for name in (training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
+    dp_replicate, one block at a time. The sections are of a resolved config."""
+    param_dtype = getattr(torch, training.mixed_precision_param)
+    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
         # Two axes are hybrid sharding (HSDP); fsdp may be of size 1.
@@ -64,10 +58,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
     """Tell FSDP what the backward of this gradient accumulation step does with gradients and weights.
 
-    Args:
-        parallelism: fsdp_reduce_gradients says when gradients are reduced; fsdp_reshard_after_forward = "never" also
-            keeps the weights gathered between gradient accumulation steps.
-        last: whether it is the last one of the optimizer step.
+    fsdp_reduce_gradients says when gradients are reduced; fsdp_reshard_after_forward = "never" also keeps the weights
+    gathered between gradient accumulation steps. `last` is the last one of the optimizer step.
     """
     reduces = last or parallelism.fsdp_reduce_gradients == "every_accumulation_step"
     reshards = last or parallelism.fsdp_reshard_after_forward != "never"

@@ -25,11 +25,8 @@ def device_of(launch: Launch) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None]:
-    """Start the process group of all ranks, and destroy it after the body.
-
-    Args:
-        dump_folder: where NCCL's flight recorder dumps its last collectives after a timeout.
-    """
+    """Start the process group of all ranks, and destroy it after the body. After a timeout NCCL's flight recorder dumps
+    its last collectives to `dump_folder`."""
     device = device_of(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -52,10 +49,8 @@ def retain_freed_memory() -> None:
     """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
     and having each of its pages mapped and cleared anew. This does nothing where there is no glibc."""
     with contextlib.suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_INT = -1, -3, 2**31 - 1  # malloc.h
-        mallopt(M_MMAP_THRESHOLD, LARGEST_INT)
-        mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
+        for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def exit_process(status: int) -> None:
@@ -99,20 +94,11 @@ class Layout:
 
 
 def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
-    """Arrange all ranks in a mesh. Every rank must call it.
-
-    Args:
-        parallelism: of a resolved config; its degrees multiply to the number of ranks.
-    """
-    degrees = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.ring_degree,
-        parallelism.context_parallel_ulysses_degree,
-        parallelism.tensor_parallel_degree,
-    )
-    return _layout(device.type, degrees)
+    """Arrange all ranks in a mesh by the degrees of a resolved config. Every rank must call it."""
+    pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    dp_replicate, dp_shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
+    return _layout(device.type, (pp, dp_replicate, dp_shard, ring, ulysses, tp))
 
 
 @functools.cache  # a process group keeps its threads and connections until the process ends
@@ -138,11 +124,9 @@ def forget_layouts() -> None:
 
 
 def set_timeout(layout: Layout, seconds: int) -> None:
-    """Change how long collectives of training's process groups may take from now on. Other groups, such as the
-    checkpoint's, keep their timeout.
+    """Change how long collectives of training's process groups may take; others, such as the checkpoint's, keep theirs.
 
-    Private: torch.distributed.set_timeout is public since torch 2.15; before, it is _set_pg_timeout (tried on torch
-    2.11 and 2.13; all three on gloo).
+    Private: before torch 2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11, 2.13 and 2.15, gloo).
     """
     if layout.mesh.device_type == "cuda":  # collectives in flight keep the timeout that they were started with
         torch.cuda.synchronize()

@@ -49,7 +49,6 @@ class PipelineRunner:
 
     Args:
         stages: this rank's, by number, ascending.
-        group: the pipeline's ranks.
         n_microbatches: number of microbatches that a batch is split into.
         hidden_shape: of the activations between stages, [sequences of a microbatch, tokens of this rank, D].
         dtype: of the activations between stages.
