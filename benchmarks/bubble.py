@@ -1,6 +1,6 @@
 """The idle share of each pipeline schedule: measured, by the formula, and by simulating its own actions.
 
-Needs no GPU and no idle cores: titanlite's own Pipeline runs torch's schedules over gloo ranks, but its stages sleep
+Needs no GPU and no idle cores: titanlite's PipelineRunner runs torch's schedules over gloo ranks, but its stages sleep
 instead of computing, so ranks overlap on a machine with fewer cores than ranks. Of each microbatch a rank sleeps
 --forward-ms in the forward and --input-ms and --weight-ms in the backward, for the gradients of inputs and of weights;
 a rank with several stages sleeps its share of these in each. In the first stage, whose inputs need no gradient, torch
@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.data import Batch
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.parity.process_pool import Pool
 from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
 
@@ -96,7 +97,7 @@ class SleepingStage(nn.Module):
 
         Args:
             x: int64 [B, T] on the first stage, [B, T, 1] on the others.
-            positions, targets: what Pipeline hands to every stage.
+            positions, targets: what PipelineRunner passes to every stage.
         """
         self.clock.sleep(self.sleeps.forward)
         if self.embedding is not None:
@@ -123,17 +124,19 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
     rank, clock, shape = dist.get_rank(), Clock(), (1, 1, 1)
     ranks = rank_of_stage(schedule, dist.get_world_size(), n_stages)
     own = [number for number in range(n_stages) if ranks[number] == rank]
-    pipeline = Pipeline(
+    pipeline = PipelineRunner(
         {
             number: SleepingStage(first=number == 0, last=number == n_stages - 1, sleeps=sleeps, clock=clock)
             for number in own
         },
-        n_stages=n_stages,
+        Parallelism(
+            pipeline_parallel_degree=dist.get_world_size(),
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_stages_per_rank=n_stages // dist.get_world_size(),
+        ),
         group=dist.group.WORLD,
-        schedule=schedule,
         n_microbatches=n_microbatches,
         hidden_shape=shape,
-        n_tokens=1,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -21,6 +21,7 @@ import torch
 
 from titanlite import build, metrics, parity
 from titanlite.config import Launch, check, load
+from titanlite.config.schema import Comm
 from titanlite.parallel import mesh
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
@@ -35,7 +36,7 @@ def main() -> None:
     steps, reports = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
-        mesh.process_group(launch, timeout_seconds=600, trace_buf_size=0, dump_folder=""),
+        mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
         parts = parity.Parts(config, device)
         reporter = metrics.MetricsLogger(Path(folder), tb_folder="tb", last_step=0, steps=rounds, config="")

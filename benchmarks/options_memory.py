@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import parity
 from titanlite.config import Config, Launch, check, load
+from titanlite.config.schema import Comm
 from titanlite.parallel import mesh
 
 HERE = Path(__file__).resolve().parent
@@ -119,7 +120,7 @@ def serve(options: Options, device_type: str, pipe: Connection) -> None:
     launch = Launch(0, 0, 1, 1, n_devices=int(device_type == "cuda"))
     arguments = [f"--{key}={value}" for key, value in options.items()]
     config = check(load([str(HERE.parent / "configs" / "debug.toml"), *arguments]), launch)
-    with mesh.process_group(launch, timeout_seconds=3600, trace_buf_size=0, dump_folder=""):
+    with mesh.process_group(launch, Comm(init_timeout_seconds=3600, trace_buf_size=0), ""):
         trainer = OneBatch(config, mesh.device_of(launch))
         for _ in range(2):
             trainer.step()

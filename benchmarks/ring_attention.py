@@ -85,7 +85,7 @@ def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
     """Once a rank and length, so that a sample is nothing but the step."""
     retain_freed_memory()  # as train.py does
     size = dist.get_world_size()
-    ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, kernel="cpu")
+    ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, backend="cpu")
     return (ring if size > 1 else reference), tensors(length // size, shape, "cpu")
 
 
@@ -137,7 +137,7 @@ def seconds_of(call: Callable[[], None], device: str) -> float:
 
 def compare_kernel(kernel: str, length: int, backward: bool, shape: Shape, device: str, repeats: int) -> str:
     """Print the samples of one case, and return its line of the table."""
-    ours = ContextAttention(ring_group=None, ulysses_group=None, kernel=kernel)
+    ours = ContextAttention(ring_group=None, ulysses_group=None, backend=kernel)
     theirs = functools.partial(reference, repeat=kernel == "efficient")
     inputs = tensors(length, shape, device)
     calls = [functools.partial(step, attention, *inputs, backward) for attention in (ours, theirs)]

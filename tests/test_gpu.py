@@ -67,7 +67,7 @@ def alone() -> Iterator[config.Launch]:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield config.Launch(0, 0, 1, 1, 1)
     dist.destroy_process_group()
-    mesh.build_layout.cache_clear()  # it holds the groups that are gone
+    mesh.forget_layouts()  # it holds the groups that are gone
 
 
 @pytest.mark.parametrize("option", ["enable_cpu_offload=false", "enable_cpu_offload=true", "document_mask=true"])

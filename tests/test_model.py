@@ -1,4 +1,5 @@
-"""The model is Llama: published sizes, transformers' logits and gradients, weights drawn as init.py says, one loss."""
+"""The model is Llama: it has the published sizes, transformers' logits and gradients, the initial weights that init.py
+states, and one rule for the loss."""
 
 import ast
 import cmath
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from titanlite import init, model
 from titanlite.config.model_sizes import SIZES
+from titanlite.config.schema import Model
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, count_valid, cross_entropy_sum
 from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
@@ -33,8 +35,8 @@ SMALL: dict[str, Any] = {
     "max_seq_len": 48,
 }
 SCALED: dict[str, Any] = {"rope_scaling_factor": 8.0, "rope_original_seq_len": 64}
-"""With heads of 16 channels and theta 10,000, a pair turns 10.2, 3.2, 1.02, 0.32, ... times within 64 positions: there
-are kept (4 turns and more), blended and stretched (1 and fewer) frequencies."""
+"""With head_dim 16 and theta 10,000, a pair of channels has 10.2, 3.2, 1.02, 0.32, ... periods within 64 positions:
+there are unscaled (4 periods and more), blended and stretched (1 and fewer) frequencies."""
 VARIANTS = {
     "multi-head": {"n_kv_heads": 4},
     "grouped-query": {},
@@ -43,13 +45,19 @@ VARIANTS = {
 }
 
 
+def section(size: dict[str, Any]) -> Model:
+    """Return the config section of a size; its max_seq_len is no option of the model."""
+    return Model.model_validate({name: value for name, value in size.items() if name != "max_seq_len"})
+
+
 def on_meta(**others: Any) -> Llama:
+    size = {**SMALL, **others}
     with torch.device("meta"):
-        return Llama(**{**SMALL, **others})
+        return Llama(section(size), max_seq_len=size["max_seq_len"])
 
 
 def build(dtype: torch.dtype = torch.float64, **others: Any) -> Llama:
-    """A small model with weights that are larger than initial ones, so that no part of it is close to linear."""
+    """Build a small model with weights that are larger than initial ones, so that no layer of it is close to linear."""
     llama = on_meta(**others).to(dtype)
     llama.materialize(CPU)
     generator = torch.Generator().manual_seed(1)
@@ -65,10 +73,10 @@ def draw_tokens(*shape: int, vocab_size: int = SMALL["vocab_size"]) -> Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(2))
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest value."""
-    assert found.shape == expected.shape
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -88,9 +96,13 @@ PARAMETERS = {
 }
 
 
-def count_parameters(flavor: str) -> int:
+def parameter_sizes(section: Model) -> dict[str, int]:
     with torch.device("meta"):
-        return sum(p.numel() for p in Llama(**SIZES[flavor], max_seq_len=8).parameters())
+        return {name: p.numel() for name, p in Llama(section, max_seq_len=8).named_parameters()}
+
+
+def count_parameters(flavor: str) -> int:
+    return sum(parameter_sizes(Model(flavor=flavor)).values())
 
 
 @pytest.mark.parametrize("flavor", SIZES)
@@ -108,26 +120,16 @@ def test_every_size_has_a_published_count():
     ("flavor", "seq_len", "billions"), [("llama3_8b", 8192, 57.9), ("llama3_8b", 4096, 51.5)], ids=str
 )
 def test_flops_per_token_as_torchtitan_counts_them(flavor, seq_len, billions):
-    size = SIZES[flavor]
-    with torch.device("meta"):
-        parameters = [(n, p.numel()) for n, p in Llama(**size, max_seq_len=8).named_parameters()]
-    flops = flops_per_token(
-        parameters, n_layers=size["n_layers"], dim=size["dim"], seq_len=seq_len, tied=size["tie_embeddings"]
-    )
-    assert round(flops / 1e9, 1) == billions
+    size = Model(flavor=flavor)
+    assert round(flops_per_token(parameter_sizes(size), size, seq_len) / 1e9, 1) == billions
 
 
 def test_a_tied_embedding_is_multiplied_with_and_counts():
-    weights = {tied: dict(on_meta(tie_embeddings=tied).named_parameters()) for tied in (True, False)}
-    flops = {
-        tied: flops_per_token(
-            ((name, p.numel()) for name, p in weights[tied].items()), n_layers=3, dim=64, seq_len=10, tied=tied
-        )
-        for tied in (True, False)
-    }
+    tied, untied = (section({**SMALL, "tie_embeddings": tie}) for tie in (True, False))
+    flops = flops_per_token(parameter_sizes(tied), tied, 10)
     # Untied, the output head's 80 x 64 weights are multiplied with; tied, the embedding's, which are the same.
-    assert flops[True] == flops[False]
-    assert flops[True] == 6 * sum(p.numel() for p in weights[True].values()) + 12 * 3 * 64 * 10
+    assert flops == flops_per_token(parameter_sizes(untied), untied, 10)
+    assert flops == 6 * sum(parameter_sizes(tied).values()) + 12 * 3 * 64 * 10
 
 
 # The same as transformers ------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def hf_name(name: str) -> str:
 
 
 def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
-    """Rows of wq and wk in transformers' order: it turns channel i with channel i + K/2, Llama 2i with 2i + 1."""
+    """Reorder wq and wk for transformers, which rotates channel i with channel i + K/2; Llama 2i with 2i + 1."""
     if name.endswith(("wq.weight", "wk.weight")):
         return value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
     return value
@@ -191,7 +193,7 @@ def hf_config(size: dict[str, Any], **others: Any) -> Any:
 
 
 def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = to_hf) -> Any:
-    """transformers' model with the weights of ours."""
+    """Return transformers' model with the weights of ours."""
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM(hf_config(size, attn_implementation=attention)).to(next(llama.parameters()).dtype)
@@ -204,7 +206,7 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = 
 
 @pytest.fixture
 def hf_in_float64(monkeypatch) -> None:
-    """transformers computes norms in float32 whatever the weights' type: here the same lines in float64."""
+    """Compute transformers' norms in float64: its own are in float32 whatever the weights' dtype."""
     from transformers.models.llama import modeling_llama
 
     def norm(self: Any, x: Tensor) -> Tensor:
@@ -219,14 +221,14 @@ def gradients(module: nn.Module, logits: Tensor, targets: Tensor) -> dict[str, T
 
 
 def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, float]:
-    """Relative differences of the logits and of every gradient, in float64."""
+    """Return the relative differences of the logits and of every gradient, in float64."""
     llama = build(**size)
     hf = build_hf(llama, size, "sdpa", permute)
 
     def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # transformers' own table is in float32; test_rotary_angles holds it against ours.
+        # transformers' own table is in float32; test_rotary_angles_are_those_of_transformers compares it with ours.
         table = llama.rope[position_ids]
-        return tuple(torch.cat((part, part), -1) for part in (table.real, table.imag))
+        return tuple(torch.cat((half, half), -1) for half in (table.real, table.imag))
 
     hf.model.rotary_emb.forward = rotary
     tokens, targets = draw_tokens(2, 41).split([40, 1], dim=1)[0], draw_tokens(2, 41)[:, 1:]
@@ -257,8 +259,8 @@ def test_another_convention_of_pairs_would_show(hf_in_float64):
 
 
 def test_unchanged_transformers_in_float32():
-    """Nothing of transformers replaced: its own norms, rotary table and softmax, in float32. That rounds to 2^-24 and
-    float64 to 2^-53, so TOLERANCE becomes 5e-5."""
+    """Compare with transformers' own norms, rotary table and softmax, in float32. That rounds to 2^-24 and float64 to
+    2^-53, so TOLERANCE becomes 5e-5."""
     size = {**SMALL, **SCALED}
     llama = build(torch.float32, **size)
     tokens = draw_tokens(2, 48)
@@ -267,21 +269,14 @@ def test_unchanged_transformers_in_float32():
 
 
 def table_of(size: dict[str, Any], length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Our frequencies and rotary table of a size."""
-    frequencies = rope_frequencies(
-        size["dim"] // size["n_heads"],
-        theta=size["rope_theta"],
-        scaling=size["rope_scaling_factor"],
-        low_factor=size["rope_low_freq_factor"],
-        high_factor=size["rope_high_freq_factor"],
-        original_seq_len=size["rope_original_seq_len"],
-    )
+    """Return our frequencies and rotary table of a size."""
+    frequencies = rope_frequencies(section(size))
     return frequencies, rope_table(frequencies, length, dtype)
 
 
 @pytest.mark.parametrize("flavor", ["llama2_7b", "llama3_8b", "llama3_1b"])
 def test_rotary_angles_are_those_of_transformers(flavor):
-    """cos and sin at positions 0 .. 8191, unscaled, scaled by 8 and by 32.
+    """Compare cos and sin at positions 0 .. 8191, unscaled, scaled by 8 and by 32.
 
     transformers computes frequencies and angles in float32: about 8 roundings of 2^-24 each, the product with the
     position scales them up, so an angle p f is off by up to p f 2^-21. That of cos itself adds 2^-24.
@@ -299,34 +294,34 @@ def test_rotary_angles_are_those_of_transformers(flavor):
     assert ((ours.imag - sin[0, :, :half]).abs() <= tolerance).all()
 
 
-def test_scaling_keeps_blends_and_stretches():
+def test_rope_scaling_leaves_blends_and_stretches_frequencies():
     (plain, _), (scaled, _) = table_of(SMALL, 1), table_of({**SMALL, **SCALED}, 1)
-    turns = 64 * plain / (2 * math.pi)
-    kept, stretched = turns >= 4, turns <= 1
+    periods = 64 * plain / (2 * math.pi)
+    unscaled, stretched = periods >= 4, periods <= 1
     ratio = scaled / plain
-    assert kept.any()
+    assert unscaled.any()
     assert stretched.any()
-    assert (~kept & ~stretched).sum() == 2  # blended
-    assert (ratio[kept] == 1).all()
+    assert (~unscaled & ~stretched).sum() == 2  # blended
+    assert (ratio[unscaled] == 1).all()
     torch.testing.assert_close(ratio[stretched], torch.full_like(ratio[stretched], 1 / 8), rtol=1e-15, atol=0)
-    assert (ratio[~kept & ~stretched] > 1 / 8).all()
-    assert (ratio[~kept & ~stretched] < 1).all()
+    assert (ratio[~unscaled & ~stretched] > 1 / 8).all()
+    assert (ratio[~unscaled & ~stretched] < 1).all()
 
 
 # Rotary positions --------------------------------------------------------------------------------------------------
 
 
 def test_rotary_table_is_accurate_at_position_a_million():
-    """Against 40 digits. A frequency is off by two roundings of 2^-53 and the angle by another one, a million times as
-    large as the frequency; then come cos and sin. (Angles in float32 would be off by 0.06.)"""
+    """Compare with 40 digits. A frequency is off by two roundings of 2^-53 and the angle by another one, a million
+    times as large as the frequency; then come cos and sin. (Angles in float32 would be off by 0.06.)"""
     position, theta, head_dim = 1_000_000, 500_000.0, 8
     frequencies, _ = table_of({**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_dim, "n_heads": 1}, 1)
     tables = {dtype: rope_table(frequencies, position + 1, dtype) for dtype in (torch.float64, torch.float32)}
     with decimal.localcontext(decimal.Context(prec=40)):
-        full_turn = 2 * decimal.Decimal("3.141592653589793238462643383279502884197")
+        two_pi = 2 * decimal.Decimal("3.141592653589793238462643383279502884197")
         for pair, frequency in enumerate(frequencies.tolist()):
             angle = position * decimal.Decimal(theta) ** (decimal.Decimal(-2 * pair) / head_dim)
-            exact = cmath.rect(1, float(angle % full_turn))
+            exact = cmath.rect(1, float(angle % two_pi))
             tolerance = position * frequency * 4 * 2**-53 + 2**-52
             assert abs(tables[torch.float64][position, pair].item() - exact) <= tolerance
             assert abs(tables[torch.float32][position, pair].item() - exact) <= tolerance + 2**-24
@@ -343,11 +338,11 @@ def test_rotation_is_in_float32_or_better(dtype, table):
     assert not [name for name in llama.state_dict() if "rope" in name]
     assert [name for name, _ in llama.named_buffers()] == ["rope"]
     x = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    turned = apply_rotary_emb(x, llama.rope[:5])
-    assert turned.dtype == dtype
+    rotated = apply_rotary_emb(x, llama.rope[:5])
+    assert rotated.dtype == dtype
     expected = apply_rotary_emb(x.double(), llama.rope[:5].to(torch.complex128))
     round_off = {torch.float64: 2**-52, torch.float32: 2**-22, torch.bfloat16: 2**-8}[dtype]
-    assert relative(turned.double(), expected) <= round_off
+    assert relative(rotated.double(), expected) <= round_off
 
 
 def test_the_dtype_changes_without_a_warning(recwarn):
@@ -369,27 +364,27 @@ def test_positions_of_their_own_for_each_sequence():
     llama, tokens = build(), draw_tokens(2, 20)
     positions = torch.stack([torch.arange(20) * 2, torch.cat([torch.arange(8), torch.arange(12)])])
     together = llama(tokens, positions)
-    for row in range(2):
-        alone = llama(tokens[row : row + 1], positions[row])
-        torch.testing.assert_close(together[row : row + 1], alone, rtol=TOLERANCE, atol=TOLERANCE)
+    for b in range(2):
+        alone = llama(tokens[b : b + 1], positions[b])
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # Structure ---------------------------------------------------------------------------------------------------------
 
 
 def test_inner_attention_by_hand():
-    """Query head h reads key head h * G // H, and no later position."""
+    """Query head h attends to KV head h * G // H, and to no later position."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
-    found = model.ScaledDotProductAttention()(q, k, v)
+    actual = model.ScaledDotProductAttention()(q, k, v)
     for head in range(6):
         scores = q[:, :, head] @ k[:, :, head * 3 // 6].transpose(1, 2) / math.sqrt(8)
         later = torch.ones(7, 7, dtype=torch.bool).triu(1)
         expected = scores.masked_fill(later, -math.inf).softmax(-1) @ v[:, :, head * 3 // 6]
-        torch.testing.assert_close(found[:, :, head], expected, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(actual[:, :, head], expected, rtol=1e-13, atol=1e-14)
 
 
-def test_no_token_sees_a_later_one():
+def test_no_token_attends_to_a_later_one():
     llama, tokens = build(), draw_tokens(1, 20)
     changed = tokens.clone()
     changed[0, 12] = (changed[0, 12] + 1) % 80
@@ -399,7 +394,7 @@ def test_no_token_sees_a_later_one():
 
 
 def distributed_uses(source: str) -> Iterator[str]:
-    """What a module imports or names of torch.distributed, of titanlite, or relatively."""
+    """Yield what a module imports or names of torch.distributed, of titanlite, or relatively."""
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -413,7 +408,8 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 
 def test_model_knows_no_parallelism():
-    assert list(distributed_uses(Path(model.__file__).read_text())) == []
+    """Its section of the config is all of titanlite that it imports."""
+    assert list(distributed_uses(Path(model.__file__).read_text())) == ["titanlite.config.schema.Model"]
 
 
 @pytest.mark.parametrize(
@@ -424,6 +420,7 @@ def test_model_knows_no_parallelism():
         "from torch import distributed",
         "x = torch.distributed.get_rank()",
         "from titanlite import config",
+        "from titanlite.config.schema import Parallelism",
         "import titanlite.parallel.mesh",
         "from . import mesh",
         "from .mesh import init_mesh",
@@ -458,8 +455,8 @@ def test_tie_survives_materialize():
     assert "output.weight" not in dict(llama.named_parameters())
 
 
-def cut(llama: Llama, layers: range, *, embedding: bool = False, head: bool = False) -> Llama:
-    """A stage of it, as a pipeline would cut it."""
+def stage_of(llama: Llama, layers: range, *, embedding: bool = False, head: bool = False) -> Llama:
+    """Return a stage of a model, as a pipeline would split it."""
     stage = copy.deepcopy(llama)
     for layer in range(len(llama.layers)):
         if layer not in layers:
@@ -472,33 +469,33 @@ def cut(llama: Llama, layers: range, *, embedding: bool = False, head: bool = Fa
 
 
 @pytest.mark.parametrize("ends", [[0, 1, 3], [0, 0, 1, 2, 3, 3]], ids=["2 stages", "embedding and head alone"])
-def test_chained_stages_equal_the_whole(ends):
-    """Stage i has the layers ends[i] .. ends[i + 1] - 1."""
+def test_chained_stages_equal_the_full_model(ends):
+    """Run stage after stage, where stage i has the layers ends[i] .. ends[i + 1] - 1."""
     llama, tokens = build(**SCALED), draw_tokens(2, 20)
     names: list[str] = []
     x, last = tokens, len(ends) - 2
     for number in range(last + 1):
         layers = range(ends[number], ends[number + 1])
-        stage = cut(llama, layers, embedding=number == 0, head=number == last)
+        stage = stage_of(llama, layers, embedding=number == 0, head=number == last)
         names += dict(stage.named_parameters())
         x = stage(x)
     assert torch.equal(x, llama(tokens))
     assert sorted(names) == sorted(dict(llama.named_parameters()))
 
 
-def test_stages_cut_on_meta_hold_the_whole_models_weights():
-    """Cut before materialize, as a large model must be."""
-    whole = on_meta()
-    whole.materialize(CPU)
-    init_weights(whole, seed=5, n_layers=3, device=CPU)
-    expected, tokens = dict(whole.named_parameters()), draw_tokens(1, 20)
+def test_stages_split_on_meta_have_the_full_models_weights():
+    """Split the model before materialize, as a large one must be."""
+    full = on_meta()
+    full.materialize(CPU)
+    init_weights(full, seed=5, n_layers=3, device=CPU)
+    expected, tokens = dict(full.named_parameters()), draw_tokens(1, 20)
     x = tokens
-    for stage in (cut(on_meta(), range(2), embedding=True), cut(on_meta(), range(2, 3), head=True)):
+    for stage in (stage_of(on_meta(), range(2), embedding=True), stage_of(on_meta(), range(2, 3), head=True)):
         stage.materialize(CPU)
         init_weights(stage, seed=5, n_layers=3, device=CPU)
         assert all(torch.equal(p, expected[name]) for name, p in stage.named_parameters())
         x = stage(x)
-    assert torch.equal(x, whole(tokens))
+    assert torch.equal(x, full(tokens))
 
 
 # Initial weights ---------------------------------------------------------------------------------------------------
@@ -544,8 +541,8 @@ def test_the_seed_of_a_name_is_the_same_everywhere():
 
 
 def test_initial_distribution():
-    """The debug model's, to 5 standard errors: the standard deviation of n normal numbers is off by 1 / sqrt(2 n) of
-    itself, their mean by 1 / sqrt(n) of the standard deviation."""
+    """Compare the debug model's weights with theory, to 5 standard errors: the standard deviation of n normal numbers
+    is off by 1 / sqrt(2 n) of itself, their mean by 1 / sqrt(n) of the standard deviation."""
     for name, weight in initial_weights({**SIZES["debug"], "max_seq_len": 8}).items():
         if weight.dim() == 1:
             assert (weight == 1).all(), name
@@ -560,7 +557,7 @@ def test_initial_distribution():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_every_dtype_holds_the_same_draw(dtype):
+def test_every_dtype_has_the_same_draw(dtype):
     drawn = initial_weights()
     for name, weight in initial_weights(dtype=dtype).items():
         assert weight.dtype == dtype
@@ -571,11 +568,11 @@ def test_every_dtype_holds_the_same_draw(dtype):
 
 
 def loss_by_hand(logits: Tensor, targets: Tensor) -> float:
-    """Sum of -log softmax in Python's floats."""
+    """Return the sum of -log softmax in Python's floats."""
     total = 0.0
-    for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True):
+    for values, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True):
         if target != IGNORED:
-            total += math.log(sum(math.exp(value) for value in row)) - row[target]
+            total += math.log(sum(math.exp(value) for value in values)) - values[target]
     return total
 
 
@@ -597,8 +594,8 @@ def test_loss_is_the_sum_over_valid_tokens():
     valid = count_valid([targets[:1], targets[1:]], CPU)
     assert valid.item() == 3 + 8
     assert valid.dtype == torch.float64
-    parts = [cross_entropy_sum(logits[row : row + 1], targets[row : row + 1]) for row in range(2)]
-    assert sum(parts).item() == pytest.approx(loss.item(), rel=1e-14)
+    losses = [cross_entropy_sum(logits[b : b + 1], targets[b : b + 1]) for b in range(2)]
+    assert sum(losses).item() == pytest.approx(loss.item(), rel=1e-14)
 
 
 def test_ignored_targets_have_no_gradient():
@@ -622,7 +619,7 @@ def test_a_batch_without_valid_targets_adds_nothing():
 
 
 def test_bfloat16_logits_are_summed_in_float32():
-    """The only rounding to bfloat16 (2^-9) is that of the logits themselves."""
+    """Only the logits themselves are rounded to bfloat16 (2^-9)."""
     logits, targets = draw_logits(torch.bfloat16)
     loss = cross_entropy_sum(logits, targets)
     assert loss.dtype == torch.float32

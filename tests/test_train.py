@@ -522,12 +522,12 @@ def test_one_rank_and_no_needless_imports(folder):
     script = folder / "spy.py"
     script.write_text(
         "import sys, train\n"
-        "leave = train.mesh.leave\n"
+        "leave = train.mesh.exit_process\n"
         "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas')\n"
         "def spy(status):\n"
         "    print('imported', [name for name in heavy if name in sys.modules])\n"
         "    leave(status)\n"
-        "train.mesh.leave = spy\n"
+        "train.mesh.exit_process = spy\n"
         "train.main(sys.argv[1:])\n"
     )
     status, out, error = finish(

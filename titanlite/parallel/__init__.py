@@ -1,1 +1,1 @@
-"""Everything that `parallelize.parallelize` applies to a model, one file a technique, and the mesh under it."""
+"""Everything that `parallelize.parallelize` applies to a model, one file per technique, and the device mesh."""

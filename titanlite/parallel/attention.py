@@ -1,13 +1,13 @@
-"""Attention kernels that give the log-sum-exp with their output and take both back: what attention in pieces needs.
+"""Attention backends that return the log-sum-exp with their output and take both back, as ring attention needs.
 
-The backward may be given the output and log-sum-exp of a softmax over more keys than its own: then its gradients are
-these keys' share, and shares only add up.
+The backward takes the output and log-sum-exp of a softmax over all keys together with only some of the keys: its
+gradients are these keys' contributions, which are summed.
 
 torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
 to them stands in this file. The three for CUDA ("flash", "cudnn", "efficient") were run on meta tensors only, on no GPU
 yet. There is no dropout, so their backward reads no random state, and empty tensors stand for it.
 
-Shapes: B batch, T queries, S keys, H query heads, G key and value heads, K head size.
+Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.
 """
 
 import math
@@ -19,42 +19,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class AttentionBackend(NamedTuple):
-    """Softmax(q k^T / sqrt K) v and its gradients. Query head h attends with key head h * G // H.
+    """Softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head h * G // H.
 
-    All tensors are strided as slices and transposes of [B, T, H, K] are: neighbours in K are neighbours in memory.
+    All tensors have the strides of slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     """(q_BHTK, k_BGSK, v_BGSK, causal) to (out_BHTK, lse_BHT): lse is the natural logarithm of the sum over keys of
-    exp(q k / sqrt K), in float32 or, for float64, float64. causal: query t sees keys 0 to t, and S is T."""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
-    """(grad_out_BHTK, q, k, v, out, lse, causal) to (dq, dk, dv), of the shapes and types of q, k, v."""
+    exp(q k / sqrt K), in float32 or, for float64, float64. causal: query t attends to keys 0 to t, and S is T."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
+    """(grad_BHTK of out, q, k, v, out, lse, causal) to (dq, dk, dv), of the shapes and dtypes of q, k, v."""
+
+
+def float32_or_better(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
-def _cpu_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, q, k, v, out, lse, 0.0, causal)
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
 
-def _flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    random = q.new_empty(0, dtype=torch.uint64)
+def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+    random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
+    lse = lse.contiguous()  # the operator takes its memory to be dense
     return aten._scaled_dot_product_flash_attention_backward(
-        # It takes lse's memory to be dense. None: sequences are not packed one behind the other.
-        *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, random, random)
+        # None: sequences are not packed one behind the other.
+        *(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, random, random)
     )
 
 
@@ -63,53 +65,48 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return out, lse_BHT1.reshape(q.shape[:3])
 
 
-def _cudnn_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.int64), (q.shape[2], k.shape[2])
     lse_BHT1 = lse.contiguous().unsqueeze(-1)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, out, lse_BHT1, random, random, None, None, None, *lengths, 0.0, causal
+        grad, q, k, v, out, lse_BHT1, random, random, None, None, None, *lengths, 0.0, causal
     )
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # it has no GQA
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]  # it comes padded to a multiple of 32
 
 
-def _efficient_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     n_kv_heads = k.shape[1]
     k, v = (x.repeat_interleave(q.shape[1] // n_kv_heads, dim=1) for x in (k, v))
     random = q.new_empty(0, dtype=torch.int64)
-    # Padded as it came: exp(x - inf) is 0.
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded as it came: exp(x - inf) is 0
     if out.stride(2) != out.shape[1] * out.shape[3]:
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes a token's heads to lie together
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator takes a token's heads to be adjacent
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal
+        grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal
     )
     return dq, *(x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (dk, dv))
 
 
 def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """[B, G, H / G, T, S] in float32 or better; -inf where a query does not see a key."""
-    scores = torch.einsum("bgmtk,bgsk->bgmts", _groups(q, k), _precise(k)) / math.sqrt(q.shape[-1])
+    """Return [B, G, H / G, T, S] in float32 or better; -inf where a query does not attend to a key."""
+    scores = torch.einsum("bgmtk,bgsk->bgmts", _grouped(q, k), _precise(k)) / math.sqrt(q.shape[-1])
     if causal:
         scores.masked_fill_(torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1), -math.inf)
     return scores
 
 
-def _groups(x_BHTK: Tensor, k: Tensor) -> Tensor:
-    """[B, G, H / G, T, K]: a key head's query heads lie together."""
+def _grouped(x_BHTK: Tensor, k: Tensor) -> Tensor:
+    """Return [B, G, H / G, T, K]: the query heads of a KV head are adjacent."""
     return _precise(x_BHTK).unflatten(1, (k.shape[1], -1))
 
 
 def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(float32_or_better(x))
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -118,17 +115,15 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
     return out.flatten(1, 2).to(q.dtype), scores.logsumexp(-1).flatten(1, 2)
 
 
-def _math_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     weights = (_math_scores(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
-    grad = _groups(grad_out, k)
+    grad = _grouped(grad, k)
     dv = torch.einsum("bgmts,bgmtk->bgsk", weights, grad)
-    # Of the softmax: each weight's gradient less their mean under the weights, which is grad_out . out.
+    # Of the softmax: each weight's gradient less their mean under the weights, which is grad . out.
     dweights = torch.einsum("bgmtk,bgsk->bgmts", grad, _precise(v))
-    dscores = weights * (dweights - (grad * _groups(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    dscores = weights * (dweights - (grad * _grouped(out, k)).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     dq = torch.einsum("bgmts,bgsk->bgmtk", dscores, _precise(k)).flatten(1, 2)
-    dk = torch.einsum("bgmts,bgmtk->bgsk", dscores, _groups(q, k))
+    dk = torch.einsum("bgmts,bgmtk->bgsk", dscores, _grouped(q, k))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -136,9 +131,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
     "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8
     "cudnn": AttentionBackend(_cudnn_forward, _cudnn_backward),  # float16 and bfloat16
-    "efficient": AttentionBackend(
-        _efficient_forward, _efficient_backward
-    ),  # the only one that needs a key head a query head
-    "math": AttentionBackend(_math_forward, _math_backward),  # any device and type; memory grows with T x S
+    "efficient": AttentionBackend(_efficient_forward, _efficient_backward),
+    "math": AttentionBackend(_math_forward, _math_backward),  # any device and dtype; memory grows with T x S
 }
-"""On a CPU "cpu" and "math", on CUDA all but "cpu"."""
+"""Backends by name. On a CPU "cpu" and "math" run, on CUDA all but "cpu"."""

@@ -1,42 +1,35 @@
-"""torch.compile, a block at a time: blocks are alike, so what is compiled for one serves all."""
+"""torch.compile, one block at a time: blocks are alike, so the code compiled for one serves all."""
 
 import functools
-from collections.abc import Collection
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from titanlite.config.schema import Compile
 from titanlite.loss import chunk_loss
 from titanlite.model import Llama
 
 
-def apply_compile(
-    model: Llama,
-    *,
-    components: Collection[str],
-    backend: Literal["inductor", "aot_eager"],
-    async_tensor_group: dist.ProcessGroup | None,
-) -> None:
-    """Compile a model or a stage in place, without a graph break.
+def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group: dist.ProcessGroup | None) -> None:
+    """Compile a model or a pipeline stage in place, without a graph break.
 
     Args:
-        components: "model": every block; "loss": the output head and the loss.
-        async_tensor_group: tensor-parallel ranks whose collectives inductor is to take apart and overlap with the
-            matrix products before and after them (asynchronous tensor parallel; CUDA); None: leave them whole.
+        async_tensor_parallel_group: tensor-parallel ranks whose collectives inductor decomposes and overlaps with the
+            matrix products before and after them (async TP; CUDA); None: leave them as they are.
     """
-    _keep_no_random_state()
-    if async_tensor_group is not None:
-        _overlap_tensor_parallel(async_tensor_group)
-    for block in model.layers.values() if "model" in components else ():
-        # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
-    if model.output is not None and "loss" in components:
-        piece = torch.compile(chunk_loss, backend=backend, fullgraph=True)
-        model.output.loss = functools.partial(model.output.loss, piece=piece)
+    _save_no_random_state()
+    if async_tensor_parallel_group is not None:
+        _enable_async_tensor_parallel(async_tensor_parallel_group)
+    if "model" in compile.components:
+        for block in model.layers.values():
+            # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
+            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+    if model.output is not None and "loss" in compile.components:
+        compiled = torch.compile(chunk_loss, backend=compile.backend, fullgraph=True)
+        model.output.loss = functools.partial(model.output.loss, piece=compiled)
 
 
-def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
+def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Private: torch._inductor.config._micro_pipeline_tp and symmetric memory (read in torch 2.11 and 2.13; run on
     neither, since both need CUDA)."""
     from torch._inductor import config
@@ -46,12 +39,13 @@ def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
-def _keep_no_random_state() -> None:
+def _save_no_random_state() -> None:
     """Tell the compiler that nothing in a block is random; checkpoint's `preserve_rng_state` does not reach it.
 
     Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15). Attention counts as
-    random, for a dropout that is not there. The state kept for it on a CPU stands behind a DTensor's mesh among what
-    the forward keeps, where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel."""
+    random, for a dropout that is not there. The random state saved for it on a CPU comes after a DTensor's mesh among
+    the values saved for backward, where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor
+    parallel."""
     from torch._functorch import partitioners
 
     partitioners.has_recomputable_rng_ops = lambda _: False

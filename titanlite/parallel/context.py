@@ -1,24 +1,22 @@
-"""Context parallelism: every sequence is cut over ranks, and only attention talks across the cuts.
+"""Context parallel (CP): every sequence is split over ranks, and only attention communicates between its shards.
 
-Ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks (DeepSpeed-Ulysses, arXiv:2309.14509) trade heads for sequence in
-an all-to-all before attention and back after it: each then has some heads of all tokens that they hold together. Ring
-ranks (Ring Attention, arXiv:2310.01889) keep their queries and pass keys and values on to the next rank, a step a rank,
-while they attend with those that they have; results over different keys are merged by their log-sum-exp
-(FlashAttention, arXiv:2205.14135), in float32 or better. In the backward, keys and values go round again, a step ahead
-of their gradients, which every rank adds to and which end at their owner.
+Ring x Ulysses (USP, arXiv:2405.07719). Ulysses ranks (DeepSpeed-Ulysses, arXiv:2309.14509) exchange sequence for heads
+in an all-to-all before attention and back after it, so that each attends with some heads of all their tokens. Ring
+ranks (Ring Attention, arXiv:2310.01889) keep their queries and send keys and values to the next rank, once per ring
+step, while they attend to those that they have; results over different keys are merged by their log-sum-exp
+(FlashAttention, arXiv:2205.14135). In the backward, keys and values are sent around the ring again, one step ahead of
+their gradients, to which every rank adds and which end at their owner.
 
-Zig-zag: under a causal mask later queries see more keys. The sequence is cut into 2 x ring chunks, and ring rank r
-holds chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention), so that each rank
-has the same work in each step, with no masked part in it after the first: of the keys of a rank before, the first
-chunk is seen by all queries and the second by none; the keys of a rank behind are all seen by the second chunk of
-queries and not by the first.
+Zig-zag load balancing: later queries attend to more keys. The sequence is split into 2 x ring chunks, and ring rank r
+has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). So each rank has the
+same work in each ring step, and after the first none of it is masked: of an earlier rank's keys all queries attend to
+the first chunk and none to the second; to a later rank's keys only the second chunk of queries attends.
 
-Documents need no mask either. They are contiguous, so of two chunks the pairs that share a document form a rectangle,
-and within a chunk each document is a causal triangle.
+Documents need no mask either: of two chunks the pairs that share a document form a rectangle, and within a chunk each
+document is a causal triangle. Both are called tiles of the attention matrix.
 
-Shapes: B batch, T tokens that this rank holds, S tokens that its Ulysses ranks hold together (T x Ulysses ranks; two
-chunks, or one without a ring), H query heads, G key and value heads, N heads of all that a message holds, U Ulysses
-ranks, K head size. Heads are a U-th of the layer's wherever S stands with them.
+Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (two chunks, or one without a ring), H query
+heads, G KV heads, N heads of all in a message, U Ulysses ranks, K head_dim. Where S stands, heads are a U-th of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,187 +28,152 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.model import Llama
-from titanlite.parallel.attention import ATTENTION_BACKENDS
+from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 
 
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
-    """Which tokens of a sequence a rank holds, in the order in which it holds them.
+    """Return the positions of a rank's tokens in their sequence of `seq_len`, int64 [seq_len / (ring * ulysses)].
 
     Args:
-        seq_len: tokens of the whole sequence.
-        ring: ring ranks.
-        ulysses: Ulysses ranks.
         rank: ring rank * ulysses + Ulysses rank.
 
-    Returns:
-        int64 [seq_len / (ring * ulysses)].
-
     Raises:
-        ValueError: if the sequence cannot be cut evenly, or there is no such rank.
+        ValueError: if the sequence cannot be split evenly, or there is no such rank.
     """
-    chunks = 2 * ring if ring > 1 else 1
-    if seq_len % chunks or seq_len // ring % ulysses:
-        raise ValueError(f"{seq_len} tokens cannot be cut evenly over ring {ring} x ulysses {ulysses}")
+    n_chunks = 2 * ring if ring > 1 else 1
+    if seq_len % n_chunks or seq_len // ring % ulysses:
+        raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"rank {rank} is not one of ring {ring} x ulysses {ulysses}")
     ring_rank, ulysses_rank = divmod(rank, ulysses)
-    positions = torch.arange(seq_len, device="cpu").view(chunks, -1)
+    positions = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
     return positions[_chunks(ring_rank, ring)].flatten().chunk(ulysses)[ulysses_rank]
 
 
-def apply_context_parallel(
-    model: Llama, *, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, kernel: str
-) -> None:
-    """Replace the inner attention of every block of a model or a stage. Arguments: see ContextAttention."""
-    for block in model.layers.values():
-        block.attention.inner_attention = ContextAttention(
-            ring_group=ring_group, ulysses_group=ulysses_group, kernel=kernel
-        )
-
-
 class ContextAttention(nn.Module):
-    """model.ScaledDotProductAttention over sequences that are cut as `local_positions` says.
+    """model.ScaledDotProductAttention over sequences that are split by `local_positions`.
 
     Args:
-        ring_group: ranks that pass keys and values on; None: only this one.
-        ulysses_group: ranks that trade heads for sequence; None: only this one.
-        kernel: name in attention.ATTENTION_BACKENDS.
+        ring_group: ranks that send keys and values around a ring; None: only this one.
+        ulysses_group: ranks that exchange sequence for heads; None: only this one.
+        backend: name in attention.ATTENTION_BACKENDS.
     """
 
-    def __init__(
-        self, *, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, kernel: str
-    ) -> None:
+    def __init__(self, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str):
         super().__init__()
-        self.ring, self.ulysses, self.kernel = _register(ring_group), _register(ulysses_group), kernel
-        self.ring_size, self.ulysses_size = _place(self.ring)[1], _place(self.ulysses)[1]
+        self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
+        self.ring_size, self.ulysses_size = _rank_and_size(self.ring)[1], _rank_and_size(self.ulysses)[1]
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Head h attends with key head h * G // H.
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H.
 
         Args:
-            document_positions_BS: position in its document of each token that this rank's Ulysses ranks hold together (not
-                only this rank's), int64 in host memory: tokens attend only within theirs. None: a sequence is one
-                document.
-
-        Returns:
-            [B, T, H, K].
+            document_positions_BS: position in its document of each token of this rank's Ulysses ranks (not only of this
+                rank), int64 in host memory: tokens attend only within their document. None: a sequence is one document.
 
         Raises:
-            ValueError: if heads or tokens cannot be cut evenly, or the documents' shape or device is another.
+            ValueError: if heads or tokens cannot be split evenly, or document_positions has another shape or device.
         """
-        batch, tokens, *_ = q_BTHK.shape
-        sequence = tokens * self.ulysses_size
-        if q_BTHK.shape[2] % self.ulysses_size or k_BTGK.shape[2] % self.ulysses_size:
+        batch, tokens, heads, _ = q_BTHK.shape
+        sequence, kv_heads = tokens * self.ulysses_size, k_BTGK.shape[2]
+        if heads % self.ulysses_size or kv_heads % self.ulysses_size:
             raise ValueError(
-                f"{q_BTHK.shape[2]} query heads and {k_BTGK.shape[2]} key heads cannot be cut evenly over ulysses "
-                f"{self.ulysses_size}"
+                f"{heads} query heads and {kv_heads} KV heads cannot be split evenly over ulysses {self.ulysses_size}"
             )
         if self.ring_size > 1 and sequence % 2:
-            raise ValueError(f"{sequence} tokens of a ring rank cannot be cut into two chunks")
-        if document_positions_BS is not None and (
-            document_positions_BS.shape != (batch, sequence) or not document_positions_BS.is_cpu
-        ):
+            raise ValueError(f"{sequence} tokens of a ring rank cannot be split into two chunks")
+        positions = document_positions_BS
+        if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             raise ValueError(
-                f"documents: expected [{batch}, {sequence}] in host memory, got {list(document_positions_BS.shape)} on "
-                f"{document_positions_BS.device}"
+                f"document_positions: expected [{batch}, {sequence}] in host memory, got {list(positions.shape)} on "
+                f"{positions.device}"
             )
-        return _attention(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, self.ring, self.ulysses, self.kernel)[0]
+        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend)[0]
 
 
-# Groups reach the operators by name, since arguments of operators are tensors, numbers and strings.
-_GROUPS: dict[str, dist.ProcessGroup] = {}
+def apply_context_parallel(
+    model: Llama, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str
+) -> None:
+    """Replace the inner attention of every block of a model or a stage. The arguments are ContextAttention's."""
+    for block in model.layers.values():
+        block.attention.inner_attention = ContextAttention(ring_group, ulysses_group, backend)
+
+
+# Process groups reach the operators by name, since arguments of operators are tensors, numbers and strings.
+_GROUPS: dict[str, dist.ProcessGroup | None] = {}
 
 
 def _register(group: dist.ProcessGroup | None) -> str:
-    """A name to find it by; "" for one that is not needed."""
-    if group is None or group.size() == 1:
-        return ""
-    _GROUPS[group.group_name] = group
-    return group.group_name
+    """Return the name by which operators find a group; "" for this rank only."""
+    name = group.group_name if group is not None and group.size() > 1 else ""
+    _GROUPS[name] = group
+    return name
 
 
-def _place(group: str) -> tuple[int, int]:
-    """This rank's number in a group, and the number of ranks in it."""
+def _rank_and_size(group: str) -> tuple[int, int]:
     return (_GROUPS[group].rank(), _GROUPS[group].size()) if group else (0, 1)
 
 
-# The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the messages. -------------
+# The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
 
 
 @torch.library.custom_op("titanlite::context_attention", mutates_args=())
 def _attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    document_positions_BS: Tensor | None,
-    ring: str,
-    ulysses: str,
-    kernel: str,
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, ulysses: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, T, H, K] and, for the backward, log-sum-exp [B, H, S] and, with Ulysses only, what was attended with
-    and what came out of it before the way back: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
+    """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
+    inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
-        out_BTHK, lse_BHS = _ring_forward(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, kernel)
-        return out_BTHK, lse_BHS, q_BTHK.new_empty(0), q_BTHK.new_empty(0)  # outputs must not be inputs
-    qkv_BSNK = _sequence_for_heads([q_BTHK, k_BTGK, v_BTGK], ulysses)
-    q, k, v = qkv_BSNK.split(_heads(q_BTHK, k_BTGK, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _ring_forward(q, k, v, document_positions_BS, ring, kernel)
-    (out_BTHK,) = _heads_for_sequence([inner_BSHK], ulysses)
+        out_BTHK, lse_BHS = _ring_forward(q, k, v, document_positions, ring, backend)
+        return out_BTHK, lse_BHS, q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+    qkv_BSNK = _sequence_to_heads([q, k, v], ulysses)
+    qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
+    inner_BSHK, lse_BHS = _ring_forward(*qkv, document_positions, ring, backend)
+    (out_BTHK,) = _heads_to_sequence([inner_BSHK], ulysses)
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
 
 @_attention.register_fake
-def _(q_BTHK, k_BTGK, v_BTGK, document_positions_BS, ring, ulysses, kernel):
-    batch, tokens, heads, head_dim = q_BTHK.shape
-    own_heads, n_ulysses = _heads(q_BTHK, k_BTGK, ulysses), _place(ulysses)[1]
-    sequence = tokens * n_ulysses
-    lse = q_BTHK.new_empty(batch, own_heads[0], sequence, dtype=_lse_type(q_BTHK))
-    qkv, inner = (
-        q_BTHK.new_empty((batch, sequence, n, head_dim) if ulysses else 0) for n in (sum(own_heads), own_heads[0])
-    )
-    return q_BTHK.new_empty(batch, tokens, heads, head_dim), lse, qkv, inner
+def _(q, k, v, document_positions, ring, ulysses, backend):
+    batch, tokens, _, head_dim = q.shape
+    heads, sequence = _local_heads(q, k, ulysses), tokens * _rank_and_size(ulysses)[1]
+    lse = q.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q))
+    qkv, inner = (batch, sequence, sum(heads), head_dim), (batch, sequence, heads[0], head_dim)
+    return q.new_empty(q.shape), lse, q.new_empty(qkv if ulysses else 0), q.new_empty(inner if ulysses else 0)
 
 
 @torch.library.custom_op("titanlite::context_attention_backward", mutates_args=())
 def _attention_backward(
-    grad_out_BTHK: Tensor,
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    out_BSHK: Tensor,
-    lse_BHS: Tensor,
-    document_positions_BS: Tensor | None,
-    ring: str,
-    ulysses: str,
-    kernel: str,
+    grad_out: Tensor, saved: list[Tensor], document_positions: Tensor | None, ring: str, ulysses: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out = _sequence_for_heads([grad_out_BTHK], ulysses) if ulysses else grad_out_BTHK.contiguous()
-    saved = grad_out, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS
-    grads = _ring_backward(*saved, documents=document_positions_BS, ring=ring, kernel=kernel)
-    return tuple(_heads_for_sequence(grads, ulysses)) if ulysses else grads
+    """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
+    grad_out = _sequence_to_heads([grad_out], ulysses) if ulysses else grad_out.contiguous()
+    grads = _ring_backward(grad_out, *saved, document_positions=document_positions, ring=ring, backend=backend)
+    return tuple(_heads_to_sequence(grads, ulysses)) if ulysses else grads
 
 
 @_attention_backward.register_fake
-def _(grad_out_BTHK, q_BSHK, k_BSGK, v_BSGK, out_BSHK, lse_BHS, document_positions_BS, ring, ulysses, kernel):
-    batch, tokens, _, head_dim = grad_out_BTHK.shape
-    n = _place(ulysses)[1]
-    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in (q_BSHK, k_BSGK, v_BSGK))
+def _(grad_out, saved, document_positions, ring, ulysses, backend):
+    batch, tokens, _, head_dim = grad_out.shape
+    n = _rank_and_size(ulysses)[1]
+    return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in saved[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, documents, *ctx.names = inputs
+    q, k, v, document_positions, *ctx.names = inputs
     out, lse, qkv, inner = output
     ulysses = ctx.names[1]
     ctx.set_materialize_grads(False)  # of the other outputs: they have none
     ctx.mark_non_differentiable(lse, qkv, inner)
-    attended = (*qkv.split(_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
-    ctx.save_for_backward(*attended, lse, documents)
+    attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
+    ctx.save_for_backward(*attended, lse, document_positions)
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return *_attention_backward(grad_out, *ctx.saved_tensors, *ctx.names), None, None, None, None
+    *saved, document_positions = ctx.saved_tensors
+    return *_attention_backward(grad_out, saved, document_positions, *ctx.names), None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -219,23 +182,23 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # Ulysses --------------------------------------------------------------------------------------------------------------
 
 
-def _heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
-    """Heads of q, k and v that a rank attends with."""
-    return [x.shape[2] // _place(ulysses)[1] for x in (q_BTHK, k_BTGK, k_BTGK)]
+def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
+    """Return the numbers of heads of q, k and v that a rank attends with."""
+    return [x.shape[2] // _rank_and_size(ulysses)[1] for x in (q_BTHK, k_BTGK, k_BTGK)]
 
 
-def _sequence_for_heads(held: list[Tensor], ulysses: str) -> Tensor:
-    """Several [B, T, heads, K] to one [B, S, N, K]: of each, all tokens of this rank's share of heads."""
-    send_UBTNK = torch.cat([x.unflatten(2, (_place(ulysses)[1], -1)).movedim(2, 0) for x in held], dim=3)
+def _sequence_to_heads(tensors: list[Tensor], ulysses: str) -> Tensor:
+    """Turn several [B, T, heads, K] into one [B, S, N, K]: of each, this rank's shard of heads for all tokens."""
+    send_UBTNK = torch.cat([x.unflatten(2, (_rank_and_size(ulysses)[1], -1)).movedim(2, 0) for x in tensors], dim=3)
     return _all_to_all(send_UBTNK, ulysses).movedim(0, 1).flatten(1, 2)
 
 
-def _heads_for_sequence(held: list[Tensor], ulysses: str) -> list[Tensor]:
-    """The way back: several [B, S, heads, K] to as many [B, T, heads x U, K]."""
-    send_UBTNK = torch.cat([x.unflatten(1, (_place(ulysses)[1], -1)).movedim(1, 0) for x in held], dim=3)
-    parts = _all_to_all(send_UBTNK, ulysses).split([x.shape[2] for x in held], dim=3)
+def _heads_to_sequence(tensors: list[Tensor], ulysses: str) -> list[Tensor]:
+    """Turn several [B, S, heads, K] into as many [B, T, heads x U, K]."""
+    send_UBTNK = torch.cat([x.unflatten(1, (_rank_and_size(ulysses)[1], -1)).movedim(1, 0) for x in tensors], dim=3)
+    received = _all_to_all(send_UBTNK, ulysses).split([x.shape[2] for x in tensors], dim=3)
     # Cloned, since outputs of an operator must not share memory, and with one head each these would.
-    return [part.movedim(0, 2).clone(memory_format=torch.contiguous_format).flatten(2, 3) for part in parts]
+    return [x.movedim(0, 2).clone(memory_format=torch.contiguous_format).flatten(2, 3) for x in received]
 
 
 def _all_to_all(send: Tensor, group: str) -> Tensor:
@@ -248,121 +211,120 @@ def _all_to_all(send: Tensor, group: str) -> Tensor:
 
 
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: str, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, K] in q's type, and the log-sum-exp over all keys, [B, H, S]."""
+    """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
-    for k_held, v_held, pieces in _rounds(k, v, documents, ring):
-        for piece in pieces:
-            qkv = *_at(piece.queries, q), *_at(piece.keys, k_held, v_held)
-            part, part_lse = (x.transpose(1, 2) for x in ATTENTION_BACKENDS[kernel].forward(*qkv, piece.causal))
-            if piece.causal:
-                out = _assign(out, piece.queries, part, q.shape, _sum_type(q, ring))
-                lse_BSH = _assign(lse_BSH, piece.queries, part_lse, q.shape[:3], part_lse.dtype)
+    dtype = _sum_dtype(q, ring)
+    for k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring):
+        for tile in tiles:
+            qkv = *_heads_first(tile.queries, q), *_heads_first(tile.keys, k_step, v_step)
+            tile_out, tile_lse = (x.transpose(1, 2) for x in ATTENTION_BACKENDS[backend].forward(*qkv, tile.causal))
+            if tile.causal:
+                out = _write(out, tile.queries, tile_out, q.shape, dtype)
+                lse_BSH = _write(lse_BSH, tile.queries, tile_lse, q.shape[:3], tile_lse.dtype)
             else:
-                _merge(out[piece.queries], lse_BSH[piece.queries], part, part_lse)
+                _merge(out[tile.queries], lse_BSH[tile.queries], tile_out, tile_lse)
     return out.to(q.dtype), lse_BSH.transpose(1, 2).contiguous()
 
 
-def _ring_backward(*saved: Tensor, documents: Tensor | None, ring: str, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their types, from (grad_out, q, k, v, out, lse_BHS)."""
+def _ring_backward(
+    *saved: Tensor, document_positions: Tensor | None, ring: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
-    lse_BSH = lse_BHS.transpose(1, 2)
+    lse_BSH, dtype = lse_BHS.transpose(1, 2), _sum_dtype(q, ring)
     dq = dk = dv = None
-    for step, (k_held, v_held, pieces) in enumerate(_rounds(k, v, documents, ring)):
-        # The sums arrive from the rank before while this rank works on its own share of them.
-        arrive = _pass_on(ring, dk, dv) if step else None
-        shares = []
-        for piece in pieces:
-            grad_, q_, out_, lse_ = _at(piece.queries, grad_out, q, out, lse_BSH)
-            k_, v_ = _at(piece.keys, k_held, v_held)
-            grads = ATTENTION_BACKENDS[kernel].backward(grad_, q_, k_, v_, out_, lse_, piece.causal)
-            dq_part, dk_part, dv_part = (x.transpose(1, 2) for x in grads)
-            if piece.causal:
-                dq = _assign(dq, piece.queries, dq_part, q.shape, _sum_type(q, ring))
-                dk = _assign(dk, piece.keys, dk_part, k.shape, _sum_type(k, ring))
-                dv = _assign(dv, piece.keys, dv_part, v.shape, _sum_type(v, ring))
+    for step, (k_step, v_step, tiles) in enumerate(_ring_steps(k, v, document_positions, ring)):
+        # The sums arrive from the previous rank while this rank computes what it adds to them.
+        wait = _send_to_next(ring, dk, dv) if step else None
+        added = []
+        for tile in tiles:
+            grad_, q_, out_, lse_ = _heads_first(tile.queries, grad_out, q, out, lse_BSH)
+            k_, v_ = _heads_first(tile.keys, k_step, v_step)
+            grads = ATTENTION_BACKENDS[backend].backward(grad_, q_, k_, v_, out_, lse_, tile.causal)
+            tile_dq, tile_dk, tile_dv = (x.transpose(1, 2) for x in grads)
+            if tile.causal:
+                dq = _write(dq, tile.queries, tile_dq, q.shape, dtype)
+                dk = _write(dk, tile.keys, tile_dk, k.shape, dtype)
+                dv = _write(dv, tile.keys, tile_dv, v.shape, dtype)
             else:
-                dq[piece.queries].add_(dq_part)
-                shares.append((piece.keys, dk_part, dv_part))
-        dk, dv = arrive() if arrive else (dk, dv)
-        for keys, dk_part, dv_part in shares:
-            dk[keys].add_(dk_part)
-            dv[keys].add_(dv_part)
+                dq[tile.queries].add_(tile_dq)
+                added.append((tile.keys, tile_dk, tile_dv))
+        dk, dv = wait() if wait else (dk, dv)
+        for keys, tile_dk, tile_dv in added:
+            dk[keys].add_(tile_dk)
+            dv[keys].add_(tile_dv)
     if ring:
-        dk, dv = _pass_on(ring, dk, dv)()
+        dk, dv = _send_to_next(ring, dk, dv)()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _rounds(
+def _ring_steps(
     k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: str
-) -> Iterator[tuple[Tensor, Tensor, Iterator["_Piece"]]]:
-    """Keys and values of each ring rank, this one's first, and what is to be done with them; meanwhile they travel."""
-    rank, size = _place(ring)
-    spans = _spans(document_positions_BS, size)
-    held = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
+) -> Iterator[tuple[Tensor, Tensor, Iterator["_Tile"]]]:
+    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute as they are sent on."""
+    rank, size = _rank_and_size(ring)
+    documents = _documents(document_positions_BS, size)
+    kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
     for step in range(size):
-        arrive = _pass_on(ring, held) if step < size - 1 else None
-        yield *held, _pieces(spans, k_BSGK.shape[1], rank, (rank - step) % size, size)
-        if arrive:
-            (held,) = arrive()
+        wait = _send_to_next(ring, kv) if step < size - 1 else None
+        yield *kv, _tiles(documents, k_BSGK.shape[1], rank, (rank - step) % size, size)
+        if wait:
+            (kv,) = wait()
 
 
-def _pass_on(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Begin to send to the next ring rank and to receive as much from the one before; the result waits for it."""
-    rank, size = _place(ring)
+def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
+    """Begin to send to the next ring rank and to receive as much from the previous one; the returned function waits for
+    what is received and returns it."""
+    rank, size = _rank_and_size(ring)
     received = [torch.empty_like(buffer) for buffer in buffers]
-    to, by = ({"group": _GROUPS[ring], "group_peer": (rank + shift) % size} for shift in (1, -1))
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, **to) for x in buffers] + [dist.P2POp(dist.irecv, x, **by) for x in received]
-    )
+    sends = [dist.P2POp(dist.isend, x, group=_GROUPS[ring], group_peer=(rank + 1) % size) for x in buffers]
+    receives = [dist.P2POp(dist.irecv, x, group=_GROUPS[ring], group_peer=(rank - 1) % size) for x in received]
+    works = dist.batch_isend_irecv(sends + receives)
 
-    def arrive() -> list[Tensor]:
+    def wait() -> list[Tensor]:
         for work in works:
             work.wait()
         return received
 
-    return arrive
+    return wait
 
 
-def _sum_type(x: Tensor, ring: str) -> torch.dtype:
-    """In which partial results over other keys are added up; with no other rank there are none."""
-    return _lse_type(x) if ring else x.dtype
+def _sum_dtype(x: Tensor, ring: str) -> torch.dtype:
+    """Return the dtype in which results over the keys of several ranks are summed; one rank has no such sum."""
+    return float32_or_better(x) if ring else x.dtype
 
 
-def _lse_type(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _at(index: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
-    """Parts of [B, S, heads, ...] as kernels take them, heads before tokens."""
+def _heads_first(index: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
+    """Slice [B, S, heads, ...] tensors, and transpose heads before tokens as attention backends take them."""
     return [x[index].transpose(1, 2) for x in tensors]
 
 
-def _assign(
-    total: Tensor | None, index: tuple[slice, slice], part: Tensor, shape: torch.Size, dtype: torch.dtype
+def _write(
+    total: Tensor | None, index: tuple[slice, slice], value: Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """total[index] = part, for parts that fill it without overlap; one that fills it alone is not copied."""
-    if part.shape == shape:
-        return part.to(dtype).contiguous()
+    """Set total[index] = value, for tiles that fill it without overlap; one that fills it alone is not copied."""
+    if value.shape == shape:
+        return value.to(dtype).contiguous()
     if total is None:
-        total = part.new_empty(shape, dtype=dtype)
-    total[index] = part
+        total = value.new_empty(shape, dtype=dtype)
+    total[index] = value
     return total
 
 
-def _merge(out_BSHK: Tensor, lse_BSH: Tensor, part_BSHK: Tensor, part_lse_BSH: Tensor) -> None:
-    """Turn, in place, softmax over some keys into that over these and a part's keys."""
-    weight = torch.sigmoid(part_lse_BSH - lse_BSH)  # exp(part_lse) of exp(lse) + exp(part_lse)
-    out_BSHK.lerp_(part_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
-    lse_BSH.copy_(torch.logaddexp(lse_BSH, part_lse_BSH))
+def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BSH: Tensor) -> None:
+    """Extend, in place, a softmax over some keys by the keys of a tile."""
+    weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) of exp(lse) + exp(tile_lse)
+    out_BSHK.lerp_(tile_out_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
+    lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))
 
 
 # Which queries attend to which keys -----------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
-    """A call of the kernel: which part of [B, S, ...] are its queries and which its keys."""
+class _Tile(NamedTuple):
+    """This class is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
 
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
@@ -370,49 +332,48 @@ class _Piece(NamedTuple):
 
 
 def _chunks(rank: int, size: int) -> list[int]:
-    """The chunks of the whole sequence that a ring rank holds, in its order."""
+    """Return the chunks of the sequence that a ring rank has, in its order."""
     return [rank, 2 * size - 1 - rank] if size > 1 else [0]
 
 
-Spans = list[list[tuple[int, list[int]]]]
-"""Of each sequence, of each chunk held: the first token's position in its document; where documents begin and end."""
+Documents = list[list[tuple[int, list[int]]]]  # of each sequence, of each chunk of a rank
 
 
-def _spans(document_positions_BS: Tensor | None, size: int) -> Spans | None:
-    """See Spans; in plain numbers, so that nothing waits for a device."""
+def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | None:
+    """Return, for each chunk, its first token's position in its document, and where documents begin and end in it. They
+    are plain numbers, so that nothing waits for a device."""
     if document_positions_BS is None:
         return None
 
-    def span(positions_C: Tensor) -> tuple[int, list[int]]:
+    def of_chunk(positions_C: Tensor) -> tuple[int, list[int]]:
         begins = (positions_C[1:] == 0).nonzero().flatten().add(1).tolist()
         return int(positions_C[0]), [0, *begins, len(positions_C)]
 
-    return [[span(chunk) for chunk in row.chunk(len(_chunks(0, size)))] for row in document_positions_BS]
+    return [
+        [of_chunk(chunk) for chunk in positions.chunk(len(_chunks(0, size)))] for positions in document_positions_BS
+    ]
 
 
-def _pieces(spans: Spans | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Piece]:
-    """All pairs of queries that ring rank `rank` holds and keys that `source` does, `tokens` (S) each, that attend.
-
-    The causal ones, which there are if both are one rank, come first for their queries and for their keys, and cover
-    every one of them once.
-    """
+def _tiles(documents: Documents | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Tile]:
+    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. The
+    causal ones, if both are one rank, come first for their queries and keys, and cover each of them once."""
     length = tokens // len(_chunks(rank, size))
-    if spans is None:
+    if documents is None:
         queries = slice(None), slice(length if source > rank else 0, tokens)
         keys = slice(None), slice(0, length if source < rank else tokens)
-        yield _Piece(queries, keys, causal=source == rank)
+        yield _Tile(queries, keys, causal=source == rank)
         return
-    for b, row in enumerate(spans):
-        for i, (chunk, (position, ends)) in enumerate(zip(_chunks(rank, size), row, strict=True)):
+    for b, sequence in enumerate(documents):
+        for i, (chunk, (position, bounds)) in enumerate(zip(_chunks(rank, size), sequence, strict=True)):
             for j, other in reversed(list(enumerate(_chunks(source, size)))):
                 if other == chunk:
-                    for begin, end in pairwise(ends):
+                    for begin, end in pairwise(bounds):
                         document = slice(b, b + 1), slice(i * length + begin, i * length + end)
-                        yield _Piece(document, document, causal=True)
+                        yield _Tile(document, document, causal=True)
                 elif other < chunk:
-                    # Only the document that holds this chunk's first token can have begun in the other one.
+                    # Only the document of this chunk's first token can have begun in the other one.
                     begin = max((chunk - other) * length - position, 0)
                     if begin < length:
-                        queries = slice(b, b + 1), slice(i * length, i * length + ends[1])
+                        queries = slice(b, b + 1), slice(i * length, i * length + bounds[1])
                         keys = slice(b, b + 1), slice(j * length + begin, (j + 1) * length)
-                        yield _Piece(queries, keys, causal=False)
+                        yield _Tile(queries, keys, causal=False)

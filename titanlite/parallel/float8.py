@@ -1,64 +1,56 @@
 """Float8 training: the matrix products of linear layers take their inputs in 8-bit floating point (FP8 Formats for Deep
-Learning, arXiv:2209.05433), scaled as they come (torchao.float8).
+Learning, arXiv:2209.05433), with dynamic scaling (torchao.float8).
 
-Only the products: weights, gradients, optimizer states and all between the products keep their types.
+Weights, gradients, optimizer states and everything between the matrix products keep their dtypes.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from torchao.float8.float8_linear import Float8Linear
 
+from titanlite.config import ConfigError
+from titanlite.config.schema import Float8
 from titanlite.model import Llama
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-
-def convert_to_float8(
-    model: Llama, *, recipe: Recipe, emulate: bool, all_gather: bool, filter_fqns: Sequence[str], tensor_degree: int
-) -> int:
-    """Convert linear layers of a model or a stage on the meta device, in place, before anything is cut.
+def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: int, device: torch.device) -> None:
+    """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
     has, on a rank, a side that is not a multiple of 16: the hardware's product takes no other (torch._scaled_mm).
 
-    Args:
-        recipe: tensorwise: one scale a tensor. rowwise: one a row, which is more accurate. rowwise_with_gw_hp: rowwise,
-            and gradients of weights from products in the model's own type.
-        emulate: round to float8 but multiply in the model's type, on hardware without float8.
-        all_gather: FSDP gathers weights in float8 (tensorwise).
-        filter_fqns: layers with one of these in their name are left alone.
-        tensor_degree: ranks that each weight will be cut over.
-
-    Returns:
-        How many layers were converted.
+    Raises:
+        ConfigError: if the device has no float8, or no layer is converted.
     """
+    if not float8.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
+        raise ConfigError([f"float8.enable = true: {name} has no float8 products; {advice}"])
 
-    def wanted(module: nn.Module, name: str) -> bool:
-        fits = isinstance(module, nn.Linear) and all(side % (16 * tensor_degree) == 0 for side in module.weight.shape)
-        return fits and name != "output" and not any(part in name for part in filter_fqns)
+    def converts(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or name == "output" or any(part in name for part in float8.filter_fqns):
+            return False
+        return all(side % (16 * tensor_parallel_degree) == 0 for side in module.weight.shape)
 
     config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
+        Float8LinearConfig.from_recipe_name(float8.recipe),
+        emulate=float8.emulate,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
     )
-    convert_to_float8_training(model, config=config, module_filter_fn=wanted)
-    return sum(isinstance(module, Float8Linear) for module in model.modules())
+    convert_to_float8_training(stage, config=config, module_filter_fn=converts)
+    if not any(isinstance(module, Float8Linear) for module in stage.modules()):
+        raise ConfigError(["float8.enable = true: no layer is converted; see float8.filter_fqns, or set false"])
 
 
-def precompute_scales(models: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of all weights at once after each of the optimizer's steps, with one collective a stage
-    instead of one a weight in the next forward."""
+def precompute_scales(stages: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:
+    """Compute the scales of all weights after each of the optimizer's steps, with one collective per stage instead of
+    one per weight in the next forward."""
 
     def after_step(*_: object) -> None:
-        for model in models:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+        for stage in stages:
+            precompute_float8_dynamic_scale_for_fsdp(stage)
 
     optimizer.register_step_post_hook(after_step)

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from titanlite import build
 from titanlite.checkpoint import Checkpointer
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load, loader
+from titanlite.config.schema import Comm
 from titanlite.data.packed import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launcher import ranks_wanted
@@ -160,7 +161,11 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
     training = config.training
     model = build.meta_model(config)
     if config.float8.enable:
-        build.convert_to_float8(config.replace(float8__enable_fsdp_float8_all_gather=False), model, device)
+        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+
+        float8 = config.float8.model_copy(update={"enable_fsdp_float8_all_gather": False})
+        degree = config.parallelism.tensor_parallel_degree
+        convert_to_float8(model, float8, tensor_parallel_degree=degree, device=device)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
@@ -410,7 +415,7 @@ def main(argv: list[str]) -> int:
         print(f"shrunk: {', '.join(changed) or 'nothing'}\n", flush=True)
     began = time.monotonic()
     if launched:
-        with mesh.process_group(launch, timeout_seconds=600, trace_buf_size=0, dump_folder="."):
+        with mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), "."):
             trace = run(config, launch, steps=steps)
     else:
         pool = Pool(launch.world_size, timeout_seconds=600)
@@ -454,4 +459,4 @@ def _refuse_too_many(loaded: LoadedConfig[Config], world_size: int) -> None:
 if __name__ == "__main__":
     from titanlite import parity  # the functions under their true names, by which a pool's ranks find them
 
-    mesh.leave(parity.main(sys.argv[1:]))
+    mesh.exit_process(parity.main(sys.argv[1:]))

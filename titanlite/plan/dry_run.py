@@ -148,7 +148,7 @@ def dry_run(
     short = shorten(names, period_of(config) if shortened else len(names))
     world = config.parallelism.world_size
     ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
-    mesh.build_layout.cache_clear()  # of another rank's world
+    mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(pipeline_rank * ranks_of_a_stage, world))
         layout = build.build_layout(config, CPU)
@@ -317,12 +317,7 @@ def _drive_whole(config: Config, tape: OpTrace, model: Llama) -> None:
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for microstep in numbers:
         tape.mark("F", microstep)
-        fsdp.prepare_accumulation_step(
-            model,
-            last=microstep == max(numbers),
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-            reduce_gradients=config.parallelism.fsdp_reduce_gradients,
-        )
+        fsdp.prepare_accumulation_step(model, config.parallelism, last=microstep == max(numbers))
         runner.forward_backward(_microbatch(config, training.local_batch_size), valid)
 
 
@@ -335,10 +330,9 @@ def _drive_stage(config: Config, tape: OpTrace, stage: Llama, *, number: int, n_
     part = pipeline_stage(
         stage,
         number,
-        n_stages,
-        group,
+        parallelism,
+        group=group,
         hidden_shape=shape,
-        n_tokens=training.seq_len // parallelism.context_parallel_degree,
         dtype=dtype,
         device=CPU,
     )
@@ -346,12 +340,7 @@ def _drive_stage(config: Config, tape: OpTrace, stage: Llama, *, number: int, n_
     if hasattr(stage, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
         stage.set_manual_backward_finalization(True)
     first, last = number == 0, number == n_stages - 1
-    fsdp.prepare_accumulation_step(
-        stage,
-        last=True,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        reduce_gradients=parallelism.fsdp_reduce_gradients,
-    )
+    fsdp.prepare_accumulation_step(stage, parallelism, last=True)
     valid = torch.ones((), dtype=torch.float64)
     kept: list[tuple[Tensor, Tensor]] = []
 
