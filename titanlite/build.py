@@ -5,15 +5,14 @@ with them this is the only file that sees the whole Config: the parts take the v
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite import data, profiling
+from titanlite import data
+from titanlite import optimizer as optimizers
 from titanlite.config import Config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import stage_modules
@@ -22,7 +21,6 @@ from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
 from titanlite.model import Llama, flops_per_token
-from titanlite.optimizer import LossScale, init_optimizer
 from titanlite.parallel import mesh
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
@@ -188,20 +186,12 @@ def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()
     """Args:
     stages: what `build_model` gave beside the model, where weights are FSDP's.
     """
-    optimizer = init_optimizer(model, **config.optimizer.model_dump())
+    optimizer = optimizers.build_optimizer(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
         precompute_scales(stages, optimizer)
     return optimizer
-
-
-def build_loss_scale(config: Config) -> LossScale:
-    """Only float16 needs one."""
-    training = config.training
-    if training.mixed_precision_param != "float16":
-        return LossScale()
-    return LossScale(training.initial_loss_scale, training.loss_scale_growth_interval)
 
 
 def parameter_sizes(config: Config) -> dict[str, int]:
@@ -318,15 +308,3 @@ def build_validation_batches(
 ) -> Iterator[data.Batch]:
     """This rank's batches of one pass over the validation split."""
     return data.validation_batches(held_out, **_share_of_data(config, layout), steps=config.validation.steps)
-
-
-def build_profilers(config: Config, rank: int) -> list[AbstractContextManager[Callable[[int], None]]]:
-    """Contexts for the loop; what each yields is to be called with every step's number after it."""
-    options, dump_folder, contexts = config.profiling, Path(config.job.dump_folder), []
-    if options.enable_profiling:
-        folder = dump_folder / options.save_traces_folder
-        contexts.append(profiling.traces(folder, freq=options.profile_freq, rank=rank))
-    if options.enable_memory_snapshot:
-        folder = dump_folder / options.save_memory_snapshot_folder
-        contexts.append(profiling.memory_snapshots(folder, freq=options.profile_freq, rank=rank))
-    return contexts

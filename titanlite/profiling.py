@@ -2,19 +2,30 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from titanlite.config.schema import Profiling
+
+StepDone = Callable[[int], None]
+"""Function to call with the number of each step after it."""
+
+
+def build_profilers(dump_folder: Path, profiling: Profiling, rank: int) -> list[AbstractContextManager[StepDone]]:
+    """Build the enabled profilers, context managers around the training loop that yield a `StepDone`."""
+    freq, profilers = profiling.profile_freq, []
+    if profiling.enable_profiling:
+        profilers.append(traces(dump_folder / profiling.save_traces_folder, freq, rank))
+    if profiling.enable_memory_snapshot:
+        profilers.append(memory_snapshots(dump_folder / profiling.save_memory_snapshot_folder, freq, rank))
+    return profilers
+
 
 @contextlib.contextmanager
-def traces(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev).
-
-    Yields:
-        A function to call with the number of each step after it.
-    """
-
+def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
+    """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev)."""
     step = 0
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -36,14 +47,13 @@ def traces(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], No
 
 
 @contextlib.contextmanager
-def memory_snapshots(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """Write what each allocation on the GPU was made for to folder/step_N/rankR.pickle (open it in
-    pytorch.org/memory_viz), each `freq` steps and when the run dies of a lack of memory.
+def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
+    """Write a memory snapshot, which names the code behind each GPU allocation (open it in pytorch.org/memory_viz).
 
-    Private API of torch.cuda.memory, which its documentation of memory snapshots names all the same.
+    It is written to folder/step_N/rankR.pickle every `freq` steps, and to folder/out_of_memory when the run dies of it.
 
-    Yields:
-        A function to call with the number of each step after it.
+    Private: torch.cuda.memory._record_memory_history and _dump_snapshot, which PyTorch's documentation of memory
+    snapshots names all the same.
     """
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, data, metrics, provenance
+from titanlite import build, data, metrics, profiling, provenance
 from titanlite.config import USAGE, Config, Launch, check, load, loader
 from titanlite.config.schema import stage_modules
 from titanlite.loss import count_valid
-from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
+from titanlite.optimizer import build_loss_scale, clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
 from titanlite.parallel import mesh
 
 
@@ -52,7 +52,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     model, stages = build.build_model(config, layout, device)
     work = build.build_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values())
-    loss_scale = build.build_loss_scale(config)
+    loss_scale = build_loss_scale(training)
     parameters = list(model.parameters())
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
     sizes = build.parameter_sizes(config)
@@ -65,11 +65,10 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     if config.checkpoint.enable:
         checkpointer = checkpoint.Checkpointer(
             dump_folder / config.checkpoint.folder,
+            config.checkpoint,
             identity={"seed": config.debug.seed, "data": data_identity, **build.model_dimensions(config)},
-            keep_latest_k=config.checkpoint.keep_latest_k,
-            async_mode=config.checkpoint.async_mode,
         )
-        saved = checkpointer.resume(config.checkpoint.load_step, model, optimizer)
+        saved = checkpointer.resume(model, optimizer)
         if saved:
             last_step, skipped, data_state = saved["step"], saved["skipped"], saved["data"]
             loss_scale.load(saved["loss_scale"])
@@ -83,7 +82,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
     if rank == 0:
         reporter = metrics.MetricsLogger(
             dump_folder,
-            tb_folder=config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None,
+            config.metrics,
             last_step=last_step,
             steps=training.steps,
             config=provenance.describe(device, launch.world_size) + config.toml(),
@@ -95,7 +94,9 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         peak=peak,
     )
     with contextlib.ExitStack() as stack:
-        profilers = [stack.enter_context(profiler) for profiler in build.build_profilers(config, rank)]
+        profilers = [
+            stack.enter_context(profiler) for profiler in profiling.build_profilers(dump_folder, config.profiling, rank)
+        ]
 
         # The loop. Python collects garbage when it is told to, on all ranks in the same step.
         gc.collect()
@@ -105,7 +106,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         for step in range(last_step + 1, training.steps + 1):
             with meter.waiting_for_data():
                 batch = loader.next()
-            lr = config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump())
+            lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler)
             set_lr(optimizer, lr)
             loss_sum, valid = work.forward_backward(batch, loss_scale.value)
             norm = gradient_norm(parameters, device)
@@ -153,7 +154,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
                     batches = build.build_validation_batches(config, layout, held_out)
                     values[metrics.VALIDATION_LOSS] = work.validate(batches)
                 if reporter and values:
-                    reporter.report(step, values, meter.seconds_per_step)
+                    reporter.log(step, values, meter.seconds_per_step)
                 if checkpointer:
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or ends:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titanlite.loss import chunk_loss
+from titanlite.loss import linear_cross_entropy
 from titanlite.model import Llama
 
 
@@ -32,8 +32,8 @@ def apply_compile(
         # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     if model.output is not None and "loss" in components:
-        piece = torch.compile(chunk_loss, backend=backend, fullgraph=True)
-        model.output.loss = functools.partial(model.output.loss, piece=piece)
+        chunk_loss = torch.compile(linear_cross_entropy, backend=backend, fullgraph=True)
+        model.output.loss = functools.partial(model.output.loss, chunk_loss=chunk_loss)
 
 
 def _overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
