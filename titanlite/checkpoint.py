@@ -35,19 +35,19 @@ class Checkpointer:
     """This class saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
     Args:
-        folder: where the folders of the steps are.
+        dump_folder: the run's folder, which checkpoint.folder is relative to.
         checkpoint: options; "async" returns from `save` once the state is copied to host memory.
         identity: what a resumed run must share with the one that saved (seed, data, dimensions); plain JSON.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, identity: dict[str, Any]):
-        self.folder, self.checkpoint, self.identity = folder, checkpoint, identity
+    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any]):
+        self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
         self._saving: tuple[int, Future[Any], contextlib.ExitStack] | None = None
         self._deleting: list[threading.Thread] = []
         # A group of its own: an asynchronous save talks to the other ranks from another thread than the training.
         self._group = dist.new_group(backend="gloo")
         if dist.get_rank() == 0:
-            for unfinished in folder.glob("step-*.tmp"):
+            for unfinished in self.folder.glob("step-*.tmp"):
                 shutil.rmtree(unfinished)
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -99,7 +99,7 @@ def n_replicas(tensor: Tensor) -> int:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, and a plain tensor as it is."""
-    return tensor.tolocal_shard() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

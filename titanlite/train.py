@@ -64,7 +64,7 @@ def train(config: Config, launch: Launch, asked_to_stop: Callable[[], bool]) -> 
         from titanlite import checkpoint  # here: the import takes half a second, and a run may do without
     if config.checkpoint.enable:
         checkpointer = checkpoint.Checkpointer(
-            dump_folder / config.checkpoint.folder,
+            dump_folder,
             config.checkpoint,
             identity={"seed": config.debug.seed, "data": data_identity, **build.model_dimensions(config)},
         )
