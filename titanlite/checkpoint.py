@@ -51,12 +51,8 @@ class Checkpointer:
                 shutil.rmtree(unfinished)
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into a model and its optimizer.
-
-        The random generators are loaded too, if there are as many ranks as when it was saved.
-
-        Returns:
-            The `state` that `save` got, with `step`; None if there is no checkpoint.
+        """Load the newest complete checkpoint into a model and its optimizer, and into the random generators if there
+        are as many ranks as when it was saved. Returns the `state` that `save` got, with `step`; without one, None.
 
         Raises:
             ConfigError: if checkpoint.load_step is not the newest step, or the identity differs.
@@ -66,13 +62,9 @@ class Checkpointer:
         dist.broadcast(newest, src=0)  # ranks must agree even if their views of a shared folder differ for a moment
         step = int(newest)
         if self.checkpoint.load_step not in (-1, step):
-            raise ConfigError(
-                [
-                    f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
-                    f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
-                    "the next resume would pick them"
-                ]
-            )
+            problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
+            problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
+            raise ConfigError([problem + "the next resume would pick them"])
         if not step:
             return None
         path = self.folder / f"step-{step}"
@@ -103,11 +95,7 @@ class Checkpointer:
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Save a step, after the asynchronous save of an earlier one is done.
-
-        Args:
-            state: content of state.json; plain JSON, the same on every rank.
-        """
+        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank."""
         self._finish()
         folder = self.folder / f"step-{step}.tmp"
         if dist.get_rank() == 0:
@@ -150,10 +138,7 @@ class Checkpointer:
             self._publish(step)
 
     def _publish(self, step: int) -> None:
-        """Rename a complete checkpoint into place and delete the oldest ones.
-
-        Only rank 0 does so: its save ends when all ranks have written their shards.
-        """
+        """On rank 0, whose save ends after all ranks', rename the checkpoint into place and delete the oldest ones."""
         if dist.get_rank() != 0:
             return
         path = self.folder / f"step-{step}"
@@ -176,11 +161,7 @@ class Checkpointer:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint's folder, as the start of another run.
-
-    Raises:
-        ConfigError: if it is no complete checkpoint.
-    """
+    """Load only the weights of a checkpoint, to start another run from. Raises ConfigError if it is not complete."""
     if not (path / "state.json").exists() or path.suffix == ".tmp":
         raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: expected a checkpoint's step-N folder"])
     _read(path, _model_tensors(model))
@@ -204,19 +185,15 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's own tensors by "optimizer." and DCP's flat name; create them if there are none yet.
-
-    Learning rates and betas come from the config and are not saved.
-    """
+    """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
+    rates and betas come from the config and are not saved."""
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
 
 
 def _dequantized(state: Tensor) -> Tensor:
-    """Return an 8-bit optimizer state in float32, and any other as it is.
-
-    Scales belong to blocks of a shard, and another layout has other shards.
-    """
+    """Return an 8-bit optimizer state in float32, since its scales belong to blocks of a shard and another layout has
+    other shards; return any other state as it is."""
     local = local_shard(state)
     if type(local) is Tensor:
         return state

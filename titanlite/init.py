@@ -8,7 +8,6 @@ import hashlib
 import math
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
@@ -27,29 +26,21 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter of a materialized model or stage.
+    """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage.
 
     Args:
-        model: its parameters are plain tensors, or DTensors of any placement.
         n_layers: layers of the full model, not of this stage.
-        device: where numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared must draw on
-            the same kind of device.
+        device: where float32 numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared must
+            draw on the same kind of device.
     """
     for name, parameter in model.named_parameters():
-        full = _draw(name, parameter, seed=seed, n_layers=n_layers, device=device)
+        full = torch.ones(parameter.shape, dtype=torch.float32, device=device)  # the scale of a norm
+        if parameter.dim() > 1:
+            std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
+            full.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, name)))
         if isinstance(parameter, DTensor):
             # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
         else:
             parameter.copy_(full)
-
-
-def _draw(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int, device: torch.device) -> torch.Tensor:
-    """Return the full parameter in float32, whatever type the model keeps it in."""
-    full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-    if parameter.dim() == 1:
-        return full.fill_(1.0)  # the scale of a norm
-    std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-    generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
-    return full.normal_(0.0, std, generator=generator)

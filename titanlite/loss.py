@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 IGNORED = -100
 """Target of a position that has nothing to predict: padding, and the end of a document."""
 
-ChunkLoss = Callable[..., Tensor]
-"""Type of `linear_cross_entropy`, eager or compiled."""
+ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -41,10 +40,8 @@ def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, group: dist.Proces
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Computes the cross entropy of logits that are sharded over the vocabulary (arXiv:1909.08053, section 3).
-
-    Three numbers per token are communicated, never the logits.
-    """
+    """Computes the cross entropy of logits that are sharded over the vocabulary (arXiv:1909.08053, section 3): three
+    numbers per token are communicated, never the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,12 +73,9 @@ class _VocabularyParallel(torch.autograd.Function):
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool
 ) -> Tensor:
-    """Return the sum of the losses of some tokens: the output head's matrix product, then the cross entropy.
+    """Return the sum of the losses of one chunk of tokens: the output head's matrix product, then the cross entropy.
 
-    Args:
-        weight_VD: this rank's shard of the vocabulary.
-        mesh: ranks that the vocabulary is sharded over; None: it is not sharded.
-        loss_parallel: see `chunked_cross_entropy`.
+    `weight_VD` is this rank's shard of the vocabulary, `mesh` the ranks that it is sharded over (None: not sharded).
     """
     logits_NV = F.linear(x_ND, weight_VD)
     if mesh is not None and not loss_parallel:
@@ -99,19 +93,16 @@ def chunked_cross_entropy(
     loss_parallel: bool,
     chunk_loss: ChunkLoss = linear_cross_entropy,
 ) -> Tensor:
-    """Return the sum of the token losses from the output head's input, without the logits of all tokens at once.
+    """Return the sum of the token losses from the output head's input, as `cross_entropy_sum` does from logits.
 
-    The loss is a scalar in float32 or better, the same on all ranks that share the vocabulary.
+    With several chunks, each one's gradients are computed along with its loss, so that the logits of only one chunk
+    exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
 
     Args:
         x_BTD: [B, T, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
         weight_VD: the output head's weight; a DTensor if it is sharded over the vocabulary.
-        targets_BT: [B, T], as for `cross_entropy_sum`.
-        n_chunks: number of chunks of tokens, computed one after the other. With more than one, each chunk's gradients
-            are computed along with its loss, so that the logits of only one chunk exist at any time and none is
-            recomputed (as in Liger-Kernel, arXiv:2410.10989).
+        n_chunks: number of chunks that tokens are split into, computed one after the other.
         loss_parallel: leave the logits sharded as the weight is, instead of gathering them.
-        chunk_loss: computes the loss of one chunk.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):
@@ -151,18 +142,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the saved gradients times `grad`, which is 1 over the number of valid tokens."""
         # Not in place, since a zero-bubble schedule asks for one gradient at a time; and not in a type that would round
-        # the factor.
+        # the factor, which is 1 over the number of valid tokens.
         wide = torch.promote_types(grad.dtype, torch.float32)
         products = [(saved.to(wide) * grad.to(wide)).to(saved.dtype) for saved in ctx.saved_tensors]
         return *products, None, None, None
 
 
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:
-    """Return the number of valid targets in this rank's per-device batches.
-
-    It is a float64 scalar on `device`, ready to be summed over ranks (exact up to 2^53 tokens).
-    """
+    """Return the number of valid targets in this rank's per-device batches, a float64 scalar (exact up to 2^53)."""
     count = sum(int((target != IGNORED).sum()) for target in targets)
     return torch.full((), count, dtype=torch.float64, device=device)  # filled there: a copy would wait for the device

@@ -1,7 +1,5 @@
-"""Low-bit Adam: 8-bit optimizer states, states in another type than the weights', and stochastic rounding of weights.
-
-It extends torchao's low-bit optimizers. The step is computed in float32 for each element, and compiled on a GPU.
-"""
+"""Low-bit Adam: optimizer states in 8 bits or in another type than the weights', and stochastic rounding of weights.
+It extends torchao's optimizers: the step is computed in float32 for each element, and compiled on a GPU."""
 
 import contextlib
 from collections.abc import Iterable
@@ -15,13 +13,12 @@ from titanlite.config.schema import Optimizer
 
 
 class LowBitAdam(AdamW8bit):
-    """This optimizer is Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
+    """This is Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
     States of fewer than 4096 elements on a rank (norms, mostly) keep their weight's type where that has more bits. In
     int8 so do those whose number of elements is no multiple of 256, the block that shares a scale (arXiv:2110.02861).
 
     Args:
-        groups: parameter groups, as of torch.optim.AdamW.
         full_precision: weights whose states keep the weight's type. In int8 an embedding's must (the same paper,
             section 2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that it rounds to 0,
             and are then moved by their exp_avg over eps.
@@ -29,14 +26,9 @@ class LowBitAdam(AdamW8bit):
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):
         self.state_dtype, self._full_precision = optimizer.state_dtype, {id(weight) for weight in full_precision}
-        super().__init__(
-            groups,
-            optimizer.lr,
-            (optimizer.beta1, optimizer.beta2),
-            optimizer.eps,
-            block_size=256 if self.state_dtype == "int8" else 1,
-            bf16_stochastic_round=optimizer.stochastic_rounding,
-        )
+        betas, block = (optimizer.beta1, optimizer.beta2), 256 if self.state_dtype == "int8" else 1
+        rounding = {"bf16_stochastic_round": optimizer.stochastic_rounding}
+        super().__init__(groups, optimizer.lr, betas, optimizer.eps, block_size=block, **rounding)
         self.is_adamw = optimizer.name == "AdamW"
 
     def step(self, closure: Any = None) -> Any:

@@ -19,10 +19,8 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """This class knows the peak FLOP/s that model FLOPs utilization (MFU) is relative to.
-
-    It is the data sheet's figure for bfloat16 on a known GPU. Otherwise it is measured here, with as many threads as
-    the training has: the fastest product of two square matrices of this type.
+    """This class finds the peak FLOP/s that model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
+    the data sheet's, otherwise that of the fastest product of two square matrices, measured with the same threads.
 
     Attributes:
         flops: FLOP/s of one device.
@@ -54,21 +52,16 @@ class PeakFlops:
             self.flops = max(self.flops, 2 * a.shape[0] ** 3 / (time.perf_counter() - start))
 
     def utilization(self, flops: float) -> float:
-        """Return the fraction of the peak that a rate in FLOP/s is.
-
-        A rate too close to a measured peak shows that the machine was slower when that was measured, as shared machines
-        are at times. The peak is then measured again, and the best measurement counts.
-        """
+        """Return the fraction of the peak that a rate in FLOP/s is. A rate too close to a measured peak shows that the
+        machine was slower then, as shared machines are at times: the peak is measured again, and the best counts."""
         if self._factors and flops > 0.8 * self.flops:
             self._measure(seconds=1 / 10)
         return flops / self.flops
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return this rank's peak memory in GiB: (in active tensors, reserved by the allocator), since the last call.
-
-    A CPU has no such allocator: both are the peak resident set of the process since its start.
-    """
+    """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). A CPU
+    has no such allocator: both are the peak resident set of the process since its start."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -79,12 +72,8 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """This class measures the step time, tokens per second and MFU of one rank since the last reading.
-
-    Args:
-        tokens_per_step: tokens of the global batch per rank.
-        flops_per_token: see model.flops_per_token.
-    """
+    """This class measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global
+    batch per rank, `flops_per_token` what model.flops_per_token returns."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
@@ -133,13 +122,10 @@ class ThroughputMeter:
 
 
 class MetricsLogger:
-    """This class writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml.
-
-    A new run moves the files of an earlier one in the folder to previous/DATE, so that neither mixes with nor destroys
-    the other. A resumed run removes what was logged after the step that it resumes from.
+    """This class writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml. A new run moves the files
+    of an earlier one to previous/DATE. A resumed run removes what was logged after the step that it resumes from.
 
     Args:
-        dump_folder: the run's folder.
         last_step: the step that the run resumes after; 0 for a new run.
         steps: the run's last step.
         config: the resolved config with its provenance, as TOML.

@@ -13,10 +13,7 @@ from titanlite.model import Llama
 
 
 def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """Build Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) over a model's parameters.
-
-    Weight decay applies to matrices, embeddings included; norms and biases have none.
-    """
+    """Build Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) with weight decay of matrices, embeddings included."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -39,14 +36,13 @@ def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
     """Return the factor on the peak learning rate at a step, counted from 1.
 
-    The learning-rate schedule is warmup-stable-decay (WSD, arXiv:2404.06395; the sqrt decay is arXiv:2405.18392's).
-    Steps 1 .. warmup_steps rise linearly, and the last of them is at the peak. The decay would reach min_lr_factor one
-    step after total_steps, so that no step is wasted on a learning rate of zero.
+    The learning-rate schedule is warmup-stable-decay (WSD, arXiv:2404.06395; the sqrt decay is arXiv:2405.18392's). The
+    last of the warmup_steps is at the peak. The decay would reach min_lr_factor one step after total_steps, so that no
+    step is wasted on a learning rate of zero.
     """
     warmup_steps, total_steps = lr_scheduler.warmup_steps, lr_scheduler.total_steps
-    decay_steps = round(total_steps * lr_scheduler.decay_ratio)
-    if lr_scheduler.decay_ratio == -1:
-        decay_steps = max(total_steps - warmup_steps, 0)
+    decay_ratio = lr_scheduler.decay_ratio
+    decay_steps = max(total_steps - warmup_steps, 0) if decay_ratio == -1 else round(total_steps * decay_ratio)
     up = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
     progress = max(step - (total_steps - decay_steps), 0) / (decay_steps + 1)
     down = {
@@ -68,10 +64,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Return the gradient norm: the 2-norm of all gradients of the model, over all pipeline stages and shards.
-
-    It is a float64 scalar on `device`, the same on every rank. Every rank must call this: one number is all-reduced.
-    """
+    """Return the gradient norm, the 2-norm over all gradients of all pipeline stages and shards: a float64 scalar on
+    `device`, the same on every rank. Every rank must call this, since one number is all-reduced."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_replicas: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -85,11 +79,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
 
 
 def n_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that have the same shard of a tensor as this one.
-
-    Raises:
-        ValueError: if the ranks have partial sums, which are no shards.
-    """
+    """Return the number of ranks that have the same shard of a tensor. Raises ValueError for partial sums."""
     if not isinstance(tensor, DTensor):
         return 1
     if any(placement.is_partial() for placement in tensor.placements):
@@ -115,10 +105,8 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class LossScale:
-    """This class does dynamic loss scaling for mixed precision in float16 (arXiv:1710.03740).
-
-    Float16 has no gradients below 6e-8, so the loss is multiplied before the backward and gradients are divided after
-    it.
+    """This class does dynamic loss scaling (arXiv:1710.03740) for mixed precision: float16 has no gradients below 6e-8,
+    so the loss is multiplied before the backward and gradients are divided after it.
 
     Args:
         initial: the first factor.
@@ -127,10 +115,7 @@ class LossScale:
 
     def __init__(self, initial: float = 1.0, growth_interval: int | None = None):
         self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0
-
-    @property
-    def dynamic(self) -> bool:
-        return self.growth_interval is not None
+        self.dynamic = growth_interval is not None
 
     def update(self, *, overflowed: bool) -> None:
         """Adapt the factor after a step, by whether gradients were not finite on any rank."""

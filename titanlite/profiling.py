@@ -2,19 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from titanlite.config.schema import Profiling
 
-StepDone = Callable[[int], None]
-"""Function to call with the number of each step after it."""
+StepDone = Callable[[int], None]  # to call with the number of each step after it
 
 
-def build_profilers(dump_folder: Path, profiling: Profiling, rank: int) -> list[AbstractContextManager[StepDone]]:
-    """Build the enabled profilers, context managers around the training loop that yield a `StepDone`."""
+def build_profilers(
+    dump_folder: Path, profiling: Profiling, rank: int
+) -> list[contextlib.AbstractContextManager[StepDone]]:
+    """Build the enabled profilers: contexts for the training loop that yield a function to call after each step."""
     freq, profilers = profiling.profile_freq, []
     if profiling.enable_profiling:
         profilers.append(traces(dump_folder / profiling.save_traces_folder, freq, rank))
@@ -38,22 +38,17 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         step = number
         profiler.step()
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # of the CPU, and CUDA if there
         yield step_done
 
 
 @contextlib.contextmanager
 def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
-    """Write a memory snapshot, which names the code behind each GPU allocation (open it in pytorch.org/memory_viz).
+    """Write memory snapshots, which name the code behind each GPU allocation (open them in pytorch.org/memory_viz), to
+    folder/step_N/rankR.pickle every `freq` steps and to folder/out_of_memory/rankR.pickle on an out-of-memory error.
 
-    It is written to folder/step_N/rankR.pickle every `freq` steps, and to folder/out_of_memory when the run dies of it.
-
-    Private: torch.cuda.memory._record_memory_history and _dump_snapshot, which PyTorch's documentation of memory
-    snapshots names all the same.
+    Private: two functions of torch.cuda.memory, which PyTorch's documentation of memory snapshots names all the same.
     """
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 
