@@ -15,7 +15,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.plan import __main__ as command
 from titanlite.plan import advise
 
-H100 = devices.find("h100")
+H100 = devices.find_device("h100")
 GIB = 2**30
 
 

@@ -544,7 +544,7 @@ TO = {
 def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> parity.Trace | None:
     """Go on from what is in a folder for some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
-    checkpointer = Checkpointer(folder, identity={}, keep_latest_k=0, async_mode="disabled")
+    checkpointer = Checkpointer(folder, config.schema.Checkpoint(folder=".", keep_latest_k=0), identity={})
     found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
     return found if launch.rank == 0 else None
