@@ -111,7 +111,7 @@ def test_heads_that_cannot_be_shared_are_refused():
 
 def test_streams_and_sequences_are_dealt_to_odd_degrees():
     odd = task(n_devices=24, sequences=48)
-    assert advise.loaded(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streams == 72
+    assert advise.loaded(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streaming_shards == 72
 
 
 # The estimate

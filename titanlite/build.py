@@ -251,25 +251,8 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
                 "the tokenizer; set it, or choose another model.hf_assets_path"
             ]
         )
-    sequences, held_out, identity = data.open_sequences(
-        tokenizer,
-        dataset=training.dataset,
-        dataset_path=training.dataset_path,
-        dataset_config=training.dataset_config,
-        dataset_split=training.dataset_split,
-        text_key=training.dataset_text_key,
-        text_sample_by=training.text_sample_by,
-        streaming=training.streaming,
-        streams=training.streams,
-        shuffle=training.shuffle,
-        seed=config.debug.seed,
-        seq_len=training.seq_len,
-        cache_folder=training.cache_folder,
-        validation_path=validation.dataset_path,
-        validation_split=validation.dataset_split,
-        validation_fraction=validation.fraction,
-        validation_enable=validation.enable,
-        builds_cache=builds_cache,
+    sequences, validation_sequences, identity = data.open_sequences(
+        tokenizer, training, validation, seed=config.debug.seed, builds_cache=builds_cache
     )
     identities: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(identities, identity)
@@ -278,7 +261,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
         raise ConfigError(
             [f"training.dataset_path: rank {other} reads other data than rank 0; give all hosts the same"]
         )
-    return sequences, held_out, identity
+    return sequences, validation_sequences, identity
 
 
 def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:
@@ -289,13 +272,10 @@ def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:
     shard = data.SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
-        document_mask=config.training.document_mask,
     )
-    size = config.training.local_batch_size
     return {
-        "rank": layout.data_rank,
-        "n_ranks": config.parallelism.data_parallel_degree,
-        "local_batch_size": size,
+        "data_rank": layout.data_rank,
+        "data_parallel_degree": config.parallelism.data_parallel_degree,
         "shard": shard,
     }
 
@@ -306,8 +286,8 @@ def build_loader(
     """This rank's batches from where a saved run stood (`state`), or from the first."""
     return data.Loader(
         sequences,
+        config.training,
         **_share_of_data(config, layout),
-        global_batch_size=config.training.global_batch_size,
         pin=device.type == "cuda",
         state=state,
     )
@@ -317,7 +297,7 @@ def build_validation_batches(
     config: Config, layout: Layout, held_out: data.ValidationSequences
 ) -> Iterator[data.Batch]:
     """This rank's batches of one pass over the validation split."""
-    return data.validation_batches(held_out, **_share_of_data(config, layout), steps=config.validation.steps)
+    return data.validation_batches(held_out, config.training, config.validation, **_share_of_data(config, layout))
 
 
 def build_profilers(config: Config, rank: int) -> list[AbstractContextManager[Callable[[int], None]]]:

@@ -158,8 +158,8 @@ class Candidate(NamedTuple):
         training: dict[str, Any] = {"dataset": "c4", "streaming": True, "shuffle": False, "seq_len": task.seq_len}
         training |= {"local_batch_size": self.local_batch, "global_batch_size": task.sequences}
         training |= {"loss_chunks": self.loss_chunks(task)}
-        streams = Training().streams  # each data-parallel rank must have whole ones
-        training["streams"] = streams if streams % mesh.dp == 0 else math.ceil(streams / mesh.dp) * mesh.dp
+        shards = Training().streaming_shards  # each data-parallel rank must read complete ones
+        training["streaming_shards"] = shards if shards % mesh.dp == 0 else math.ceil(shards / mesh.dp) * mesh.dp
         parallelism = {
             "data_parallel_replicate_degree": mesh.dp_replicate,
             "data_parallel_shard_degree": mesh.dp_shard,

@@ -107,10 +107,10 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
             f"expected a multiple of local_batch_size x {name} = {training.local_batch_size} x {data_ranks} = "
             f"{microstep}",
         )
-    if training.streaming and training.streams % data_ranks:
+    if training.streaming and training.streaming_shards % data_ranks:
         reject(
-            "training.streams",
-            f"expected a multiple of the data-parallel degree {data_ranks}, so that each rank has whole streams",
+            "training.streaming_shards",
+            f"expected a multiple of the data-parallel degree {data_ranks}, so that each rank reads complete shards",
         )
     param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
     if param == "auto":

@@ -178,8 +178,12 @@ def _data_rules(training: Training, validation: Validation, given: set[str], rej
                 *split_keys,
             )
     else:
-        if "training.streams" in given:
-            reject("training.streams", "read only when training.streaming is true; remove it", "training.streaming")
+        if "training.streaming_shards" in given:
+            reject(
+                "training.streaming_shards",
+                "read only when training.streaming is true; remove it",
+                "training.streaming",
+            )
         if own_split and "validation.fraction" in given:
             reject("validation.fraction", "the dataset has a validation split of its own; remove it", *split_keys)
         if validation.enable and not own_split and not validation.fraction:

@@ -94,10 +94,10 @@ class Training(Section):
     """What one document of dataset = "text" is: a whole file, a paragraph, or a line."""
     streaming: bool = False
     """Read and tokenise documents while training instead of tokenising the whole dataset once before."""
-    streams: Count = 64
-    """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams,
-    so the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many
-    files."""
+    streaming_shards: Count = 64
+    """Streaming: number of shards that the files are partitioned into. Sequence k comes from shard k mod
+    streaming_shards, so the order does not depend on the ranks; the data-parallel degree must divide it, and the
+    dataset must have at least as many files."""
     shuffle: bool = True
     """Draw the packed sequences in an order seeded by debug.seed, anew each epoch. A stream cannot."""
     cache_folder: str = "~/.cache/titanlite"
