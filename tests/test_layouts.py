@@ -371,18 +371,22 @@ def _copies_counted_each(rank: int) -> Any:
 
 
 def _positions_not_offset(rank: int) -> Any:
-    real = data._stack
+    real = data.loader.collate
 
-    def local(*arguments: Any) -> data.Batch:
-        batch = real(*arguments)
+    def local(*arguments: Any, **options: Any) -> data.Batch:
+        batch = real(*arguments, **options)
         return batch._replace(positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous())
 
-    return mock.patch.object(data, "_stack", local)
+    return mock.patch.object(data.loader, "collate", local)
 
 
 def _documents_ignored(rank: int) -> Any:
-    real = data._stack
-    return mock.patch.object(data, "_stack", lambda *arguments: real(*arguments)._replace(documents=None))
+    real = data.loader.collate
+
+    def without_document_positions(*arguments: Any, **options: Any) -> data.Batch:
+        return real(*arguments, **options)._replace(document_positions=None)
+
+    return mock.patch.object(data.loader, "collate", without_document_positions)
 
 
 CP_DOCUMENTS = CP | DOCUMENTS

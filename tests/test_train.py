@@ -435,7 +435,7 @@ def test_a_checkpoint_has_scalars_in_json_and_tensors_in_dcp(runs, folder):
     step = folder / "run" / "checkpoint" / "step-6"
     assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"}
     state = json.loads((step / "state.json").read_text())
-    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streams": {}})
+    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
 
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

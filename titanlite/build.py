@@ -177,7 +177,6 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
     shard = data.SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
-        document_mask=config.training.document_mask,
     )
     return {
         "data_rank": layout.data_rank,

@@ -26,7 +26,7 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
             block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
     if model.output is not None and "loss" in compile.components:
         compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)
-        model.output.loss = functools.partial(model.output.loss, piece=compiled)
+        model.output.loss = functools.partial(model.output.loss, chunk_loss=compiled)
 
 
 def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:

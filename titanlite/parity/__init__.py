@@ -33,7 +33,7 @@ from titanlite import build
 from titanlite.checkpoint import Checkpointer
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load, loader
 from titanlite.config.schema import Comm
-from titanlite.data.packed import Sequence, positions_in_documents
+from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launcher import ranks_wanted
 from titanlite.loss import IGNORED, cross_entropy_sum
