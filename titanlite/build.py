@@ -4,7 +4,7 @@ train.py, the planner and the parity test build their run here, so what they pla
 """
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -171,18 +171,15 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
 
 
 def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
-    """Return which sequences this rank reads and which tokens of each, as arguments of Loader and validation_batches."""
+    """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
     shard = data.SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
     )
-    return {
-        "data_rank": layout.data_rank,
-        "data_parallel_degree": parallelism.data_parallel_degree,
-        "shard": shard,
-    }
+    degree = parallelism.data_parallel_degree
+    return {"data_rank": layout.data_rank, "data_parallel_degree": degree, "shard": shard}
 
 
 def build_loader(
@@ -191,3 +188,14 @@ def build_loader(
     """Return this rank's batches, from where a saved run stopped (`state`) or from the first."""
     share = sequence_share(config, layout)
     return data.Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
+
+
+def build_validation_batches(
+    config: Config, layout: Layout, sequences: data.ValidationSequences
+) -> tuple[Iterator[data.Batch], int]:
+    """Return this rank's batches of one validation, and how many they are."""
+    share = sequence_share(config, layout)
+    batches = data.validation_batches(sequences, config.training, config.validation, **share)
+    degree = config.parallelism.data_parallel_degree
+    total = data.n_validation_batches(sequences, config.training, config.validation, data_parallel_degree=degree)
+    return batches, total

@@ -1,12 +1,21 @@
-"""The number of ranks that a config asks for on this node, for run_train.sh and `titanlite train`.
+"""Start a config's ranks on this node with torchrun.
 
-python -m titanlite.launcher CONFIG [--section.key=value ...]     print the number of ranks of this node
+    titanlite train CONFIG [--section.key=value ...]
+
+Environment:
+    NGPU=N          ranks on this node, instead of what the config's degrees ask for
+    LOG_RANK=0,1    ranks of this node whose lines are shown (default 0)
+    NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   for a multi-node run; run the command on each node
+
+The config is checked once, here, before any rank starts: a mistake is one line, not a traceback of every rank.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,18 +85,76 @@ def count_devices() -> int:
     return torch.cuda.device_count()
 
 
+def torchrun_arguments(ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """Return torchrun's own arguments for this node.
+
+    Raises:
+        ConfigError: if NNODES is above 1 and NODE_RANK or MASTER_ADDR is not set.
+    """
+    arguments = [f"--nproc-per-node={ranks}", f"--local-ranks-filter={environment.get('LOG_RANK') or 0}"]
+    arguments += ["--role=rank", "--tee=3"]
+    if count_from_environment(environment, "NNODES", 1) == 1:
+        return ["--standalone", *arguments]
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
+    if missing:
+        raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
+    port = environment.get("MASTER_PORT") or "29500"
+    return [
+        f"--nnodes={environment['NNODES']}",
+        f"--node-rank={environment['NODE_RANK']}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={environment.get('JOB_ID') or 'titanlite'}",
+        f"--rdzv-endpoint={environment['MASTER_ADDR']}:{port}",
+        *arguments,
+    ]
+
+
 def main(argv: list[str]) -> int:
-    """Print the number of ranks to start on this node, and return the exit status."""
+    """Check a config, start its ranks with torchrun, and return torchrun's exit status; 2 if the config is wrong."""
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(f"{__doc__}\n{help_text()}")
         return 0
     try:
-        print(ranks_per_node(load(argv), os.environ, count_devices()))
+        ranks = ranks_per_node(load(argv), os.environ, count_devices())
+        arguments = torchrun_arguments(ranks, os.environ)
     except ConfigError as error:
         print_problems(error)
         return 2
-    return 0
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "titanlite.train", *argv]
+    # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which passes it on once.
+    torchrun = subprocess.Popen(command, env=environment_of_ranks(ranks), start_new_session=True)
+    stop_requests: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_requests.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: torchrun.send_signal(number))
+    signaled: set[int] = set()
+    while True:
+        try:
+            return torchrun.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            # SIGTERM goes to the ranks and not to torchrun, which would kill them: they finish the step, save and exit
+            # with 0. A rank that starts later gets it too.
+            for rank in set(children(torchrun.pid)) - signaled if stop_requests else ():
+                os.kill(rank, signal.SIGTERM)
+                signaled.add(rank)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def environment_of_ranks(ranks: int) -> dict[str, str]:
+    """Return the environment that torchrun passes to the ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        # torchrun gives each rank one thread; on a CPU they share the cores instead.
+        "OMP_NUM_THREADS": str(max(cores // ranks, 1)),
+        # Fewer, larger segments: less memory lost to fragmentation.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        **os.environ,
+    }
+
+
+def children(process: int) -> list[int]:
+    """Return the process IDs of a process's children: from /proc on Linux, from ps elsewhere."""
+    lists = list(Path(f"/proc/{process}/task").glob("*/children"))
+    if lists:
+        return [int(child) for file in lists for child in file.read_text().split()]
+    done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    pairs = (line.split() for line in done.stdout.splitlines())
+    return [int(child) for child, parent in pairs if int(parent) == process]

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -153,10 +153,9 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 }
             with meter.paused():
                 if validation is not None and (step % config.validation.freq == 0 or is_last):
-                    share = build.sequence_share(config, layout)
-                    split = data.validation_batches(validation, training, config.validation, **share)
-                    with progress("validation", total=len(split), unit="batches", enabled=rank == 0) as advance:
-                        values[metrics.VALIDATION_LOSS] = train_step.validate(counted(split, advance))
+                    batches, total = build.build_validation_batches(config, layout, validation)
+                    with progress("validation", total=total, unit="batches", enabled=rank == 0) as advance:
+                        values[metrics.VALIDATION_LOSS] = train_step.validate(batches, advance)
                 if logger and values:
                     logger.log(step, values, meter.seconds_per_step)
                 if checkpointer:
@@ -180,13 +179,6 @@ def collect_garbage_on_request(stack: contextlib.ExitStack) -> None:
     gc.freeze()
     gc.disable()
     stack.callback(gc.enable)
-
-
-def counted(batches: Iterable[data.Batch], advance: Callable[[int], None]) -> Iterator[data.Batch]:
-    """Yield the batches, and report each one as done when the next is asked for."""
-    for batch in batches:
-        yield batch
-        advance(1)
 
 
 def largest_loss(loss_sum: Tensor, batches: list[data.Batch], contributes_loss: bool) -> float:

@@ -1,6 +1,6 @@
 """The gradients of one optimizer step, and the loss without them. Training and the parity tests run this same code."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -79,16 +79,18 @@ class TrainStep:
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> float:
+    def validate(self, batches: Iterable[Batch], advance: Callable[[int], None] = lambda amount: None) -> float:
         """Return the loss by the same rule as in training: token losses over valid tokens of all ranks, nats.
 
         Args:
             batches: this rank's; every rank needs the same number of them.
+            advance: called with 1 after each batch.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             totals[0] += self.runner.forward(batch.to(self.device))
             totals[1] += count_valid([batch.targets], self.device)
+            advance(1)
         fsdp.reshard(self.model)
         totals = totals if self.contributes_loss else torch.zeros_like(totals)
         dist.all_reduce(totals)
