@@ -117,7 +117,7 @@ def test_a_llama_run_and_the_package_are_short_enough():
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
-    """Return the project's modules that a module imports, anywhere in it, and the packages that this imports on the way.
+    """Return the project's modules that a module imports, anywhere in it, and the packages that these are in.
 
     A package does not count as imported by the modules inside it.
     """

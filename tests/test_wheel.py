@@ -55,4 +55,5 @@ def test_a_name_that_no_config_has_is_one_line(site: Path, tmp_path: Path):
     done = run(site / "bin" / "titanlite", "train", "debugg", cwd=tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "debugg" in line and "debug" in line
+    assert "debugg" in line
+    assert "did you mean" in line

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite import data
+from titanlite import data, optimizer
 from titanlite.config import Config, ConfigError
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import rank_of_stage
@@ -18,7 +18,6 @@ from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
 from titanlite.model import Llama
-from titanlite.optimizer import build_optimizer as build_plain_optimizer
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
@@ -38,11 +37,6 @@ def parameter_sizes(config: Config) -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
 
 
-def model_identity(config: Config) -> dict[str, int | float | bool]:
-    """Return the dimensions that two models must share for a checkpoint of one to fit the other."""
-    return config.model.model_dump(exclude={"flavor", "hf_assets_path"})
-
-
 def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
     """Return the named modules, or all, parallelized over the mesh, still on the meta device.
 
@@ -57,10 +51,9 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
         degree = parallelism.tensor_parallel_degree
         convert_to_float8(stage, config.float8, tensor_parallel_degree=degree, device=device)
     if stage.output is not None:
+        loss_parallel = not parallelism.disable_loss_parallel
         stage.output.loss = functools.partial(
-            chunked_cross_entropy,
-            n_chunks=training.loss_chunks,
-            loss_parallel=not parallelism.disable_loss_parallel,
+            chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=loss_parallel
         )
     parallelize(
         stage,
@@ -82,9 +75,8 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
         model itself.
     """
     parallelism = config.parallelism
-    modules_of_stages: list[Collection[str] | None] = [None]
-    if parallelism.pipeline_parallel_degree > 1:
-        modules_of_stages = stage_modules(config)
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    modules_of_stages = stage_modules(config) if pipelined else [None]
     ranks = rank_of_stage(
         parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(modules_of_stages)
     )
@@ -111,7 +103,7 @@ def build_train_step(
 ) -> TrainStep:
     """Return the forward and backward of this rank's optimizer steps, for what `build_model` returned."""
     parallelism, training = config.parallelism, config.training
-    runner: SingleStageRunner | PipelineRunner = SingleStageRunner(stages.get(0, model))
+    runner: SingleStageRunner | PipelineRunner = SingleStageRunner(model)
     if parallelism.pipeline_parallel_degree > 1:
         runner = PipelineRunner(
             stages,
@@ -119,7 +111,6 @@ def build_train_step(
             group=layout.mesh["pp"].get_group(),
             n_microbatches=config.n_microbatches,
             hidden_shape=config.hidden_shape,
-            n_tokens=training.seq_len // parallelism.context_parallel_degree,
             dtype=getattr(torch, training.mixed_precision_param),
             device=device,
         )
@@ -129,21 +120,17 @@ def build_train_step(
 
 
 def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()) -> torch.optim.Optimizer:
-    """Return the optimizer of a model.
-
-    Args:
-        stages: the stages of `build_model`, where FSDP gathers their weights.
-    """
-    optimizer = build_plain_optimizer(model, config.optimizer)
+    """Return the optimizer of a model whose weights FSDP gathers for these stages, if there are any."""
+    built = optimizer.build_optimizer(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
-        precompute_scales(stages, optimizer)
-    return optimizer
+        precompute_scales(stages, built)
+    return built
 
 
 def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.ValidationSequences | None, str]:
-    """Open the training sequences, the validation sequences if they are enabled, and return them with their identity.
+    """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
         builds_cache: whether this rank tokenizes where there is no token cache yet; one rank of each node does.
@@ -151,13 +138,10 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
     Raises:
         ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        problem = (
-            f"model.vocab_size = {config.model.vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
-            "tokenizer; set it, or choose another model.hf_assets_path"
-        )
-        raise ConfigError([problem])
+    tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
+        raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
     sequences, validation, identity = data.open_sequences(
         tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
     )
@@ -194,8 +178,7 @@ def build_validation_batches(
     config: Config, layout: Layout, sequences: data.ValidationSequences
 ) -> tuple[Iterator[data.Batch], int]:
     """Return this rank's batches of one validation, and how many they are."""
-    share = sequence_share(config, layout)
-    batches = data.validation_batches(sequences, config.training, config.validation, **share)
+    training, validation, share = config.training, config.validation, sequence_share(config, layout)
     degree = config.parallelism.data_parallel_degree
-    total = data.n_validation_batches(sequences, config.training, config.validation, data_parallel_degree=degree)
-    return batches, total
+    total = data.n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
+    return data.validation_batches(sequences, training, validation, **share), total

@@ -49,7 +49,7 @@ def progress(
 
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
-    """Return the line of some work after so many seconds, as in "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
+    """Return the line of some work after so many seconds: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
     parts = []
     if total is not None:
         parts.append(f"{done:,} of {total:,} {unit}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import build, data, metrics, provenance
-from titanlite.config import Config, ConfigError, Launch, check, load
+from titanlite.config import USAGE, Config, ConfigError, Launch, check, load
 from titanlite.config.loader import print_problems
 from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
@@ -74,7 +74,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite import checkpoint  # here: the import takes half a second, and a run may do without
     if config.checkpoint.enable:
-        identity = {"seed": config.debug.seed, "data": data_identity, **build.model_identity(config)}
+        dimensions = config.model.model_dump(exclude={"flavor", "hf_assets_path"})
+        identity = {"seed": config.debug.seed, "data": data_identity, **dimensions}
         checkpointer = checkpoint.Checkpointer(dump_folder, config.checkpoint, identity)
         state = checkpointer.resume(model, optimizer)
         if state:
@@ -101,7 +102,11 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
 
     with contextlib.ExitStack() as stack:
         profilers = [stack.enter_context(each) for each in build_profilers(dump_folder, config.profiling, rank)]
-        collect_garbage_on_request(stack)
+        # Python collects garbage when told to, on all ranks in the same step.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        stack.callback(gc.enable)
         for step in range(last_step + 1, training.steps + 1):
             is_first = step == last_step + 1
             with meter.waiting_for_data():
@@ -173,14 +178,6 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         checkpointer.close()
 
 
-def collect_garbage_on_request(stack: contextlib.ExitStack) -> None:
-    """Switch Python's automatic garbage collection off until the stack closes, so that all ranks collect together."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    stack.callback(gc.enable)
-
-
 def largest_loss(loss_sum: Tensor, batches: list[data.Batch], contributes_loss: bool) -> float:
     """Return the largest of the ranks' own mean losses, in nats."""
     own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
@@ -202,9 +199,7 @@ def explain_nonfinite(step: int, loss: float, norm: float, loss_sum: Tensor) -> 
 def main(argv: list[str]) -> None:
     """Run one rank, as torchrun starts it, and end its process with the exit status."""
     if "--help" in argv or "-h" in argv:
-        from titanlite.config.reference import help_text
-
-        print(help_text())
+        print(USAGE)
         return
     mesh.retain_freed_memory()
     stop_signals: list[int] = []
