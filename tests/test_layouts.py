@@ -367,7 +367,7 @@ def _gradients_scaled_by_microbatches(rank: int) -> Any:
 
 
 def _copies_counted_each(rank: int) -> Any:
-    return mock.patch.object(optimizer, "_copies", return_value=1)
+    return mock.patch.object(optimizer, "n_replicas", return_value=1)
 
 
 def _positions_not_offset(rank: int) -> Any:
