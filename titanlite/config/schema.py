@@ -322,8 +322,8 @@ class Validation(Section):
     """Compute the loss on the held-out split."""
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
-    steps: Union[Literal[-1], Count] = -1
-    """Batches of local_batch_size per rank that a validation reads; -1: the whole split."""
+    steps: Union[Literal[-1], Count] = 64
+    """Batches of local_batch_size per data-parallel rank that a validation reads, at most; -1: the full split."""
     fraction: Fraction = 0.05
     """Share of documents held out of training where no split or path is given, whether validation is enabled or not (so
     that enabling it does not change the training data)."""
