@@ -60,7 +60,7 @@ def load_documents(source: Source) -> Documents:
         texts = [topics[name] for name in sorted(topics)]
         fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         return Documents(fingerprint, lambda: iter([texts]), len(texts))
-    # Files are read one by one: `datasets` would otherwise copy them into a cache of its own, which trusts their times.
+    # Files are read in streaming mode, as `datasets` would copy them into its own cache, which trusts their times.
     dataset, column = _load(source, streaming=source.is_files)
     fingerprint = _content_hash(source, with_times=True) if source.is_files else dataset._fingerprint
 
