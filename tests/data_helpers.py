@@ -112,8 +112,8 @@ def texts_of(*arguments: Any, **options: Any) -> list[str]:
 
 def open_stream(dataset: str, path: Any, streaming_shards: int = 1, **options: Any) -> StreamingSequences:
     opened = source(dataset, path, streaming_shards=streaming_shards, **options)
-    stream, column, _ = load_stream(opened)
-    return StreamingSequences(stream, column, opened, BYTES)
+    iterable, column, _ = load_stream(opened)
+    return StreamingSequences(iterable, column, opened, BYTES)
 
 
 def rejections(*arguments: Any, **options: Any) -> Iterator[str]:
@@ -171,8 +171,8 @@ def consume(
             of_ranks = [_sequences_of(loader.next(), size) for loader in loaders]
             assert {len(sequences) for sequences in of_ranks} == {batch // n_ranks}
             consumed.append([of_ranks[k % n_ranks][k // n_ranks] for k in range(batch)])
-        streams = bool(loaders[0]._shard_states)
-        return consumed, [] if streams else [json.loads(json.dumps(loader.state())) for loader in loaders]
+        is_streaming = bool(loaders[0]._shard_states)
+        return consumed, [] if is_streaming else [json.loads(json.dumps(loader.state())) for loader in loaders]
     finally:
         for loader in loaders:
             loader.close()

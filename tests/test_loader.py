@@ -106,7 +106,7 @@ def test_a_resume_one_sequence_off_fails():
         check_resume(3, 2, 4, 4, 4, off=1)
 
 
-class Counted:
+class EndlessSequences:
     """Endless sequences that count how many were read; the one with number `fails_at` cannot be."""
 
     def __init__(self, fails_at: int = -1):
@@ -128,16 +128,16 @@ class Counted:
 
 def test_batches_are_prefetched_but_not_without_end_nor_after_close(monkeypatch):
     monkeypatch.setattr(data.loader, "PREFETCH_STEPS", 3)
-    sequences = Counted()
+    sequences = EndlessSequences()
     loader = open_loader(sequences)
-    sequences.wait_for(4 * 4)  # three steps wait to be asked for, and the next one waits for its place
+    sequences.wait_for(4 * 4)  # three steps wait to be asked for, and the next one waits for room in the queue
     time.sleep(0.05)
     sequences.wait_for(4 * 4)
     assert loader.state()["next_sequence"] == 0, "what was prefetched is not trained on yet"
     loader.next()
     sequences.wait_for(5 * 4)
     assert loader.state()["next_sequence"] == 4
-    for opened in (loader, open_loader(Counted())):
+    for opened in (loader, open_loader(EndlessSequences())):
         assert opened._thread in threading.enumerate()
         for _ in range(2):
             opened.close()
@@ -146,7 +146,7 @@ def test_batches_are_prefetched_but_not_without_end_nor_after_close(monkeypatch)
 
 def test_an_error_is_raised_where_the_batch_is_waited_for_each_time(monkeypatch):
     monkeypatch.setattr(data.loader, "PREFETCH_STEPS", 1)
-    loader = open_loader(Counted(fails_at=6))
+    loader = open_loader(EndlessSequences(fails_at=6))
     loader.next()
     for _ in range(3):
         with pytest.raises(OSError, match="the disk is gone"):

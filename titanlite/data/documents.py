@@ -60,7 +60,7 @@ def load_documents(source: Source) -> Documents:
         texts = [topics[name] for name in sorted(topics)]
         fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         return Documents(fingerprint, lambda: iter([texts]), len(texts))
-    # Files are read as a stream: `datasets` would copy them into a cache of its own, which trusts their times.
+    # Files are read in streaming mode, as `datasets` would copy them into its own cache, which trusts their times.
     dataset, column = _load(source, streaming=source.is_files)
     fingerprint = _content_hash(source, with_times=True) if source.is_files else dataset._fingerprint
 
@@ -127,7 +127,7 @@ def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
         arguments = _hub_arguments(options)
     try:
         dataset = datasets.load_dataset(**arguments, streaming=streaming)
-        columns = dataset.column_names or list(next(iter(dataset)))  # a stream may only know them from its first item
+        columns = dataset.column_names or list(next(iter(dataset)))  # some formats know them from the first item
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own

@@ -22,8 +22,8 @@ def open_sequences(
     source, validation_source = Source(training), _validation_source(training, validation)
     cache = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     if training.streaming:
-        stream, column, content = load_stream(source)
-        sequences: Sequences = StreamingSequences(stream, column, source, tokenizer)
+        dataset, column, content = load_stream(source)
+        sequences: Sequences = StreamingSequences(dataset, column, source, tokenizer)
         order = f"{tokenizer.identity}/seq_len {training.seq_len}/{training.streaming_shards} streaming shards"
     else:
         fraction = 0.0 if validation_source else validation.fraction
