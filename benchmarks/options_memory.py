@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from resident import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

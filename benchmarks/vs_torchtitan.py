@@ -2,7 +2,7 @@
 
 The same Llama (on a CPU of 6,163,712 parameters: what torchtitan calls "debugmodel"), sequence length, global batch
 (8 x 512 tokens), precision (float32), optimizer (fused AdamW), clipping and reports, from one TOML that both read,
-vs_torchtitan.toml. in_turn.py has the method, and what a step's time is. A mode is titanlite and torchtitan, started
+vs_torchtitan.toml. interleaved.py has the method, and what a step's time is. A mode is titanlite and torchtitan, started
 alike:
 
     alone        one process
@@ -46,7 +46,7 @@ import subprocess
 import sys
 
 import torch
-from in_turn import ROOT, Options, Program, compare, parser, program
+from interleaved import ROOT, Options, Program, compare, parser, program
 
 from titanlite.config import Launch, check, load
 

@@ -16,7 +16,7 @@ Prints for each mode: tokens/s (median over all steps but the first two of a lau
 ranks, median over launches), seconds from launch to the end of the first step (median over launches); and the medians
 of the ratios of neighbouring steps and of launches, the first program of the pair over the second. Above 1 is better
 for tokens/s, below 1 for the others. Before that, a line of JSON a launch: its peaks and first steps, the seconds of
-each pair of steps, the first and the last loss of each side. in_turn.py has the method.
+each pair of steps, the first and the last loss of each side. interleaved.py has the method.
 """
 
 import os
@@ -25,7 +25,7 @@ import sys
 
 import torch
 import transformers
-from in_turn import ROOT, Program, compare, parser, program
+from interleaved import ROOT, Program, compare, parser, program
 
 HERE = ROOT / "benchmarks"
 TOKENS = 8 * 512  # a step over all ranks

@@ -1,7 +1,7 @@
 """The output head and the loss without the full logits: `training.loss_chunks` beside torch's own
 linear_cross_entropy (torch 2.13 and later) and beside all logits at once.
 
-    python benchmarks/loss_head.py [--tokens 1024] [--dim 256] [--vocabulary 128256] [--rounds 5]
+    python benchmarks/chunked_cross_entropy.py [--tokens 1024] [--dim 256] [--vocabulary 128256] [--rounds 5]
 
 Forward and backward of the head and the loss alone, on a CPU, in float32 and bfloat16. Each way has a process of its
 own, which says how much its resident set grew at most; they take their turns, and the ratio is the median of those of
@@ -18,7 +18,7 @@ import statistics
 import time
 
 import torch
-from resident import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import forget_peak, map_each_tensor, resident_bytes
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -1,9 +1,9 @@
 """Every axis of parallelism on the GPUs of this host: tokens/s a GPU, MFU and memory, beside one GPU.
 
-    python benchmarks/axes_gpu.py [--steps 12] [--batch 2] [--model llama3_1b]
-    python benchmarks/axes_gpu.py --device cpu          (tries the script itself: the debug model on two CPU ranks)
+    python benchmarks/parallelism_overhead_gpu.py [--steps 12] [--batch 2] [--model llama3_1b]
+    python benchmarks/parallelism_overhead_gpu.py --device cpu          (tries the script itself: the debug model on two CPU ranks)
 
-Runs ./run_train.sh on axes_gpu.toml (Llama 3.2 1B, sequences of 4096, bfloat16, the text that CPython carries) on one
+Runs ./run_train.sh on parallelism_overhead_gpu.toml (Llama 3.2 1B, sequences of 4096, bfloat16, the text that CPython carries) on one
 GPU and then on 2, 4, ... up to all GPUs, once for each axis:
 
     replicate, fsdp    data parallel: a replica a GPU, or weights and states sharded (ZeRO-3)
@@ -60,7 +60,7 @@ def train(n: int, options: Options, on_cpu: bool) -> list[dict[str, float]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {**options, "job.dump_folder": folder}
-        command = [str(HERE.parent / "run_train.sh"), str(HERE / "axes_gpu.toml")]
+        command = [str(HERE.parent / "run_train.sh"), str(HERE / "parallelism_overhead_gpu.toml")]
         environment = os.environ | {"NGPU": str(n), "PYTHON": sys.executable}
         if on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -79,7 +79,7 @@ def main() -> None:
     on_cpu = arguments.device == "cpu"
     n_devices = 2 if on_cpu else torch.cuda.device_count()
     if n_devices < 2:
-        sys.exit(f"error: axes_gpu.py needs at least 2 GPUs, and this host has {n_devices}")
+        sys.exit(f"error: parallelism_overhead_gpu.py needs at least 2 GPUs, and this host has {n_devices}")
     common: Options = {"model.flavor": arguments.model or ("debug" if on_cpu else "llama3_1b")}
     common |= {"training.steps": arguments.steps, "training.local_batch_size": arguments.batch}
     common |= FOR_CPU if on_cpu else {}

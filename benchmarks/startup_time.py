@@ -1,6 +1,6 @@
 """From launching train.py to the end of its first step, cold and warm, with and without torch.compile.
 
-    python benchmarks/start.py [--rounds 3]
+    python benchmarks/startup_time.py [--rounds 3]
 
 Runs train.py on configs/debug.toml for one step, on CUDA if there is any, in four ways that take turns:
 

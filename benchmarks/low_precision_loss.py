@@ -1,6 +1,6 @@
 """Do the ways to compute with fewer bits end where float32 ends? 300 steps of the debug model on real text with each.
 
-    python benchmarks/long_run.py [--steps 300] [--plot docs/images/long_run.png]
+    python benchmarks/low_precision_loss.py [--steps 300] [--plot docs/images/low_precision_loss.png]
 
 Every run is train.py on configs/debug.toml with 8 sequences of 256 tokens a step, so all see the same weights, tokens
 and schedule. Training magnifies any rounding: the second run is float32 too, but for attention's kernel, and shows how
@@ -60,7 +60,7 @@ def run(options: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "long_run.png")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "low_precision_loss.png")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {device}, {arguments.steps} steps", flush=True)

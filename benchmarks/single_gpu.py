@@ -1,9 +1,9 @@
 """Named sizes on one GPU: tokens/s, MFU and memory, in bfloat16 and float8, beside a published figure.
 
-    python benchmarks/one_gpu.py [--rows 1b-4096-bf16 ...]      (default: all rows; an H200, some minutes a row)
-    python benchmarks/one_gpu.py --dry-run [the same]           (on any machine: checks the configs, shows the commands)
+    python benchmarks/single_gpu.py [--rows 1b-4096-bf16 ...]      (default: all rows; an H200, some minutes a row)
+    python benchmarks/single_gpu.py --dry-run [the same]           (on any machine: checks the configs, shows the commands)
 
-Each row is ./run_train.sh on one_gpu.toml: 20 steps of 32768 tokens of Llama 3.2 1B and 3B and Llama 3.1 8B, sequences
+Each row is ./run_train.sh on single_gpu.toml: 20 steps of 32768 tokens of Llama 3.2 1B and 3B and Llama 3.1 8B, sequences
 of 4096 and 8192, blocks and loss compiled, the loss in 8 parts. ROWS has the rest of what they do to fit 141 GB.
 float8 is the recipe "tensorwise". A row "full" computes as the published figure was: sequences of 4096 in microsteps of
 4, two a step, every block recomputed in full, weights and states in bfloat16.
@@ -106,7 +106,7 @@ class Work(NamedTuple):
 
 
 def arguments_of(options: Options) -> list[str]:
-    return [str(HERE / "one_gpu.toml"), *(f"--{key}={value}" for key, value in options.items())]
+    return [str(HERE / "single_gpu.toml"), *(f"--{key}={value}" for key, value in options.items())]
 
 
 def checked(options: Options) -> Config:
@@ -197,7 +197,7 @@ def dry_run(names: list[str]) -> None:
         print(f"  {work.flops / 1e9:.2f} GFLOP a token, {work.flops * work.causal / 1e9:.2f} with the causal mask")
         print("  NGPU=1 ./run_train.sh " + shlex.join(arguments_of(ROWS[name])).replace(f"{HERE.parent}/", ""))
     print(
-        f"\nall {len(names)} configs keep the rules; before, between and after: python benchmarks/one_gpu.py --product"
+        f"\nall {len(names)} configs keep the rules; before, between and after: python benchmarks/single_gpu.py --product"
     )
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         dry_run(arguments.rows)
         return
     if not torch.cuda.is_available():
-        sys.exit("error: one_gpu.py needs a GPU, and this host has none; --dry-run checks its configs without")
+        sys.exit("error: single_gpu.py needs a GPU, and this host has none; --dry-run checks its configs without")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}; {describe_gpu()}", flush=True)
     table, before = [], measured_product()
     for name in arguments.rows:

@@ -6,7 +6,7 @@ instead of computing, so ranks overlap on a machine with fewer cores than ranks.
 a rank with several stages sleeps its share of these in each. In the first stage, whose inputs need no gradient, torch
 does the whole backward where the schedule has that of the weights, and so does the simulation.
 
-    python benchmarks/bubble.py [--ranks 2 4] [--microbatches 8 16] [--steps 5]
+    python benchmarks/pipeline_bubble.py [--ranks 2 4] [--microbatches 8 16] [--steps 5]
 
 Idle share = 1 - (a rank's seconds asleep, mean over ranks) / (seconds of the step, from a barrier to the last rank's
 end); each step is a line of JSON, and the first of a launch, which connects the ranks, is left out. Then a table:

@@ -1,6 +1,6 @@
 """Memory that a rank needs for longer and longer sequences, by the number of ranks that share each one.
 
-    python benchmarks/context_memory.py [--cp 1 2 4 8] [--ulysses 1] [--longest 65536] [--layers 2] [--limit-gib G]
+    python benchmarks/context_parallel_memory.py [--cp 1 2 4 8] [--ulysses 1] [--longest 65536] [--layers 2] [--limit-gib G]
 
 For every length, doubling from 4096, and every context-parallel degree: new ranks on gloo build the debug model with
 --layers blocks (configs/debug.toml, titanlite.build) and take one step's forward and backward on one sequence. Memory
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from resident import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import forget_peak, map_each_tensor, resident_bytes
 
 from titanlite import parity
 from titanlite.config import Config, Launch, check, load

@@ -1,6 +1,6 @@
 """What it costs to report a step: reading the meter, the console's line, metrics.jsonl and TensorBoard.
 
-    python benchmarks/metrics_cost.py [--rounds 30]
+    python benchmarks/metrics_overhead.py [--rounds 30]
 
 Steps of the debug model on a CPU and reports of them, in turn, as train.py takes them with `metrics.log_freq = 1`; the
 report is what rank 0 does, the only one that has any. The debug model's step is short, so the share of any other is
