@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py [layouts] [published] [bubbles] [cost]          (default: all four)
 
 Memory on a CPU: real ranks over gloo take three training steps of a small model under each layout. The third step's
-peak is the memory of all tensors before it, and what the kernel says that the process grew by at most (resident_memory.py);
+peak is the memory of all tensors before it, and the growth of the process at its peak (resident_memory.py);
 the plan's is for the same config, and both are of the rank that has most. Nothing else is shared between the two.
 
 Published runs: throughput and memory that others reported, on the same kind of device, each planned with the same
@@ -33,7 +33,7 @@ import pipeline_bubble
 import psutil
 import torch
 import torch.distributed as dist
-from resident_memory import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor, nn
 
 from titanlite import parity, plan
@@ -175,7 +175,7 @@ def measure(options: dict[str, Any]) -> int:
         batch = parts.loader.next()
         gc.collect()
         held, before = held_bytes(), resident_bytes("VmRSS")
-        forget_peak()
+        reset_peak()
         parts.step(batch)
         peak = held + resident_bytes("VmHWM") - before
     parts.loader.close()
