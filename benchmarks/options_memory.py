@@ -1,21 +1,21 @@
 """Measure the memory and time of a training step with one option changed, against a baseline without it.
 
-The options are activation checkpointing (AC), chunked cross-entropy, bfloat16 weights with stochastic rounding, bfloat16
-and 8-bit optimizer states, bfloat16 compute; on CUDA also CPU offloading and torch.compile.
+The options are activation checkpointing (AC), chunked cross-entropy, bfloat16 weights with stochastic rounding,
+bfloat16 and 8-bit optimizer states, and bfloat16 compute; on CUDA also CPU offloading and torch.compile.
 
     python benchmarks/options_memory.py [--rounds 5] [--cases "loss_chunks = 8" ...]       (default: all cases)
     python benchmarks/options_memory.py --vocab-size 131072 --cases "loss_chunks = 2"     (as large as Llama 3's)
     python benchmarks/options_memory.py --device cuda [the same]
 
 One rank runs complete steps (forward, backward, clipping, optimizer) as train.py does, on a model whose vocabulary is
-large enough for the logits to matter. On a CPU: the debug model with a vocabulary of 32768, one sequence of 2048 tokens,
-float32, eager. On CUDA: Llama 3.2 1B, one sequence of 4096 tokens, bfloat16 compute, eager. The cases that only CUDA
-has are CPU offloading, which a CPU does not need, and the compiler, which takes too long there.
+large enough for the logits to matter. On a CPU: the debug model with a vocabulary of 32768, one sequence of 2048
+tokens, float32, eager. On CUDA: Llama 3.2 1B, one sequence of 4096 tokens, bfloat16 compute, eager. The cases that only
+CUDA has are CPU offloading, which a CPU does not need, and the compiler, which takes too long there.
 
 Each case is a new process. After two steps everything is compiled and the optimizer states exist. Then memory is
 
-    persistent  what is resident between two steps: weights and optimizer states. On a CPU the bytes of their tensors; on
-                CUDA the bytes that the allocator has given out.
+    persistent  what is resident between two steps: weights and optimizer states. On a CPU the bytes of their tensors;
+                on CUDA the bytes that the allocator has allocated.
     step        what the next step adds at its peak: activations, gradients, gathered weights, logits. On a CPU the
                 growth of the resident set, with glibc set to return freed memory at once, so that it is the live
                 tensors (Linux only: /proc); on CUDA the allocator's peak over the persistent memory.
@@ -118,7 +118,7 @@ def n_bytes(tensor: Tensor) -> int:
 
 
 def serve(options: Options, device_type: str, pipe: Connection) -> None:
-    """Run the process of a case: send the memory of three steps, then the seconds of a step for each message received."""
+    """Run the process of a case: send the memory of three steps, then the seconds of a step per message received."""
     launch = Launch(0, 0, 1, 1, n_devices=int(device_type == "cuda"))
     arguments = [f"--{key}={value}" for key, value in options.items()]
     config = check(load([str(HERE.parent / "configs" / "debug.toml"), *arguments]), launch)
@@ -182,9 +182,9 @@ def draw(rows: list[dict[str, Any]], file: Path, title: str) -> None:
     axes.barh(names, step, left=persistent, color="#dd8452", label="added by a step at its peak")
     for number, row in enumerate(rows):
         peak = row["persistent"] + row["step"]
-        note = (
-            f"{peak / baseline:.2f}, time {row['ratio']:.2f}" if number else f"{peak:,.0f} MiB, {row['seconds']:.2f} s"
-        )
+        note = f"{peak / baseline:.2f}, time {row['ratio']:.2f}"
+        if number == 0:
+            note = f"{peak:,.0f} MiB, {row['seconds']:.2f} s"
         axes.text(peak + 0.01 * baseline, number, note, va="center", fontsize=9)
     axes.invert_yaxis()
     axes.margins(x=0.25)
@@ -223,9 +223,8 @@ def main() -> None:
             print(json.dumps({"case": case, "failed": True}), flush=True)
             continue
         pairs = [(process.step(), baseline.step()) for _ in range(arguments.rounds)]
-        print(
-            json.dumps({"case": case, "persistent, step MiB": process.memory, "seconds, baseline": pairs}), flush=True
-        )
+        sample = {"case": case, "persistent, step MiB": process.memory, "seconds, baseline": pairs}
+        print(json.dumps(sample), flush=True)
         ratio = statistics.median(own / base for own, base in pairs)
         rows.append(summary(case, process, statistics.median(own for own, _ in pairs), ratio))
         baseline_seconds += [base for _, base in pairs]
@@ -233,14 +232,11 @@ def main() -> None:
     baseline.kill()
     rows.insert(0, summary("baseline", baseline, statistics.median(baseline_seconds), 1.0))
     print(table(rows))
-    file = "options_memory.png" if device == "cpu" else "options_memory_cuda.png"
-    size = f"{common['model.flavor']} model, {common['training.seq_len']} tokens, {name}"
     if not arguments.vocab_size:
-        draw(
-            rows,
-            HERE.parent / "docs" / "images" / file,
-            f"Peak memory of a training step, one option at a time ({size})",
-        )
+        file = "options_memory.png" if device == "cpu" else "options_memory_cuda.png"
+        size = f"{common['model.flavor']} model, {common['training.seq_len']} tokens, {name}"
+        title = f"Peak memory of a training step, one option at a time ({size})"
+        draw(rows, HERE.parent / "docs" / "images" / file, title)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def report(name: str, work: Work, values: dict[str, float], matmul: float) -> st
 
 
 def published(work: Work) -> str:
-    """Return the line of the published figure. Its operations are counted as ours, without the input embedding. With it,
+    """Return the line of the published figure, with operations counted as ours, without the input embedding. With it,
     as the report counts them, its MFU is 57.8 %."""
     flops = PUBLISHED[THROUGHPUT] * work.flops
     values = {**PUBLISHED, TFLOPS: flops / 1e12, MFU: 100 * flops / DEVICES["h200"].bf16}
@@ -193,9 +193,8 @@ def dry_run(names: list[str]) -> None:
         work, training = work_of(config), config.training
         size = 4 * getattr(torch, training.dtype).itemsize  # weight, gradient, exp_avg, exp_avg_sq
         print(f"\n{name}")
-        print(
-            f"  {work.parameters:,} parameters: {work.parameters * size / 2**30:.1f} GiB with gradients and optimizer states"
-        )
+        memory = work.parameters * size / 2**30
+        print(f"  {work.parameters:,} parameters: {memory:.1f} GiB with gradients and optimizer states")
         print(
             f"  {config.gradient_accumulation_steps} gradient accumulation step(s) of {training.local_batch_size} "
             f"sequences of {training.seq_len} tokens"
@@ -225,9 +224,7 @@ def main() -> None:
         dry_run(arguments.cases)
         return
     if not torch.cuda.is_available():
-        sys.exit(
-            "error: single_gpu.py needs a GPU, and this machine has none; --dry-run checks its configs without one"
-        )
+        sys.exit("error: single_gpu.py needs a GPU; --dry-run checks its configs without one")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}; {describe_gpu()}", flush=True)
     table, before = [], measured_matmul()
     for name in arguments.cases:
