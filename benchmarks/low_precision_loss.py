@@ -7,8 +7,8 @@ same initial weights, tokens and learning-rate schedule. Training amplifies any 
 control: float32 with another attention backend, which shows how far two runs diverge that differ in the last digit
 only. The learning rate is a fifth of the debug model's own, which keeps that distance small.
 
-Every tenth step prints a JSON line. The table has the mean loss over the last 30 steps and the validation loss, with
-their distance from float32. The loss curves are written as a plot. On CUDA float8 is the hardware's and the rest of the
+Every tenth step prints a JSON line; the plot shows the losses of these steps. The table has the mean loss over the last
+30 steps and the validation loss, with their distance from float32. On CUDA float8 is the hardware's and the rest of the
 model computes in bfloat16; elsewhere float8 is emulated in float32.
 """
 
@@ -64,17 +64,16 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {device}, {arguments.steps} steps", flush=True)
-    curves: dict[str, list[float]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     final_losses: dict[str, tuple[float, float]] = {}
     for name, options in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             rows = run(options, arguments.steps, Path(folder))
-        curves[name] = [row[LOSS] for row in rows]
-        final_losses[name] = statistics.mean(curves[name][-30:]), rows[-1][VALIDATION]
+        last, validation = statistics.mean(row[LOSS] for row in rows[-30:]), rows[-1][VALIDATION]
+        curves[name], final_losses[name] = [(row["step"], row[LOSS]) for row in rows[9::10]], (last, validation)
         for row in rows[9::10]:
             sample = {"run": name, "step": row["step"], "loss": row[LOSS], "norm": row["grad_norm"]}
             print(json.dumps(sample), flush=True)
-        last, validation = final_losses[name]
         print(json.dumps({"run": name, "last 30": last, "validation": validation}), flush=True)
     print(f"\n{'':40} {'last 30 steps':>14} {'':>8} {'validation':>12}")
     float32_last, float32_validation = final_losses["float32"]
@@ -84,23 +83,20 @@ def main() -> None:
     draw(curves, arguments.plot)
 
 
-def draw(curves: dict[str, list[float]], file: Path) -> None:
-    """Plot the loss over steps and its distance from float32, both as means of 10 steps."""
+def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
+    """Plot the loss over steps and its distance from the float32 run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    def smooth(values: list[float]) -> list[float]:
-        return [statistics.mean(values[max(0, step - 9) : step + 1]) for step in range(len(values))]
-
     figure, (loss_axes, distance_axes) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, values in curves.items():
-        steps = range(1, len(values) + 1)
-        loss_axes.plot(steps, smooth(values), label=name, linewidth=1)
-        difference = [100 * (a / b - 1) for a, b in zip(smooth(values), smooth(curves["float32"]), strict=True)]
-        distance_axes.plot(steps, difference, label=name, linewidth=1)
-    loss_axes.set(xlabel="step", ylabel="loss (nats per token)", title="mean of 10 steps")
+    for name, points in curves.items():
+        steps, losses = zip(*points, strict=True)
+        loss_axes.plot(steps, losses, label=name, linewidth=1)
+        distances = [100 * (loss / base - 1) for loss, (_, base) in zip(losses, curves["float32"], strict=True)]
+        distance_axes.plot(steps, distances, label=name, linewidth=1)
+    loss_axes.set(xlabel="step", ylabel="loss (nats per token)", title="loss of every tenth step")
     distance_axes.set(xlabel="step", ylabel="% above float32", ylim=(-3, 3), title="distance from float32")
     loss_axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)

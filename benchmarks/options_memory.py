@@ -190,7 +190,7 @@ def draw(rows: list[dict[str, Any]], file: Path, title: str) -> None:
     axes.margins(x=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("MiB")
-    axes.set_title(title, fontsize=10, loc="left")
+    figure.suptitle(title, fontsize=10)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
