@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py [layouts] [published] [bubbles] [cost]          (default: all four)
 
 Memory on a CPU: real ranks over gloo take three training steps of a small model under each layout. The third step's
-peak is the memory of all tensors before it, and what the kernel says that the process grew by at most (resident.py);
+peak is the memory of all tensors before it, and the growth of the process at its peak (resident_memory.py);
 the plan's is for the same config, and both are of the rank that has most. Nothing else is shared between the two.
 
 Published runs: throughput and memory that others reported, on the same kind of device, each planned with the same
@@ -12,7 +12,7 @@ but not the context. Where theirs recomputes every second matrix product (torcht
 not offer, two plans are shown, of "selective" (no product is computed again) and of "full" (all are), and theirs is to
 lie between them or near one. Losses of 2024 were not compiled, so neither is ours in those rows.
 
-Bubbles: bubble.py's, simulated and measured. Then what two plans cost themselves.
+Bubbles: pipeline_bubble.py's, simulated and measured. Then what two plans cost themselves.
 
 Prints lines of JSON, then a table of each part. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory and
 20 % for speed.
@@ -29,11 +29,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bubble
+import pipeline_bubble
 import psutil
 import torch
 import torch.distributed as dist
-from resident import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor, nn
 
 from titanlite import parity, plan
@@ -175,7 +175,7 @@ def measure(options: dict[str, Any]) -> int:
         batch = parts.loader.next()
         gc.collect()
         held, before = held_bytes(), resident_bytes("VmRSS")
-        forget_peak()
+        reset_peak()
         parts.step(batch)
         peak = held + resident_bytes("VmHWM") - before
     parts.loader.close()
@@ -243,11 +243,11 @@ def distance(published: float, planned: list[float], allowed: float) -> str:
 
 
 def against_measured_bubbles() -> list[str]:
-    """Lines of bubble.py's table: idle shares by the formula, as simulated, and as measured."""
-    lines, whole = [bubble.HEAD], bubble.Sleeps(0.04, 0.04, 0.04)
+    """Lines of pipeline_bubble.py's table: idle shares by the formula, as simulated, and as measured."""
+    lines, whole = [pipeline_bubble.HEAD], pipeline_bubble.Sleeps(0.04, 0.04, 0.04)
     for n_ranks in (2, 4):
         pool = Pool(n_ranks, timeout_seconds=600)
-        lines += [bubble.compare(pool, schedule, 8, whole, steps=3) for schedule in bubble.SCHEDULES]
+        lines += [pipeline_bubble.compare(pool, schedule, 8, whole, steps=3) for schedule in pipeline_bubble.SCHEDULES]
         pool.close()
     return lines
 

@@ -1,23 +1,24 @@
-"""Causal attention in pieces against PyTorch's own: ring attention over ranks, and each kernel alone.
+"""Measure ring attention over ranks, and each attention backend alone, against PyTorch's scaled_dot_product_attention.
 
     python benchmarks/ring_attention.py --cores N [--lengths 2048 4096 8192 16384] [--shape 1 8 2 64] [--repeats 5]
     python benchmarks/ring_attention.py --device cuda [the same, without --cores]
 
---cores is how many cores the ranks have for themselves; --shape is B, query heads, key heads, head size.
+--cores is the number of cores that the ranks have for themselves. --shape is B, query heads, KV heads, head_dim.
+Attention is causal. On a CPU everything is float32, and each process has one thread:
 
-On a CPU, in float32, and each process with one thread:
+(a) Ring attention: forward and backward of one sequence over 2 and 4 ring ranks on gloo, against
+    F.scaled_dot_product_attention in one process. The three run alternately. Seconds are those of the slowest rank; the
+    ratio is the median of the ratios of each round. The ideal is 1 / (ranks, or --cores where there are fewer): the
+    total work is the same.
+(b) Attention backends: each backend of titanlite/parallel/attention.py through the same module on one rank, without a
+    ring, against F.scaled_dot_product_attention, forward alone and with the backward. The two run alternately, and the
+    ratio is that of their medians. It is the overhead of titanlite's operator.
 
-(a) Forward and backward of one sequence over 2 and 4 ring ranks on gloo against F.scaled_dot_product_attention in one
-    process. The three take turns. Seconds are the slowest rank's; the ratio is the median of those of each turn. The
-    ideal is 1 / (ranks, or --cores where there are fewer): the work is the same, and nothing else takes time.
-(b) Each kernel of titanlite/attention.py through the same module on one rank, without a ring, against
-    F.scaled_dot_product_attention, forward alone and with the backward. The two take turns, and the ratio is that of
-    their medians: what the detour through titanlite's operator costs.
+On CUDA only (b) runs, in bfloat16, timed with CUDA events. Each backend is compared with the same one of PyTorch,
+selected with torch.nn.attention.sdpa_kernel. (The "efficient" backend has no grouped-query attention: both sides repeat
+the KV heads within the measured time.)
 
-On CUDA (b) alone, in bfloat16, timed with CUDA events, each kernel against the same one of PyTorch's, forced with
-torch.nn.attention.sdpa_kernel. (The "efficient" one has no grouped heads: both sides repeat key heads, in the time.)
-
-Prints its samples as lines of JSON, then the medians.
+Prints its samples as JSON lines, then the medians.
 """
 
 import argparse
@@ -51,7 +52,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *, repeat: bool = False) -> Tensor:
-    """PyTorch's attention. repeat: give each query head a key head of its own, for kernels that need it."""
+    """Run PyTorch's attention. `repeat` repeats the KV heads, for backends without grouped-query attention."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     if repeat:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -59,12 +60,12 @@ def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *, repeat: bool = 
 
 
 def tensors(length: int, shape: Shape, device: str) -> list[Tensor]:
-    """q, k, v and the output's gradient."""
-    batch, heads, kv_heads, size = shape
+    """Return random q, k, v and gradient of the output."""
+    batch, heads, kv_heads, head_dim = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     return [
-        torch.randn(batch, length, n, size, device=device, dtype=dtype, generator=generator)
+        torch.randn(batch, length, n, head_dim, device=device, dtype=dtype, generator=generator)
         for n in (heads, kv_heads, kv_heads, heads)
     ]
 
@@ -77,12 +78,12 @@ def step(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ba
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# (a) The ring
+# (a) Ring attention
 
 
 @functools.cache
 def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
-    """Once a rank and length, so that a sample is nothing but the step."""
+    """Build the attention and its inputs once per rank and length, so that a sample times nothing but the step."""
     retain_freed_memory()  # as train.py does
     size = dist.get_world_size()
     ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, backend="cpu")
@@ -90,7 +91,7 @@ def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
 
 
 def seconds_of_rank(length: int, shape: Shape) -> float:
-    """Forward and backward on this rank of the process group: the ring's, or, alone, PyTorch's."""
+    """Time forward and backward on this rank of the process group: ring attention, or PyTorch's on a single rank."""
     attention, inputs = prepared(length, shape)
     dist.barrier()
     start = time.perf_counter()
@@ -99,19 +100,19 @@ def seconds_of_rank(length: int, shape: Shape) -> float:
 
 
 def compare_rings(lengths: list[int], shape: Shape, cores: int, repeats: int) -> None:
-    """Print the samples, then a line of medians a length and ring."""
+    """Print the samples, then a line of medians for each length and ring."""
     pools = {size: Pool(size, timeout_seconds=600) for size in (1, *RING_SIZES)}
     table = []
     for length in lengths:
-        turns = []
+        samples = []
         for number in range(repeats + 1):
-            turn = {size: max(pool.run(seconds_of_rank, length=length, shape=shape)) for size, pool in pools.items()}
-            if number:  # the first one warms up
-                turns.append(turn)
-                print(json.dumps({"length": length, "seconds by ranks": turn}), flush=True)
+            sample = {size: max(pool.run(seconds_of_rank, length=length, shape=shape)) for size, pool in pools.items()}
+            if number:  # the first one is warm-up
+                samples.append(sample)
+                print(json.dumps({"length": length, "seconds by ranks": sample}), flush=True)
         for size in pools:
-            seconds = statistics.median(turn[size] for turn in turns)
-            ratio = statistics.median(turn[size] / turn[1] for turn in turns)
+            seconds = statistics.median(sample[size] for sample in samples)
+            ratio = statistics.median(sample[size] / sample[1] for sample in samples)
             table.append(f"{length:7} {size:5} {seconds:9.3f} {ratio:7.3f} {1 / min(size, cores):7.3f}")
     for pool in pools.values():
         pool.close()
@@ -119,7 +120,7 @@ def compare_rings(lengths: list[int], shape: Shape, cores: int, repeats: int) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# (b) The kernels
+# (b) Attention backends
 
 
 def seconds_of(call: Callable[[], None], device: str) -> float:
@@ -135,25 +136,25 @@ def seconds_of(call: Callable[[], None], device: str) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def compare_kernel(kernel: str, length: int, backward: bool, shape: Shape, device: str, repeats: int) -> str:
+def compare_backend(backend: str, length: int, backward: bool, shape: Shape, device: str, repeats: int) -> str:
     """Print the samples of one case, and return its line of the table."""
-    ours = ContextAttention(ring_group=None, ulysses_group=None, backend=kernel)
-    theirs = functools.partial(reference, repeat=kernel == "efficient")
+    ours = ContextAttention(ring_group=None, ulysses_group=None, backend=backend)
+    torchs = functools.partial(reference, repeat=backend == "efficient")
     inputs = tensors(length, shape, device)
-    calls = [functools.partial(step, attention, *inputs, backward) for attention in (ours, theirs)]
-    with sdpa_kernel(CUDA_BACKENDS[kernel]) if device == "cuda" else contextlib.nullcontext():
-        pairs = [[seconds_of(call, device) for call in calls] for _ in range(repeats + 1)][1:]  # the first warms up
-    what = "forward+backward" if backward else "forward"
-    print(json.dumps({"kernel": kernel, "length": length, "pass": what, "seconds": pairs}), flush=True)
-    mine, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    return f"{kernel:10} {length:7} {what:17} {1000 * mine:12.3f} {1000 * other:12.3f} {mine / other:7.3f}"
+    calls = [functools.partial(step, attention, *inputs, backward) for attention in (ours, torchs)]
+    with sdpa_kernel(CUDA_BACKENDS[backend]) if device == "cuda" else contextlib.nullcontext():
+        pairs = [[seconds_of(call, device) for call in calls] for _ in range(repeats + 1)][1:]  # the first is warm-up
+    phase = "forward+backward" if backward else "forward"
+    print(json.dumps({"backend": backend, "length": length, "pass": phase, "seconds": pairs}), flush=True)
+    own, base = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    return f"{backend:10} {length:7} {phase:17} {1000 * own:12.3f} {1000 * base:12.3f} {own / base:7.3f}"
 
 
-def compare_kernels(lengths: list[int], shape: Shape, device: str, repeats: int) -> None:
-    """Print the samples, then a line of medians a kernel, length and pass."""
+def compare_backends(lengths: list[int], shape: Shape, device: str, repeats: int) -> None:
+    """Print the samples, then a line of medians for each backend, length and pass."""
     cases = itertools.product(CUDA_BACKENDS if device == "cuda" else ["cpu"], lengths, (False, True))
-    table = [compare_kernel(*case, shape, device, repeats) for case in cases]
-    print(f"{'kernel':10} {'length':>7} {'pass':17} {'titanlite ms':>12} {'PyTorch ms':>12} {'ratio':>7}")
+    table = [compare_backend(*case, shape, device, repeats) for case in cases]
+    print(f"{'backend':10} {'length':>7} {'pass':17} {'titanlite ms':>12} {'PyTorch ms':>12} {'ratio':>7}")
     print(*table, sep="\n", flush=True)
 
 
@@ -170,10 +171,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {device}, B H G K = {shape}")
     if options.device == "cpu":
         if options.cores is None:
-            parser.error("--cores is needed on a CPU, for the ideal")
+            parser.error("--cores is required on a CPU, to compute the ideal ratio")
         compare_rings(options.lengths, shape, options.cores, options.repeats)
     torch.set_num_threads(1)
-    compare_kernels(options.lengths, shape, options.device, options.repeats)
+    compare_backends(options.lengths, shape, options.device, options.repeats)
 
 
 if __name__ == "__main__":

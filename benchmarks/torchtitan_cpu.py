@@ -1,33 +1,32 @@
-"""torchtitan 0.2.2 on the CPUs of this machine: the other side of vs_torchtitan.py.
+"""Run torchtitan 0.2.2 on the CPUs of this machine, as the second program of vs_torchtitan.py.
 
     python torchtitan_cpu.py [torchtitan's own options]     (alone or under torchrun, in torchtitan's environment)
 
-The training is torchtitan's own, from its own entry, torchtitan.train.main, with its own model, parallelism, optimizer,
-loader and loop. Through its extension points (a TrainSpec under the name llama3) come
+The training is torchtitan's: its entry point torchtitan.train.main, its model, parallelism, optimizer, loader and loop.
+Two things come in through its extension points (a TrainSpec under the name llama3):
 
-    a dataset     of the text that CPython carries, a byte a token, as titanlite reads it, since the datasets that come
-                  with torchtitan need files or a network, and its tokenizer a file. Sequences of one global batch are
-                  the same however many ranks share it. It costs some microseconds a sequence.
-    a line a step "step N  loss X" from the last rank, when torchtitan reports the step, for vs_torchtitan.py to time.
-                  In a pipeline only that rank knows the loss. On a GPU it has the peak memory. Before the first line
-                  stands what a step is made of.
+    a dataset     The text that CPython carries, one token per byte, as titanlite reads it. The datasets of torchtitan
+                  need files or a network, and its tokenizer needs a file. The sequences of a global batch do not depend
+                  on the number of ranks. Reading one takes some microseconds.
+    a step's line The last rank prints "step N  loss X" when torchtitan reports the step, for vs_torchtitan.py to time.
+                  In a pipeline only that rank has the loss. On a GPU the line includes the peak memory. Before the
+                  first step a line gives the global batch.
 
-Where there is no GPU, what torchtitan takes for granted is replaced at run time:
+Where there is no GPU, four things that torchtitan assumes are replaced at run time:
 
-    the device    it is "cuda" where torch names no accelerator: torch._utils._get_available_device_type, which it asks
-                  while it is imported, says "cpu" meanwhile.
-    its functions torch.cpu has no device name, device properties, memory statistics or cache to empty; torchtitan asks
-                  for all of them at the start and for the statistics after each step. The Cpu below answers; the
+    the device    torchtitan assumes "cuda" where torch names no accelerator. It asks
+                  torch._utils._get_available_device_type during its import, which returns "cpu" meanwhile.
+    its functions torch.cpu has no device name, device properties, memory statistics or cache to empty. torchtitan needs
+                  all of them at the start, and the statistics after each step. The class Cpu provides them; its
                   statistics are empty.
-    a number      torch.cpu.current_device() is the string "cpu"; torchtitan hands it to a barrier after the first step,
-                  as a device number. The Cpu's is 0.
-    FSDP's sums   torchtitan sets FSDP's gradient division to 1, for which FSDP takes a pre-multiplied sum, that only
-                  NCCL has ("Cannot use ReduceOp.PREMUL_SUM with Gloo"). FSDP is told to take plain sums, as titanlite
-                  tells it.
+    its index     torch.cpu.current_device() returns the string "cpu". torchtitan passes it to a barrier after the first
+                  step as a device index. Cpu returns 0.
+    FSDP's sums   torchtitan sets FSDP's gradient division to 1. FSDP then uses a pre-multiplied sum, which only NCCL
+                  has ("Cannot use ReduceOp.PREMUL_SUM with Gloo"). FSDP is set to plain sums, as titanlite sets it.
 
-And anywhere, without torchrun, the variables that torchrun would have set for one rank: torchtitan reads them.
+Without torchrun the environment variables of a single rank are set, because torchtitan reads them.
 
-Context parallelism cannot be run: torch has no rule for the CPU's attention kernel in a DTensor ("Operator
+Context parallelism cannot run: torch has no DTensor sharding rule for the attention of the CPU ("Operator
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered").
 """
 
@@ -55,7 +54,7 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "l
 
 
 class Cpu:
-    """What torchtitan asks of torch.cuda, for a CPU."""
+    """The functions of torch.cuda that torchtitan calls, for a CPU."""
 
     set_device = staticmethod(torch.cpu.set_device)
     synchronize = staticmethod(torch.cpu.synchronize)
@@ -86,7 +85,7 @@ class Cpu:
 
 
 def patched_device() -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, torch says that the accelerator is the CPU. Nothing is changed where there is a GPU."""
+    """Return a context in which torch reports the CPU as its accelerator. Where there is a GPU it changes nothing."""
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     return mock.patch.multiple(
@@ -96,7 +95,7 @@ def patched_device() -> contextlib.AbstractContextManager[Any]:
 
 if importlib.metadata.version("torchtitan") != VERSION:
     sys.exit(f"error: torchtitan is {importlib.metadata.version('torchtitan')}; this is for {VERSION}")
-with patched_device():  # torchtitan's modules keep what they are told while they are imported
+with patched_device():  # torchtitan's modules store the device type during import
     from torchtitan import train
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.metrics import MetricsProcessor
@@ -107,7 +106,7 @@ with patched_device():  # torchtitan's modules keep what they are told while the
 
 
 class Text(IterableDataset):
-    """Endless pieces of text from random places; each rank takes every n_ranks-th."""
+    """An endless stream of sequences from random offsets of the text; each rank takes every n_ranks-th."""
 
     def __init__(self, seq_len: int, rank: int, n_ranks: int, seed: int):
         self.tokens = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
@@ -118,21 +117,21 @@ class Text(IterableDataset):
         for number in itertools.count():
             offset = torch.randint(len(self.tokens) - self.seq_len, (), generator=generator).item()
             if number % self.n_ranks == self.rank:
-                piece = self.tokens[offset : offset + self.seq_len + 1]
-                yield {"input": piece[:-1]}, piece[1:]
+                sequence = self.tokens[offset : offset + self.seq_len + 1]
+                yield {"input": sequence[:-1]}, sequence[1:]
 
 
 def build_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: None, job_config: JobConfig
 ) -> ParallelAwareDataloader:
-    """torchtitan's loader of `Text`. It passes arguments by these names."""
+    """Build torchtitan's loader of `Text`. torchtitan passes arguments by these names."""
     training = job_config.training
     text = Text(training.seq_len, dp_rank, dp_world_size, seed=job_config.debug.seed or 0)
     return ParallelAwareDataloader(text, dp_rank, dp_world_size, batch_size=training.local_batch_size)
 
 
 class Metrics(MetricsProcessor):
-    """torchtitan's report of a step, and after it the line that is timed."""
+    """torchtitan's metrics processor, which prints the timed line after its own report of a step."""
 
     def log(
         self,
@@ -142,14 +141,14 @@ class Metrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Called on all ranks when the step has been taken."""
-        peak = self.device_memory_monitor.get_peak_stats().max_reserved_gib  # the report resets it
+        """Report a step; torchtitan calls it on all ranks at the end of the step."""
+        peak = self.device_memory_monitor.get_peak_stats().max_reserved_gib  # super().log resets it
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         if step == 1:
             seq_len = self.job_config.training.seq_len
-            print(f"a step: {extra_metrics['n_tokens_seen'] // seq_len} sequences x {seq_len} tokens")
+            print(f"global batch: {extra_metrics['n_tokens_seen'] // seq_len} sequences x {seq_len} tokens")
         memory = f"  {peak:.2f} GiB" if torch.cuda.is_available() else ""
         print(f"step {step}  loss {global_avg_loss:.4f}  norm {grad_norm:.4f}{memory}", flush=True)
 
@@ -159,7 +158,7 @@ def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, model_args
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """torchtitan's, with plain sums where the backend is gloo."""
+    """Apply torchtitan's parallelism, with plain sums where the backend is gloo."""
     model = llama3.parallelize_llama(model, parallel_dims, job_config)
     if not torch.cuda.is_available():
         for module in model.modules():

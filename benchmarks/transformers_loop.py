@@ -1,4 +1,4 @@
-"""The other side of vs_transformers.py: transformers' LlamaForCausalLM in a plain PyTorch loop, as short as it gets.
+"""Train transformers' LlamaForCausalLM in a plain PyTorch loop, as the second program of vs_transformers.py.
 
 python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]     (the last two under torchrun)
 """
@@ -61,7 +61,7 @@ def main(steps: int, local_batch: int, mode: str) -> None:
             print(f"step {step} loss {value:.4f} seconds {time.perf_counter() - start:.4f}", flush=True)
     if mode != "alone":
         dist.barrier()
-    os._exit(0)  # as titanlite does: gloo can abort at exit
+    os._exit(0)  # as titanlite does, because gloo can abort at exit
 
 
 if __name__ == "__main__":

@@ -1,42 +1,44 @@
-"""titanlite beside torchtitan 0.2.2, on the CPU of this machine or on one GPU.
+"""Compare titanlite with torchtitan 0.2.2 in throughput and memory, on the CPU of this machine or on one GPU.
 
-The same Llama (on a CPU of 6,163,712 parameters: what torchtitan calls "debugmodel"), sequence length, global batch
-(8 x 512 tokens), precision (float32), optimizer (fused AdamW), clipping and reports, from one TOML that both read,
-vs_torchtitan.toml. in_turn.py has the method, and what a step's time is. A mode is titanlite and torchtitan, started
-alike:
+Both programs train the same Llama (on a CPU 6,163,712 parameters: torchtitan's "debugmodel") with the same sequence
+length, global batch (8 x 512 tokens), precision (float32), optimizer (fused AdamW), gradient clipping and logging.
+Both read the same TOML file, vs_torchtitan.toml. interleaved.py has the method and the definition of a step's time. A
+mode runs titanlite and torchtitan under the same launch:
 
     alone        one process
     ddp, fsdp    two ranks: dp_replicate = 2 (torchtitan: DDP), dp_shard = 2 (both: FSDP2)
-    tp           two ranks with sequence and loss parallel
-    pp           two ranks under 1F1B, four microbatches
+    tp           two ranks with tensor, sequence and loss parallelism
+    pp           two ranks under 1F1B with four microbatches
 
-torchtitan needs a GPU; torchtitan_cpu.py has what is replaced at run time to run it without one, and why context
-parallelism is not among the modes: torchtitan cannot run it on a CPU.
+torchtitan needs a GPU. torchtitan_cpu.py lists what it replaces at run time to run without one, and why torchtitan
+cannot run context parallelism on a CPU.
 
-torchtitan goes into an environment of its own, with triton, which it imports also where there is no GPU (there, install
-the CPU's build of torch first, as README.md has it):
+Install torchtitan into an environment of its own, with triton, which it also imports where there is no GPU. Without a
+GPU, install the CPU build of torch first, as README.md shows:
 
     python -m venv titan
     titan/bin/pip install -c constraints.txt torch triton torchtitan==0.2.2
 
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python [--rounds N] [--steps N] [--modes alone ...]
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python --device cuda [--flavor F] [--sequences N]
-    the same with --dry-run: both programs check their options, and the commands are shown
+    the same with --dry-run: both programs check their options, and the commands are printed
 
-On one GPU (only the mode alone): Llama 3 8B, sequences of 4096, weights, gradients and moments in bfloat16, which is
-what fits, every block recomputed in full, blocks and loss compiled, on both sides.
+On one GPU there is only the mode alone: Llama 3 8B with sequences of 4096; weights, gradients and optimizer states in
+bfloat16, which is what fits; full activation checkpointing; compiled blocks and loss, in both programs.
 
-Prints for each mode: tokens/s (median over all steps but the first two of a launch), peak memory (resident and summed
-over ranks, or reserved on the GPU; median over launches), seconds from launch to the end of the first step (median over
-launches); and the medians of the ratios of neighbouring steps and of launches, titanlite over torchtitan. Above 1 is
-better for tokens/s, below 1 for the others. Before that, a line of JSON a launch: its peaks and first steps, the
-seconds of each pair of steps, the first and the last loss of each side. It stops if the sides' parameters or batches
-differ, or a loss does not fall.
+The results of a mode are throughput in tokens per second (median over the steps of all launches, without the first
+two steps of each), peak memory (resident and summed over the ranks, or reserved on the GPU; median over launches), and
+the seconds from the launch to the end of the first step (median over launches). Each has the median of the ratios of
+neighbouring steps or of launches, titanlite over torchtitan: above 1 is better for tokens/s, below 1 for the others.
+Before the results, each launch prints a JSON line with its peaks, its first steps, the seconds of each pair of steps,
+and the first and last loss of each program. The benchmark stops if parameters or batches differ, or if a loss does not
+fall.
 
-What is not the same: initial weights; which pieces of the same text are read; norms, which torchtitan decays too. And
-two things that torchtitan 0.2.2 does to gradients, neither of which changes what a step costs: under DDP they are
-averaged over ranks although the loss was divided by the tokens of all ranks, so they come out halved; in a pipeline
-they are those of the sum over tokens, not of the mean, so clipping always cuts them down. Its norms show both.
+Three things differ: the initial weights, the sequences drawn from the same text, and weight decay of the norms, which
+only torchtitan applies. torchtitan 0.2.2 also computes other gradients in two modes, at no difference in cost. Under
+DDP it averages them over ranks although the loss was divided by the tokens of all ranks, so they are half as large. In
+a pipeline they belong to the sum over tokens and not to the mean, so clipping always scales them down. Its gradient
+norms show both.
 """
 
 import os
@@ -46,7 +48,7 @@ import subprocess
 import sys
 
 import torch
-from in_turn import ROOT, Options, Program, compare, parser, program
+from interleaved import ROOT, Options, Program, compare, parser, program
 
 from titanlite.config import Launch, check, load
 
@@ -56,7 +58,7 @@ CPU_SEQ_LEN, GPU_SEQ_LEN = 512, 4096
 
 MODES: dict[str, tuple[int, Options]] = {
     "alone": (1, {}),
-    # Replicas that keep their gathered weights are titanlite's DDP; torchtitan's own DDP has nothing to keep.
+    # titanlite's DDP is replicas whose gathered weights stay resident; torchtitan's DDP never shards them.
     "ddp": (
         2,
         {
@@ -70,7 +72,7 @@ MODES: dict[str, tuple[int, Options]] = {
     "pp": (2, {"parallelism.pipeline_parallel_degree": 2}),
 }
 
-# What the same model is called: (titanlite's options, torchtitan's).
+# The same model in the words of each program: (titanlite's options, torchtitan's options).
 FLAVORS: dict[str, tuple[Options, Options]] = {
     "debug": (
         {
@@ -96,73 +98,73 @@ ON_GPU: Options = {
 
 
 def options_of(mode: str, sequences: int, steps: int, *, gpu: bool) -> Options:
-    """What both sides are told, in the same words."""
+    """Return the options that both programs share by name."""
     ranks, parallelism = MODES[mode]
-    sharers = ranks if mode in ("ddp", "fsdp") else 1
-    options: Options = {"training.steps": steps, "training.local_batch_size": sequences // sharers, **parallelism}
+    data_ranks = ranks if mode in ("ddp", "fsdp") else 1
+    options: Options = {"training.steps": steps, "training.local_batch_size": sequences // data_ranks, **parallelism}
     if mode == "pp":
         options["parallelism.pipeline_parallel_microbatch_size"] = sequences // 4
     return options | (ON_GPU if gpu else {})
 
 
-def sides(
+def programs_of(
     mode: str, flavor: str, sequences: int, steps: int, *, torchtitan_python: str, gpu: bool
 ) -> tuple[Program, Program]:
-    """titanlite and torchtitan in a mode. Each writes to a folder of its own."""
+    """Return the commands of titanlite and torchtitan for a mode; each writes to its own folder."""
     ranks, options = MODES[mode][0], options_of(mode, sequences, steps, gpu=gpu)
-    ours, theirs = FLAVORS[flavor]
+    titanlite_model, torchtitan_model = FLAVORS[flavor]
     folder = f"./outputs/vs_torchtitan/{mode}"
-    ours = ours | options | {"job.dump_folder": f"{folder}/titanlite"}
-    theirs = theirs | options | {"job.dump_folder": f"{folder}/torchtitan", "metrics.disable_color_printing": True}
-    theirs["job.config_file"] = str(TOML)
+    titanlite = titanlite_model | options | {"job.dump_folder": f"{folder}/titanlite"}
+    torchtitan = torchtitan_model | options | {"job.dump_folder": f"{folder}/torchtitan"}
+    torchtitan |= {"metrics.disable_color_printing": True, "job.config_file": str(TOML)}
     return (
-        program("titanlite", ranks, [str(ROOT / "train.py"), str(TOML)], ours, python=sys.executable),
-        program("torchtitan", ranks, [str(LAUNCHER)], theirs, python=torchtitan_python),
+        program("titanlite", ranks, [str(ROOT / "train.py"), str(TOML)], titanlite, python=sys.executable),
+        program("torchtitan", ranks, [str(LAUNCHER)], torchtitan, python=torchtitan_python),
     )
 
 
 def dry_run(mode: str, programs: tuple[Program, Program], *, torchtitan_python: str, gpu: bool) -> None:
-    """Show both commands; have each side's own code check its options.
+    """Print both commands and let each program check its own options.
 
     Raises:
-        ConfigError: if titanlite refuses.
-        SystemExit: if torchtitan does.
+        ConfigError: if titanlite rejects its options.
+        SystemExit: if torchtitan rejects its options.
     """
-    for one in programs:
-        print(f"{mode:6} {one.name:10} {shlex.join(one.command)}\n", flush=True)
-    (ours, theirs), ranks = programs, MODES[mode][0]
-    check(load(ours.command[ours.command.index(str(TOML)) :]), Launch(0, 0, ranks, ranks, n_devices=int(gpu)))
-    options = theirs.command[theirs.command.index(str(LAUNCHER)) + 1 :]
-    asked = subprocess.run(
+    for name, _, command in programs:
+        print(f"{mode:6} {name:10} {shlex.join(command)}\n", flush=True)
+    (titanlite, torchtitan), ranks = programs, MODES[mode][0]
+    check(load(titanlite.command[titanlite.command.index(str(TOML)) :]), Launch(0, 0, ranks, ranks, n_devices=int(gpu)))
+    options = torchtitan.command[torchtitan.command.index(str(LAUNCHER)) + 1 :]
+    result = subprocess.run(
         [torchtitan_python, "-m", "torchtitan.config.manager", *options], capture_output=True, text=True
     )
-    if asked.returncode:
-        raise SystemExit(asked.stdout + asked.stderr)
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
 
 
 def main() -> None:
     options = parser(__doc__, MODES)
-    options.add_argument("--torchtitan-python", required=True, help="the Python that torchtitan is installed for")
+    options.add_argument("--torchtitan-python", required=True, help="Python of torchtitan's environment")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--flavor", choices=FLAVORS, help="default: debug on a CPU, llama3_8b on a GPU")
-    options.add_argument("--sequences", type=int, help="of a step, over all ranks; default: 8 on a CPU, 4 on a GPU")
-    options.add_argument("--dry-run", action="store_true", help="check both sides' options and show the commands")
+    options.add_argument("--sequences", type=int, help="global batch size; default: 8 on a CPU, 4 on a GPU")
+    options.add_argument("--dry-run", action="store_true", help="check both programs' options and print the commands")
     arguments = options.parse_args()
     gpu = arguments.device == "cuda"
     modes = ["alone"] if gpu and arguments.modes == list(MODES) else arguments.modes
     if gpu and modes != ["alone"]:
         options.error("--device cuda: one GPU has only the mode alone")
     if gpu and not (arguments.dry_run or torch.cuda.is_available()):
-        options.error("--device cuda: this host has no GPU; --dry-run checks and shows the commands")
+        options.error("--device cuda: this machine has no GPU; --dry-run checks and prints the commands")
     sequences = arguments.sequences or (4 if gpu else 8)
     if sequences % 4 and modes != ["alone"]:
-        options.error(f"--sequences {sequences}: expected a multiple of 4, since ranks and microbatches share them")
+        options.error(f"--sequences {sequences}: expected a multiple of 4, to be split over ranks and microbatches")
     pairs = {
-        mode: sides(
+        mode: programs_of(
             mode,
             arguments.flavor or ("llama3_8b" if gpu else "debug"),
             sequences,
-            arguments.steps + 1,  # one more than is taken: the last one is followed by the end
+            arguments.steps + 1,  # one more than is measured: the program ends after its last step
             torchtitan_python=arguments.torchtitan_python,
             gpu=gpu,
         )
@@ -172,7 +174,7 @@ def main() -> None:
         for mode, programs in pairs.items():
             dry_run(mode, programs, torchtitan_python=arguments.torchtitan_python, gpu=gpu)
         return
-    print(f"{describe_machine(gpu)}, Python {platform.python_version()}; {arguments.rounds} launches of each side")
+    print(f"{describe_machine(gpu)}, Python {platform.python_version()}; {arguments.rounds} launches of each program")
     print(f"titanlite with torch {torch.__version__}, torchtitan {describe_torchtitan(arguments.torchtitan_python)}")
     tokens = sequences * (GPU_SEQ_LEN if gpu else CPU_SEQ_LEN)
     for mode, programs in pairs.items():
@@ -186,9 +188,9 @@ def describe_machine(gpu: bool) -> str:
 
 
 def describe_torchtitan(python: str) -> str:
-    """Its version and its torch's, as its own Python sees them."""
-    ask = "from importlib.metadata import version as v; print(v('torchtitan'), 'with torch', v('torch'))"
-    return subprocess.run([python, "-c", ask], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    """Return the versions of torchtitan and of its torch, as its own Python reports them."""
+    code = "from importlib.metadata import version as v; print(v('torchtitan'), 'with torch', v('torch'))"
+    return subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""Every axis of parallelism on the GPUs of this host: tokens/s a GPU, MFU and memory, beside one GPU.
+"""Measure each kind of parallelism on the GPUs of this node: tokens/s per GPU, MFU and memory, against one GPU.
 
-    python benchmarks/axes_gpu.py [--steps 12] [--batch 2] [--model llama3_1b]
-    python benchmarks/axes_gpu.py --device cpu          (tries the script itself: the debug model on two CPU ranks)
+    python benchmarks/parallelism_overhead_gpu.py [--steps 12] [--batch 2] [--model llama3_1b]
+    python benchmarks/parallelism_overhead_gpu.py --device cpu      (tries the script: the debug model on two CPU ranks)
 
-Runs ./run_train.sh on axes_gpu.toml (Llama 3.2 1B, sequences of 4096, bfloat16, the text that CPython carries) on one
-GPU and then on 2, 4, ... up to all GPUs, once for each axis:
+Runs ./run_train.sh on parallelism_overhead_gpu.toml (Llama 3.2 1B, sequences of 4096, bfloat16, the text that CPython
+carries) on one GPU, and then on 2, 4, ... up to all GPUs with each kind of parallelism:
 
-    replicate, fsdp    data parallel: a replica a GPU, or weights and states sharded (ZeRO-3)
-    tp, pp             tensor parallel; pipeline, 1F1B with microbatches of one sequence
-    ring, ulysses      context parallel by either means
+    replicate, fsdp    data parallel: a replica on each GPU, or weights and optimizer states sharded (ZeRO-3)
+    tp, pp             tensor parallel; pipeline parallel, 1F1B with microbatches of one sequence
+    ring, ulysses      context parallel by ring attention or by Ulysses
 
-A step has --batch sequences a GPU, so all runs do the same work a GPU, and the ideal ratio is 1.
+The global batch has --batch sequences per GPU, so all runs do the same work per GPU, and the ideal ratio is 1.
 
-Prints a line of JSON a step (rank 0's metrics.jsonl), then for each run the medians over all steps but the first two
-of tokens/s a GPU, its ratio to one GPU, and MFU; and rank 0's peak memory, as tensors and as reserved from the device.
-A run that a config's rule refuses, or that fails, is a line of JSON with the reason, and "failed" in the table.
+Each step prints a JSON line (rank 0's metrics.jsonl). The table has, for each run, the medians over the steps after the
+second of tokens/s per GPU, its ratio to one GPU, and MFU (model FLOPs utilization); and rank 0's peak memory, in
+tensors and reserved from the device. A run that is rejected by a rule of the config, or that fails, prints a JSON line
+with the reason, and the table says "failed".
 """
 
 import argparse
@@ -36,8 +37,8 @@ ACTIVE, RESERVED = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
 Options = dict[str, str | int]
 
 
-def axes(n: int, batch: int) -> dict[str, Options]:
-    """The options of each axis over n ranks; of data-parallel ones, each rank has sequences of its own."""
+def parallelisms(n: int, batch: int) -> dict[str, Options]:
+    """Return the options of each kind of parallelism over n ranks, for a global batch of n * batch sequences."""
     shared = {"training.local_batch_size": n * batch}
     context = {**shared, "parallelism.context_parallel_degree": n}
     replicate = {"data_parallel_replicate_degree": n, "data_parallel_shard_degree": 1}
@@ -53,14 +54,14 @@ def axes(n: int, batch: int) -> dict[str, Options]:
 
 
 def train(n: int, options: Options, on_cpu: bool) -> list[dict[str, float]]:
-    """Run train.py on n ranks; its rows of metrics.jsonl.
+    """Run train.py on n ranks and return the lines of its metrics.jsonl.
 
     Raises:
-        subprocess.CalledProcessError: if it fails.
+        subprocess.CalledProcessError: if the run fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {**options, "job.dump_folder": folder}
-        command = [str(HERE.parent / "run_train.sh"), str(HERE / "axes_gpu.toml")]
+        command = [str(HERE.parent / "run_train.sh"), str(HERE / "parallelism_overhead_gpu.toml")]
         environment = os.environ | {"NGPU": str(n), "PYTHON": sys.executable}
         if on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -72,39 +73,40 @@ def train(n: int, options: Options, on_cpu: bool) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--model", help="a size of titanlite/sizes.py (default: llama3_1b, on a CPU debug)")
+    parser.add_argument("--model", help="model.flavor (default: llama3_1b, on a CPU debug)")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2)
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu"
     n_devices = 2 if on_cpu else torch.cuda.device_count()
     if n_devices < 2:
-        sys.exit(f"error: axes_gpu.py needs at least 2 GPUs, and this host has {n_devices}")
+        sys.exit(f"error: parallelism_overhead_gpu.py needs at least 2 GPUs, and this node has {n_devices}")
     common: Options = {"model.flavor": arguments.model or ("debug" if on_cpu else "llama3_1b")}
     common |= {"training.steps": arguments.steps, "training.local_batch_size": arguments.batch}
     common |= FOR_CPU if on_cpu else {}
     sizes = [2**power for power in range(1, n_devices.bit_length())]
     runs = [("alone", 1, {})]
-    runs += [(name, n, options) for n in sizes for name, options in axes(n, arguments.batch).items()]
-    name = "CPU" if on_cpu else torch.cuda.get_device_name()
-    print(f"torch {torch.__version__}, {n_devices} x {name}, {json.dumps(common)}", flush=True)
-    table, alone = [], math.nan
-    for axis, n, options in runs:
+    runs += [(name, n, options) for n in sizes for name, options in parallelisms(n, arguments.batch).items()]
+    device_name = "CPU" if on_cpu else torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {n_devices} x {device_name}, {json.dumps(common)}", flush=True)
+    table, one_gpu = [], math.nan
+    for name, n, options in runs:
         try:
             rows = train(n, common | options, on_cpu)
         except subprocess.CalledProcessError as error:
-            print(json.dumps({"axis": axis, "ranks": n, "failed": (error.stdout + error.stderr)[-2000:]}), flush=True)
-            table.append(f"{axis:10} {n:5}  failed")
+            reason = (error.stdout + error.stderr)[-2000:]
+            print(json.dumps({"parallelism": name, "ranks": n, "failed": reason}), flush=True)
+            table.append(f"{name:11} {n:5}  failed")
             continue
         for row in rows:
-            print(json.dumps({"axis": axis, "ranks": n, **row}), flush=True)
-        speed, share = (statistics.median(row[tag] for row in rows[2:]) for tag in (THROUGHPUT, MFU))
-        alone = speed if n == 1 else alone
+            print(json.dumps({"parallelism": name, "ranks": n, **row}), flush=True)
+        speed, mfu = (statistics.median(row[tag] for row in rows[2:]) for tag in (THROUGHPUT, MFU))
+        one_gpu = speed if n == 1 else one_gpu
         active, reserved = (max(row[tag] for row in rows) for tag in (ACTIVE, RESERVED))
         memory = f"{active:10.2f} {reserved:12.2f}"
-        table.append(f"{axis:10} {n:5} {speed:12,.0f} {speed / alone:7.3f} {share:7.1f} {memory}")
+        table.append(f"{name:11} {n:5} {speed:12,.0f} {speed / one_gpu:7.3f} {mfu:7.1f} {memory}")
     heads = f"{'tokens/s/GPU':>12} {'ratio':>7} {'MFU %':>7} {'GiB active':>10} {'GiB reserved':>12}"
-    print(f"{'axis':10} {'ranks':>5} {heads}")
+    print(f"{'parallelism':11} {'ranks':>5} {heads}")
     print("\n".join(table))
 
 

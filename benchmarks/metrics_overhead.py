@@ -1,10 +1,10 @@
-"""What it costs to report a step: reading the meter, the console's line, metrics.jsonl and TensorBoard.
+"""Measure the overhead of metrics logging: the throughput meter, the console line, metrics.jsonl and TensorBoard.
 
-    python benchmarks/metrics_cost.py [--rounds 30]
+    python benchmarks/metrics_overhead.py [--rounds 30]
 
-Steps of the debug model on a CPU and reports of them, in turn, as train.py takes them with `metrics.log_freq = 1`; the
-report is what rank 0 does, the only one that has any. The debug model's step is short, so the share of any other is
-smaller, and with the default log_freq of 10 a tenth of that.
+Steps of the debug model on a CPU and metrics logging alternate, as in train.py with `metrics.log_freq = 1`. The logging
+is what rank 0 does; the other ranks log nothing. The step of the debug model is short, so the overhead relative to any
+larger model is smaller, and with the default log_freq of 10 it is a tenth of that.
 
 Prints the medians.
 """
@@ -33,13 +33,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     launch = Launch(0, 0, 1, 1, n_devices=0)
     config, device = check(load([str(DEBUG)]), launch), torch.device("cpu")
-    steps, reports = [], []
+    step_seconds, log_seconds = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
         mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
         parts = parity.Parts(config, device)
-        reporter = metrics.MetricsLogger(Path(folder), config.metrics, last_step=0, steps=rounds, config="")
+        logger = metrics.MetricsLogger(Path(folder), config.metrics, last_step=0, steps=rounds, config="")
         meter = metrics.ThroughputMeter(
             device,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
@@ -47,21 +47,21 @@ def main() -> None:
             peak=metrics.PeakFlops(device, torch.float32),
         )
         for step in range(1, rounds + 1):
-            began = time.perf_counter()
+            start = time.perf_counter()
             parts.step(parts.loader.next())
             meter.step_done()
             stepped = time.perf_counter()
             values = {"loss_metrics/global_avg_loss": 5.0, "loss_metrics/global_max_loss": 5.0, "grad_norm": 1.0}
             values |= {"lr": 1e-3, "n_tokens_seen": step, **meter.read()}
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                reporter.log(step, values, meter.seconds_per_step)
-            steps.append(stepped - began)
-            reports.append(time.perf_counter() - stepped)
+                logger.log(step, values, meter.seconds_per_step)
+            step_seconds.append(stepped - start)
+            log_seconds.append(time.perf_counter() - stepped)
         parts.loader.close()
-    step, report = statistics.median(steps), statistics.median(reports)
+    step, log = statistics.median(step_seconds), statistics.median(log_seconds)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {rounds} steps of {len(values)} values")
-    print(f"a step {step * 1000:.1f} ms, a report {report * 1000:.2f} ms: {report / step:.3%} of a step")
-    print(f"with log_freq = {config.metrics.log_freq}: {report / step / config.metrics.log_freq:.3%}")
+    print(f"step {step * 1000:.1f} ms, metrics logging {log * 1000:.2f} ms: {log / step:.3%} of a step")
+    print(f"with log_freq = {config.metrics.log_freq}: {log / step / config.metrics.log_freq:.3%}")
 
 
 if __name__ == "__main__":

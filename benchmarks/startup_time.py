@@ -1,20 +1,20 @@
-"""From launching train.py to the end of its first step, cold and warm, with and without torch.compile.
+"""Measure startup time: from the launch of train.py to its first step, with cold and warm caches, with torch.compile.
 
-    python benchmarks/start.py [--rounds 3]
+    python benchmarks/startup_time.py [--rounds 3]
 
-Runs train.py on configs/debug.toml for one step, on CUDA if there is any, in four ways that take turns:
+Each round runs train.py on configs/debug.toml for one step, on CUDA where there is any, in four variants:
 
-    eager, cold       in a new, empty folder for all that a run keeps for later ones: tokens (training.cache_folder) and
-                      compiled code (TORCHINDUCTOR_CACHE_DIR, which also has Triton's)
-    eager, warm       a second run with the same folder
-    compiled, cold    as above, with compile.enable: each block by inductor
-    compiled, warm    a second run with the same folder
+    eager, cold       the caches start empty: tokens (training.cache_folder) and compiled code (TORCHINDUCTOR_CACHE_DIR,
+                      which also holds Triton's)
+    eager, warm       a second run with the same caches
+    compiled, cold    empty caches and compile.enable: inductor compiles each block
+    compiled, warm    a second run with the same caches
 
-"Ready" is from the launch to the last line before the first step: imports, process group, data, model, optimizer.
-"First step" is from the launch to the line that reports it. The system's own cache of files is as it is: it has Python
-and torch from the first launch on, if not before.
+"ready" is the time from the launch to the last line before the first step: imports, process group, data, model,
+optimizer. "first step" is the time from the launch to the line that reports it. The page cache of the operating system
+is not controlled: from the first launch on at the latest it contains Python and torch.
 
-Prints a line of JSON a launch, then the medians over the rounds.
+Each launch prints a JSON line. The medians over the rounds follow.
 """
 
 import argparse
@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def launch(folder: str, compiled: bool) -> tuple[float, float]:
-    """Seconds until the run is (ready, done with its first step).
+    """Run one step and return the seconds until the run is ready and until its first step is reported.
 
     Args:
-        folder: where the run keeps what later ones may use.
+        folder: the folder of the caches.
     """
     options = {
         "job.dump_folder": f"{folder}/run",
@@ -48,7 +48,7 @@ def launch(folder: str, compiled: bool) -> tuple[float, float]:
     }
     command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "debug.toml")]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    environment.pop("TRITON_CACHE_DIR", None)  # it would not be in there
+    environment.pop("TRITON_CACHE_DIR", None)  # it would put Triton's cache elsewhere
     ready = first = float("nan")
     start = time.perf_counter()
     with subprocess.Popen(
@@ -80,14 +80,14 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for state in ("cold", "warm"):
                     ready, first = launch(folder, compiled)
-                    way = f"{name}, {state}"
-                    sample = {"round": number, "way": way, "ready s": ready, "first step s": first}
+                    variant = f"{name}, {state}"
+                    sample = {"round": number, "variant": variant, "ready s": ready, "first step s": first}
                     print(json.dumps(sample), flush=True)
-                    seconds.setdefault(way, []).append((ready, first))
+                    seconds.setdefault(variant, []).append((ready, first))
     print(f"{'median seconds':16} {'ready':>6} {'first step':>10}")
-    for way, samples in seconds.items():
+    for variant, samples in seconds.items():
         ready, first = (statistics.median(values) for values in zip(*samples, strict=True))
-        print(f"{way:16} {ready:6.1f} {first:10.1f}")
+        print(f"{variant:16} {ready:6.1f} {first:10.1f}")
 
 
 if __name__ == "__main__":

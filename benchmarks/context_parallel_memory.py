@@ -1,19 +1,21 @@
-"""Memory that a rank needs for longer and longer sequences, by the number of ranks that share each one.
+"""Measure the memory of a rank over the sequence length and the context-parallel degree (ring attention, Ulysses).
 
-    python benchmarks/context_memory.py [--cp 1 2 4 8] [--ulysses 1] [--longest 65536] [--layers 2] [--limit-gib G]
+    python benchmarks/context_parallel_memory.py [--cp 1 2 4 8] [--ulysses 1] [--longest 65536] [--layers 2]
+                                                 [--limit-gib G]
 
-For every length, doubling from 4096, and every context-parallel degree: new ranks on gloo build the debug model with
---layers blocks (configs/debug.toml, titanlite.build) and take one step's forward and backward on one sequence. Memory
-is what the rank's resident set grows by at its peak over what it was before the step: activations, mostly, and also
-gradients and gathered weights, a few MiB that do not depend on the length. glibc is told to return what is freed at
-once, so the resident set is the live tensors; a training run keeps freed memory instead. Linux only (/proc).
+For every length, doubling from 4096, and every context-parallel degree, new ranks on gloo build the debug model with
+--layers blocks (configs/debug.toml, titanlite.build) and run forward and backward of one step on one sequence. The
+memory is the growth of the rank's resident set from the start of the step to its peak: activations, mostly, and the
+gradients and gathered weights, a few MiB that do not depend on the length. glibc is set to return freed memory at once,
+so the resident set is the live tensors; a training run retains freed memory instead. Linux only (/proc).
 
---ulysses is the inner degree (1: all ranks are in the ring); degrees that it does not divide are left out. It ends with
---longest, since attention's time grows with the square of the length, or before the length at which the ranks of some
-degree would need more than --limit-gib together (default: what is free now), judged by the length before.
+--ulysses is the inner degree (1: all ranks are in the ring); context-parallel degrees that it does not divide are
+skipped. The benchmark ends with --longest, because the time of attention grows with the square of the length. It also
+ends before a length at which the ranks of some degree would together need more than --limit-gib, estimated from the
+length before (default: the memory that is free now).
 
-Prints a line of JSON a case with each rank's growth, then a table: GiB of the rank that needs most and, below it, its
-ratio to one rank (ideal: 1 / degree).
+Each case prints a JSON line with the growth of each rank. The table has GiB of the rank that needs most and, below it,
+the ratio to one rank (ideal: 1 / degree).
 """
 
 import argparse
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from resident import forget_peak, map_each_tensor, resident_bytes
+from resident_memory import map_each_tensor, reset_peak, resident_bytes
 
 from titanlite import parity
 from titanlite.config import Config, Launch, check, load
@@ -34,11 +36,11 @@ DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 
 
 def growth_gib(config: Config, threads: int) -> tuple[float, float]:
-    """(before the step, peak over that) of this rank of the process group. Every rank must call it."""
+    """Return the GiB resident before the step and the growth at its peak. Every rank of the group must call it."""
     torch.set_num_threads(threads)
     parts = parity.Parts(config, torch.device("cpu"))
     batch = parts.loader.next()
-    forget_peak()
+    reset_peak()
     before = resident_bytes("VmRSS")
     parts.work.forward_backward(batch)
     peak = resident_bytes("VmHWM")
@@ -47,7 +49,7 @@ def growth_gib(config: Config, threads: int) -> tuple[float, float]:
 
 
 def measure(length: int, degree: int, ulysses: int, n_layers: int) -> list[tuple[float, float]]:
-    """`growth_gib` of each of a case's ranks."""
+    """Run a case and return `growth_gib` of each rank."""
     options = {
         "model.n_layers": n_layers,
         "training.seq_len": length,
@@ -73,23 +75,23 @@ def main() -> None:
     parser.add_argument("--limit-gib", type=float, default=psutil.virtual_memory().available / 2**30)
     options = parser.parse_args()
     degrees = [degree for degree in options.cp if degree % options.ulysses == 0]
-    map_each_tensor()  # each rank is forked from a server that begins after this
+    map_each_tensor()  # the fork server, which starts after this, passes it on to each rank
     print(f"torch {torch.__version__}; debug model with {options.layers} layers; Ulysses {options.ulysses}")
     table: dict[int, dict[int, float]] = {}
-    length, need = SHORTEST, 0.0  # GiB of all ranks together at this length, judged by the one before
+    length, need = SHORTEST, 0.0  # need: estimated GiB of all ranks together at this length
     while length <= options.longest and need <= options.limit_gib:
-        row, need = {}, 0.0
+        results, need = {}, 0.0
         for degree in degrees:
             ranks = measure(length, degree, options.ulysses, options.layers)
-            row[degree] = max(growth for _, growth in ranks)
+            results[degree] = max(growth for _, growth in ranks)
             need = max(need, sum(before + 2 * growth for before, growth in ranks))
-        table[length] = row
+        table[length] = results
         length *= 2
-    print(f"{'GiB a rank':>10} " + "".join(f"{f'cp {degree}':>9}" for degree in degrees))
-    for length, row in table.items():
-        print(f"{length:10} " + "".join(f"{gib:9.3f}" for gib in row.values()))
-        if 1 in row:
-            print(f"{'ratio':>10} " + "".join(f"{gib / row[1]:9.3f}" for gib in row.values()))
+    print(f"{'GiB/rank':>10} " + "".join(f"{f'cp {degree}':>9}" for degree in degrees))
+    for length, results in table.items():
+        print(f"{length:10} " + "".join(f"{gib:9.3f}" for gib in results.values()))
+        if 1 in results:
+            print(f"{'ratio':>10} " + "".join(f"{gib / results[1]:9.3f}" for gib in results.values()))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""The idle share of each pipeline schedule: measured, by the formula, and by simulating its own actions.
+"""Measure the pipeline bubble of each schedule and compare it with the formula and with a simulation of its actions.
 
-Needs no GPU and no idle cores: titanlite's PipelineRunner runs torch's schedules over gloo ranks, but its stages sleep
-instead of computing, so ranks overlap on a machine with fewer cores than ranks. Of each microbatch a rank sleeps
---forward-ms in the forward and --input-ms and --weight-ms in the backward, for the gradients of inputs and of weights;
-a rank with several stages sleeps its share of these in each. In the first stage, whose inputs need no gradient, torch
-does the whole backward where the schedule has that of the weights, and so does the simulation.
+No GPU and no idle cores are needed: titanlite's own PipelineRunner runs torch's schedules over gloo ranks, but the stages
+sleep instead of computing, so ranks overlap even on a machine with fewer cores than ranks. For each microbatch a rank
+sleeps --forward-ms in the forward, and --input-ms and --weight-ms in the backward, for the input gradients (dgrad) and
+the weight gradients (wgrad). A rank with several stages divides these times among them. The inputs of the first stage
+need no gradient: there torch runs the full backward where the schedule has the weight gradients, and the simulation
+does the same.
 
-    python benchmarks/bubble.py [--ranks 2 4] [--microbatches 8 16] [--steps 5]
+    python benchmarks/pipeline_bubble.py [--ranks 2 4] [--microbatches 8 16] [--steps 5]
 
-Idle share = 1 - (a rank's seconds asleep, mean over ranks) / (seconds of the step, from a barrier to the last rank's
-end); each step is a line of JSON, and the first of a launch, which connects the ranks, is left out. Then a table:
+Pipeline bubble = 1 - (seconds that a rank sleeps, mean over ranks) / (seconds of the step, from a barrier to the end of
+the last rank). Each step prints a JSON line; the first step of a launch, which connects the ranks, is left out. The
+table has
 
-    formula    GPipe and 1F1B (p - 1) / (m + p - 1), with v stages a rank (p - 1) / (v m + p - 1)
-    simulated  the same actions in the same order, each beginning as soon as its rank is free and its input is there,
-               with messages that take no time; what is measured beyond it is Python, gloo and waiting for a core
+    formula    GPipe and 1F1B (p - 1) / (m + p - 1), with v stages per rank (p - 1) / (v m + p - 1)
+    simulated  the same actions in the same order; each starts as soon as its rank is free and its input is there, and
+               messages take no time. The measured bubble exceeds it by Python, gloo and waiting for a core.
 
-What is simulated is titanlite/plan/schedule.py, by which the plan knows a step's time.
+The simulation is titanlite/plan/schedule.py, from which the planner has the time of a step.
 """
 
 import argparse
@@ -41,11 +43,11 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
 
 
-HEAD = f"{'idle share':22} {'ranks':>5} {'microbatches':>12} {'formula':>8} {'simulated':>10} {'measured':>9}"
+HEAD = f"{'pipeline bubble':22} {'ranks':>5} {'microbatches':>12} {'formula':>8} {'simulated':>10} {'measured':>9}"
 
 
 class Sleeps(NamedTuple):
-    """Seconds of a stage for a microbatch."""
+    """Seconds that a stage sleeps for a microbatch."""
 
     forward: float
     input: float
@@ -57,7 +59,7 @@ class Sleeps(NamedTuple):
 
 
 class Clock:
-    """Sleeps, and counts how long it slept."""
+    """This class sleeps and adds up the seconds that it slept."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -69,7 +71,7 @@ class Clock:
 
 
 class SleepInBackward(torch.autograd.Function):
-    """The identity, which takes its time to hand the gradient on."""
+    """The identity, with a sleep in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
@@ -84,7 +86,8 @@ class SleepInBackward(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """input + weight. The gradients of the two are nodes of their own, which is what lets torch compute them apart."""
+    """A stage that computes input + weight. The two gradients are separate autograd nodes, so that torch can split the
+    backward into input gradient (dgrad) and weight gradient (wgrad)."""
 
     def __init__(self, *, first: bool, last: bool, sleeps: Sleeps, clock: Clock):
         super().__init__()
@@ -93,11 +96,11 @@ class SleepingStage(nn.Module):
         self.embedding = nn.Parameter(torch.zeros(())) if first else None
 
     def forward(self, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        """A loss on the last stage.
+        """Return the hidden state, or on the last stage a scalar loss.
 
         Args:
             x: int64 [B, T] on the first stage, [B, T, 1] on the others.
-            positions, targets: what PipelineRunner passes to every stage.
+            positions, targets: the other inputs that PipelineRunner passes to every stage; unused.
         """
         self.clock.sleep(self.sleeps.forward)
         if self.embedding is not None:
@@ -109,18 +112,18 @@ class SleepingStage(nn.Module):
 
 
 class Measured(NamedTuple):
-    """What a rank saw."""
+    """The timing of one rank, without the first step."""
 
     seconds: list[float]
-    """Of each step but the first."""
+    """Seconds of each step."""
     asleep: list[float]
-    """How many of these it slept."""
+    """Seconds that the rank slept in each step."""
     order: dict[int, list[Any]]
     """The schedule's pipeline_order."""
 
 
 def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Sleeps, steps: int) -> Measured:
-    """Run the schedule on this rank of the process group. Every rank must call it."""
+    """Run the schedule on this rank and return its timing. Every rank of the process group must call it."""
     rank, clock, shape = dist.get_rank(), Clock(), (1, 1, 1)
     ranks = rank_of_stage(schedule, dist.get_world_size(), n_stages)
     own = [number for number in range(n_stages) if ranks[number] == rank]
@@ -154,13 +157,14 @@ def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Slee
 
 
 def seconds_of(sleeps: Sleeps, action: Action) -> float:
-    """How long an action sleeps."""
-    whole = sleeps.input + sleeps.weight
-    halves = {"I": 0.0, "W": whole} if action.stage == 0 else {"I": sleeps.input, "W": sleeps.weight}
-    return {"F": sleeps.forward, "B": whole, **halves}[action.kind]
+    """Return the seconds that an action sleeps."""
+    backward = sleeps.input + sleeps.weight
+    split = {"I": 0.0, "W": backward} if action.stage == 0 else {"I": sleeps.input, "W": sleeps.weight}
+    return {"F": sleeps.forward, "B": backward, **split}[action.kind]
 
 
 def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int) -> float | None:
+    """Return the pipeline bubble by the formula, or None for a schedule that has none."""
     if schedule not in FORMULAS:
         return None
     return (n_ranks - 1) / (per_rank * n_microbatches + n_ranks - 1)
@@ -169,26 +173,29 @@ def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def compare(pool: Pool, schedule: Schedule, n_microbatches: int, whole: Sleeps, steps: int) -> str:
-    """Measure one case, print its raw samples, and return its line of the table."""
+def compare(pool: Pool, schedule: Schedule, n_microbatches: int, rank_sleeps: Sleeps, steps: int) -> str:
+    """Measure one case, print its raw samples, and return its line of the table.
+
+    Args:
+        rank_sleeps: seconds of a rank for a microbatch, which its stages divide among them.
+    """
     n_ranks, per_rank = pool.world_size, 1 if schedule in ONE_STAGE else 2
-    sleeps, n_stages = Sleeps(*(seconds / per_rank for seconds in whole)), n_ranks * per_rank
+    sleeps, n_stages = Sleeps(*(seconds / per_rank for seconds in rank_sleeps)), n_ranks * per_rank
     case = {"schedule": schedule, "n_stages": n_stages, "n_microbatches": n_microbatches}
     ranks: Sequence[Measured] = pool.run(measure, **case, sleeps=sleeps, steps=steps)
-    idle = []
+    bubbles = []
     for step in range(steps):
         seconds = max(rank.seconds[step] for rank in ranks)
         asleep = [rank.asleep[step] for rank in ranks]
-        idle.append(1 - statistics.mean(asleep) / seconds)
-        print(
-            json.dumps({**case, "ranks": n_ranks, "seconds": seconds, "asleep": asleep, "idle": idle[-1]}), flush=True
-        )
-    turns = [own_actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
-    simulated = idle_share(simulate(turns, n_stages, functools.partial(seconds_of, sleeps)))
+        bubbles.append(1 - statistics.mean(asleep) / seconds)
+        sample = {**case, "ranks": n_ranks, "seconds": seconds, "asleep": asleep, "bubble": bubbles[-1]}
+        print(json.dumps(sample), flush=True)
+    actions = [own_actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
+    simulated = idle_share(simulate(actions, n_stages, functools.partial(seconds_of, sleeps)))
     expected = formula(schedule, n_ranks, per_rank, n_microbatches)
     return (
         f"{schedule:22} {n_ranks:5} {n_microbatches:12} {'-' if expected is None else f'{expected:.1%}':>8} "
-        f"{simulated:10.1%} {statistics.median(idle):9.1%}"
+        f"{simulated:10.1%} {statistics.median(bubbles):9.1%}"
     )
 
 
@@ -202,14 +209,15 @@ def main() -> None:
         parser.add_argument(f"--{name}-ms", type=float, default=40.0)
     options = parser.parse_args()
     if any(count % (2 * ranks) for count in options.microbatches for ranks in options.ranks):
-        parser.error("expected numbers of microbatches that are multiples of twice the ranks: all schedules take those")
-    whole = Sleeps(*(getattr(options, f"{name}_ms") / 1000 for name in Sleeps._fields))
-    print(f"torch {torch.__version__}; a rank's milliseconds for a microbatch: {[1000 * seconds for seconds in whole]}")
+        parser.error("--microbatches: expected multiples of twice the ranks, which all schedules accept")
+    rank_sleeps = Sleeps(*(getattr(options, f"{name}_ms") / 1000 for name in Sleeps._fields))
+    milliseconds = [1000 * seconds for seconds in rank_sleeps]
+    print(f"torch {torch.__version__}; milliseconds per rank and microbatch: {milliseconds}")
     table = []
     for n_ranks in options.ranks:
         pool = Pool(n_ranks, timeout_seconds=600)
         for schedule in options.schedules:
-            table += [compare(pool, schedule, count, whole, options.steps) for count in options.microbatches]
+            table += [compare(pool, schedule, count, rank_sleeps, options.steps) for count in options.microbatches]
         pool.close()
     print("\n".join([HEAD, *table]))
 
