@@ -1,6 +1,6 @@
 """Measure the pipeline bubble of each schedule and compare it with the formula and with a simulation of its actions.
 
-No GPU and no idle cores are needed: titanlite's own PipelineRunner runs torch's schedules over gloo ranks, but the stages
+No GPU and no idle cores are needed: titanlite's PipelineRunner runs torch's schedules over gloo ranks, but the stages
 sleep instead of computing, so ranks overlap even on a machine with fewer cores than ranks. For each microbatch a rank
 sleeps --forward-ms in the forward, and --input-ms and --weight-ms in the backward, for the input gradients (dgrad) and
 the weight gradients (wgrad). A rank with several stages divides these times among them. The inputs of the first stage

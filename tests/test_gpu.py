@@ -1,5 +1,5 @@
-"""What only a CUDA device can show, on one GPU, and on two where there are: `pytest -m gpu`. The same paths run on the
-CPU in the other tests, but for the attention kernels."""
+"""Tests that need a CUDA device, and a few that need two: `pytest -m gpu`. The other tests run the same code on a CPU,
+except for CUDA's attention backends."""
 
 import json
 import subprocess
@@ -63,50 +63,50 @@ def train(folder: Path, run: str, *arguments: str) -> list[dict[str, float]]:
 
 @pytest.fixture
 def alone() -> Iterator[config.Launch]:
-    """The process group of this process alone."""
+    """Start a process group of this process alone."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield config.Launch(0, 0, 1, 1, 1)
     dist.destroy_process_group()
-    mesh.forget_layouts()  # it holds the groups that are gone
+    mesh.forget_layouts()  # their groups were destroyed
 
 
 @pytest.mark.parametrize("option", ["enable_cpu_offload=false", "enable_cpu_offload=true", "document_mask=true"])
-def test_equals_one_process_in_float64(folder, alone, option):
-    """NCCL with one rank, FSDP, accumulation and clipping against plain tensors on the same device."""
+def test_equals_the_single_process_reference_in_float64(folder, alone, option):
+    """One rank with NCCL, FSDP, gradient accumulation and clipping equals plain tensors on the same device."""
     arguments = ["--training.dtype=float64", f"--training.{option}"]
     job = config.check(config.load([str(folder / "gpu.toml"), *arguments]), alone)
     assert job.training.attention_backend == "math"
-    found = parity.run(job, alone, steps=3)
-    differences = parity.differences(found, parity.run_alone(job, DEVICE, steps=3))
-    assert {what: d for what, d in differences.items() if d > parity.ALLOWED_IN_FLOAT64} == {}
+    trace = parity.run(job, alone, steps=3)
+    differences = parity.differences(trace, parity.run_alone(job, DEVICE, steps=3))
+    assert {name: d for name, d in differences.items() if d > parity.ALLOWED_IN_FLOAT64} == {}
 
 
 @pytest.mark.parametrize("option", ["document_mask=false", "document_mask=true"])
 def test_bfloat16_is_the_default_and_trains(folder, option):
-    rows = train(folder, "run", f"--training.{option}")
+    steps = train(folder, "run", f"--training.{option}")
     resolved = (folder / "run" / "config.toml").read_text()
     assert 'mixed_precision_param = "bfloat16"' in resolved
     assert 'attention_backend = "flash"' in resolved
-    assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
-    assert 0 < rows[-1]["memory/max_active(GiB)"] <= rows[-1]["memory/max_reserved(GiB)"]
+    assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
+    assert 0 < steps[-1]["memory/max_active(GiB)"] <= steps[-1]["memory/max_reserved(GiB)"]
 
 
 def test_compiled_trains_as_eager_does(folder, monkeypatch):
-    """bfloat16 rounds to 2^-9, and what inductor fuses is rounded at fewer places. Over the 2048 tokens of a step such
-    errors average to some 5.6 x 2^-9 / sqrt(2048) = 2.4e-4 of the loss (2e-4 between inductor and eager on a CPU);
-    allowed is eight times that."""
+    """bfloat16 rounds to 2^-9, and inductor rounds fused operators at fewer places. Over the 2048 tokens of a step such
+    errors average to some 5.6 x 2^-9 / sqrt(2048) = 2.4e-4 of the loss (2e-4 between inductor and eager on a CPU). The
+    tolerance is eight times that."""
     eager = train(folder, "eager", "--training.steps=3")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     compiled = train(folder, "compiled", "--training.steps=3", "--compile.enable")
-    assert any((folder / "inductor").rglob("*.py")), "inductor has generated nothing"
+    assert any((folder / "inductor").rglob("*.py")), "inductor has generated no code"
     assert len(eager) == 3
     assert eager[-1][LOSS] < eager[0][LOSS] - 0.5
-    assert [row[LOSS] for row in compiled] == pytest.approx([row[LOSS] for row in eager], rel=0, abs=2e-3)
+    assert [values[LOSS] for values in compiled] == pytest.approx([values[LOSS] for values in eager], rel=0, abs=2e-3)
 
 
 @pytest.mark.parametrize("options", [[], ["--compile.enable"], ["--activation_checkpoint.mode=full"]], ids=str)
-def test_a_step_does_not_wait_for_the_device(folder, alone, options):
-    """But once, to read its loss: see docs/house.md."""
+def test_a_step_does_not_synchronize_with_the_device(folder, alone, options):
+    """A step synchronizes once, when train.py reads its loss, which is not part of this: see docs/architecture.md."""
     job = config.check(config.load([str(folder / "gpu.toml"), *options]), alone)
     parts = parity.Parts(job, DEVICE)
     try:
@@ -123,32 +123,32 @@ def test_a_step_does_not_wait_for_the_device(folder, alone, options):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_trains_as_bfloat16_does(folder, recipe):
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no float8")
+        pytest.skip("needs float8: compute capability 8.9")
     plain = train(folder, "plain")
     float8 = train(folder, "float8", "--float8.enable", f"--float8.recipe={recipe}")
     assert float8[-1][LOSS] < float8[0][LOSS] - 0.5
     assert float8[-1][LOSS] != plain[-1][LOSS]
-    assert [row[LOSS] for row in float8] == pytest.approx([row[LOSS] for row in plain], rel=0.02)
+    assert [values[LOSS] for values in float8] == pytest.approx([values[LOSS] for values in plain], rel=0.02)
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_low_bit_moments_train(folder, state_dtype):
-    rows = train(folder, "run", f"--optimizer.state_dtype={state_dtype}")
-    assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
+def test_low_bit_optimizer_states_train(folder, state_dtype):
+    steps = train(folder, "run", f"--optimizer.state_dtype={state_dtype}")
+    assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
 
 
 def test_float16_trains(folder):
-    rows = train(folder, "run", "--training.mixed_precision_param=float16")
-    assert rows[-1][LOSS] < rows[0][LOSS] - 0.5
+    steps = train(folder, "run", "--training.mixed_precision_param=float16")
+    assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
 
 
 def test_resume_with_deterministic_algorithms_is_bit_for_bit(folder):
     arguments = ["--checkpoint.enable", "--debug.deterministic", "--lr_scheduler.total_steps=6"]
-    whole = train(folder, "whole", *arguments)
-    train(folder, "parts", *arguments, "--training.steps=3", "--checkpoint.async_mode=async")
-    parts = train(folder, "parts", *arguments)
+    uninterrupted = train(folder, "uninterrupted", *arguments)
+    train(folder, "resumed", *arguments, "--training.steps=3", "--checkpoint.async_mode=async")
+    resumed = train(folder, "resumed", *arguments)
     for tag in ("step", LOSS, "grad_norm"):
-        assert [row[tag] for row in parts] == [row[tag] for row in whole]
+        assert [values[tag] for values in resumed] == [values[tag] for values in uninterrupted]
 
 
 def test_memory_snapshot(folder):
@@ -156,13 +156,11 @@ def test_memory_snapshot(folder):
     assert (folder / "run" / "memory_snapshot" / "step_4" / "rank0.pickle").stat().st_size > 1000
 
 
-def test_the_measured_peak_is_below_the_data_sheet():
-    sheet, measured = (
-        PeakFlops(DEVICE, torch.bfloat16),
-        PeakFlops(DEVICE, torch.float16),
-    )  # float16 is as fast and in no table
+def test_measured_peak_flops_are_below_the_data_sheets():
+    data_sheet = PeakFlops(DEVICE, torch.bfloat16)
+    measured = PeakFlops(DEVICE, torch.float16)  # as fast, and in no table
     assert "measured" in measured.source
-    assert 0.3 * sheet.flops < measured.flops < 1.05 * sheet.flops
+    assert 0.3 * data_sheet.flops < measured.flops < 1.05 * data_sheet.flops
 
 
 # The parity command ---------------------------------------------------------------------------------------------------
@@ -176,16 +174,16 @@ def test_parity_command_under_torchrun(folder, n_ranks, axis, dtype):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     arguments = [str(folder / "gpu.toml"), f"--dtype={dtype}", f"--parallelism.{axis}_parallel_degree={n_ranks}"]
     command = [*launch, "-m", "titanlite.parity", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nequal: the largest difference") == 1
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("\nequal: the largest difference") == 1
 
 
-# Attention kernels ----------------------------------------------------------------------------------------------------
+# Attention backends ---------------------------------------------------------------------------------------------------
 
 NAMES = ("out", "dq", "dk", "dv")
-by_kernel = pytest.mark.parametrize(
-    ("kernel", "dtype"),
+by_backend = pytest.mark.parametrize(
+    ("backend", "dtype"),
     [*((name, torch.bfloat16) for name in ATTENTION_BACKENDS if name != "cpu"), ("efficient", torch.float32)],
     ids=str,
 )
@@ -193,62 +191,62 @@ by_shape = pytest.mark.parametrize(("kv_heads", "tokens"), [(8, 256), (2, 256), 
 
 
 def draw(kv_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """The output's gradient, q, k, v with 8 query heads of size 64, strided as the model has them."""
+    """Draw the output's gradient, q, k, v with 8 query heads of head_dim 64, strided as in the model."""
     generator = torch.Generator(DEVICE).manual_seed(7)
     shapes = [(2, tokens, n, 64) for n in (8, 8, kv_heads, kv_heads)]
     return [torch.randn(x, generator=generator, device=DEVICE).to(dtype).transpose(1, 2) for x in shapes]
 
 
-def attend(kernel: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[list[Tensor], Tensor]:
-    """Output and gradients of q, k, v; the log-sum-exp."""
-    out, lse = ATTENTION_BACKENDS[kernel].forward(q, k, v, causal)
-    return [out, *ATTENTION_BACKENDS[kernel].backward(grad, q, k, v, out, lse, causal)], lse
+def attend(backend: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[list[Tensor], Tensor]:
+    """Return the output with the gradients of q, k, v; and the log-sum-exp."""
+    out, lse = ATTENTION_BACKENDS[backend].forward(q, k, v, causal)
+    return [out, *ATTENTION_BACKENDS[backend].backward(grad, q, k, v, out, lse, causal)], lse
 
 
-def torchs(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
-    """Output and gradients of torch's own attention. Key heads are repeated, since in float32 none of its fused kernels
-    shares them."""
+def reference_attention(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    """Return output and gradients of torch's own attention. KV heads are repeated, since none of its fused kernels
+    supports grouped-query attention in float32."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in leaves]
     out = F.scaled_dot_product_attention(*repeated, is_causal=causal)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def assert_as_exact_as_torch(found: list[Tensor], inputs: list[Tensor], causal: bool) -> None:
-    """Against float64, errors, as norms, are at most twice those of torch's own attention in the inputs' type."""
+def assert_as_exact_as_torch(results: list[Tensor], inputs: list[Tensor], causal: bool) -> None:
+    """Assert that the norms of the errors, from float64, are at most twice those of torch's attention in this type."""
     exact, _ = attend("math", *(x.double() for x in inputs), causal)
-    own = torchs(*inputs, causal)
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in own]
-    ours, theirs = ([(a - b).norm().item() for a, b in zip(each, exact, strict=True)] for each in (found, own))
-    errors = {name: (a, b) for name, a, b in zip(NAMES, ours, theirs, strict=True)}
-    assert {name: (a, b) for name, (a, b) in errors.items() if not a <= 2 * b} == {}
-    assert min(theirs) > 0
+    reference = reference_attention(*inputs, causal)
+    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in reference]
+    errors, allowed = ([(a - b).norm().item() for a, b in zip(x, exact, strict=True)] for x in (results, reference))
+    by_name = {name: (a, b) for name, a, b in zip(NAMES, errors, allowed, strict=True)}
+    assert {name: (a, b) for name, (a, b) in by_name.items() if not a <= 2 * b} == {}
+    assert min(allowed) > 0
 
 
-@by_kernel
+@by_backend
 @by_shape
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
-def test_kernel(kernel, dtype, kv_heads, tokens, causal):
+def test_attention_backend(backend, dtype, kv_heads, tokens, causal):
     inputs = draw(kv_heads, tokens, dtype)
-    found, lse = attend(kernel, *inputs, causal)
-    assert_as_exact_as_torch(found, inputs, causal)
+    results, lse = attend(backend, *inputs, causal)
+    assert_as_exact_as_torch(results, inputs, causal)
     _, exact = attend("math", *(x.double() for x in inputs), causal)
     assert (lse.shape, lse.dtype) == (exact.shape, torch.float32)
     # Scores are sums of 64 products, in TF32 at worst (2^-11); in bfloat16 lse would be off by 1e-2, to base 2 by 2.
     assert (lse - exact).abs().max() < 2e-3
 
 
-@by_kernel
+@by_backend
 @by_shape
-def test_backward_of_a_part_from_the_whole_softmax(kernel, dtype, kv_heads, tokens):
-    """Output and log-sum-exp over all keys, keys in two halves, merged in float32 as a ring does."""
+def test_backward_of_a_chunk_of_keys_from_the_full_softmax(backend, dtype, kv_heads, tokens):
+    """Outputs over two chunks of keys are merged in float32, as ring attention does, before each chunk's backward."""
     inputs = grad, q, k, v = draw(kv_heads, tokens, dtype)
-    forward, backward = ATTENTION_BACKENDS[kernel]
-    parts = [(k[:, :, keys], v[:, :, keys]) for keys in (slice(0, tokens // 2), slice(tokens // 2, None))]
-    outs, lses = zip(*(forward(q, *kv, False) for kv in parts), strict=True)
+    forward, backward = ATTENTION_BACKENDS[backend]
+    chunks = [(k[:, :, keys], v[:, :, keys]) for keys in (slice(0, tokens // 2), slice(tokens // 2, None))]
+    outs, lses = zip(*(forward(q, *kv, False) for kv in chunks), strict=True)
     lse = torch.logaddexp(*lses)
-    out = sum(o.float() * (part - lse).exp().unsqueeze(-1) for o, part in zip(outs, lses, strict=True))
+    out = sum(o.float() * (chunk_lse - lse).exp().unsqueeze(-1) for o, chunk_lse in zip(outs, lses, strict=True))
     out = out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    dqs, dks, dvs = zip(*(backward(grad, q, *kv, out, lse, False) for kv in parts), strict=True)
+    dqs, dks, dvs = zip(*(backward(grad, q, *kv, out, lse, False) for kv in chunks), strict=True)
     dq = sum(x.float() for x in dqs).to(dtype)
     assert_as_exact_as_torch([out, dq, torch.cat(dks, dim=2), torch.cat(dvs, dim=2)], inputs, causal=False)

@@ -1,7 +1,7 @@
 """The cross-entropy loss: vocabulary-parallel (loss parallel), and chunked so that few logits exist at a time.
 
-Training, validation and logging follow one rule: the sum of token losses over the number of valid tokens of the whole
-global batch. Every valid token weighs the same, whatever the ranks, gradient accumulation steps and padding.
+Training, validation and logging follow one rule: the sum of token losses over the number of valid tokens of the global
+batch. Every valid token weighs the same, whatever the ranks, gradient accumulation steps and padding.
 
 Shapes: B batch, T tokens, N = B x T, D model width, V vocabulary.
 """
