@@ -52,7 +52,7 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def plan_command(file: str) -> str:
-    return f"titanlite plan {file} shows what it needs and how fast it will be"
+    return f"titanlite plan {file} predicts memory and step time"
 
 
 def quantity(number: int, noun: str) -> str:
@@ -96,7 +96,7 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
         message = (
             f"{' x '.join(degrees.values())} needs a multiple of {product} ranks, and the launch has {world_size}; "
         )
-        reject(next(iter(degrees)), message + "start such a number, or change the degrees")
+        reject(next(iter(degrees)), message + "start that many, or change the degrees")
     elif shard != -1 and shard * product != world_size:
         words = " x ".join([*degrees.values(), f"shard {shard}"])
         message = f"{words} needs {quantity(product * shard, 'rank')}, and the launch has {world_size}; start "
@@ -147,7 +147,7 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
         product = f"{training.local_batch_size} x {degree} = {training.local_batch_size * degree}"
         reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks} = {product}")
     if training.streaming and training.streaming_shards % degree:
-        message = f"expected a multiple of the data-parallel degree {degree}, so that each shard has one rank"
+        message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)
 
 

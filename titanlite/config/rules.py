@@ -171,10 +171,10 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 def _shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
-            reject(TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, which it shards", key)
+            reject(TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)
     degrees = [key for key in (TENSOR, PIPELINE) if value_of(config, key) > 1]
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int) and degrees:
-        message = f"torch builds these groups over all ranks and hangs under {' and '.join(degrees)}; "
+        message = f"torch builds these groups as if all ranks had one model, and hangs under {' and '.join(degrees)}; "
         reject(RESHARD, message + 'set "always" or "never"', *degrees)
 
 
@@ -184,7 +184,7 @@ def _context_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     turned_off = degree == 1 and "context_parallel_degree" in config.parallelism.model_fields_set
     divides = degree % ulysses == 0
     if not divides and not turned_off:
-        reject(ULYSSES, f"expected a divisor of {CONTEXT} = {degree}, of which it is a factor", CONTEXT)
+        reject(ULYSSES, f"expected a divisor of {CONTEXT} = {degree}; the quotient is the ring degree", CONTEXT)
     for key, heads in (("model.n_heads", "query heads"), ("model.n_kv_heads", "KV heads")):
         total = value_of(config, key)
         if divides and total % tensor == 0 and total // tensor % ulysses:
