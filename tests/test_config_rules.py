@@ -112,9 +112,9 @@ REJECTED = [
     ({PIPELINE: 2, MICROBATCH: 16, REDUCE: "last_accumulation_step", MODULES: [["norm"]]},
      {REDUCE: "a pipeline reduces gradients", MODULES: "expected 2 lists, one per stage, got 1",
      MICROBATCH: "divisor of training.local_batch_size = 8"}),
-    ({PIPELINE: 4, MICROBATCH: 4}, {BATCH: '"1F1B" needs at least as many microbatches as its 4 stages'}),
+    ({PIPELINE: 4, MICROBATCH: 4}, {BATCH: '"1F1B" needs as many microbatches as its 4 stages'}),
     ({PIPELINE: 2, MICROBATCH: 4, f"--{SCHEDULE}": "DualPipeV"},
-     {BATCH: '"DualPipeV" needs at least as many microbatches as its 4 stages'}),
+     {BATCH: '"DualPipeV" needs as many microbatches as its 4 stages'}),
     ({BATCH: 5, PIPELINE: 2, f"--{SCHEDULE}": "Interleaved1F1B"},
      {BATCH: '"Interleaved1F1B" runs its microbatches in 2 equal rounds'}),
     ({BATCH: 14, PIPELINE: 3, MICROBATCH: 2, f"--{SCHEDULE}": "InterleavedZeroBubble"},
@@ -202,6 +202,10 @@ BAD_VALUES = [
     ({SEQ_LEN: "long", CONTEXT: 3}, {SEQ_LEN: "expected an integer >= 1"}),
     ({PIPELINE: 0, SCHEDULE: "GPipe", BALANCE: "layers", MODULES: [["x"]]}, {PIPELINE: "expected an integer >= 1"}),
     ({PIPELINE: 4, SCHEDULE: "BFS", STAGES: 2, MODULES: [["x"]]}, {SCHEDULE: 'expected one of "GPipe"'}),
+    ({PIPELINE: 4, SCHEDULE: "BFS", MODULES: [["x"]]}, {SCHEDULE: 'expected one of "GPipe"'}),
+    ({PIPELINE: 2, LAYERS: 0, MODULES: TWO_STAGES}, {LAYERS: "expected an integer >= 1"}),
+    ({PIPELINE: "two", MODULES: [["x"]]}, {PIPELINE: "expected an integer >= 1"}),
+    ({PIPELINE: 2, STAGES: "two", MODULES: [["x"]]}, {STAGES: "expected -1, or an integer >= 1"}),
     ({LAYERS: 0, BATCH: 0, PIPELINE: 7, MICROBATCH: 3},
      {LAYERS: "expected an integer >= 1", BATCH: "expected an integer >= 1"}),
     ({TIED: 1, LAYERS: 32, BATCH: 8, PIPELINE: 16, MICROBATCH: "all"},
@@ -304,7 +308,7 @@ MESSAGES = {
     ),
     "too few microbatches": (
         {PIPELINE: 4, MICROBATCH: 4},
-        'FILE: training.local_batch_size = 8 (default): "1F1B" needs at least as many microbatches as its 4 stages, '
+        'FILE: training.local_batch_size = 8 (default): "1F1B" needs as many microbatches as its 4 stages, '
         "and there are 2; set it to at least 16, or a smaller parallelism.pipeline_parallel_microbatch_size than 4",
     ),
     "rounds of microbatches": (
