@@ -16,9 +16,6 @@ USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists
 
 
 def load(argv: list[str]) -> LoadedConfig[Config]:
-    """Read a config and overrides (`argv`, without the program's name) and check the rules between options.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """Read a config and overrides (`argv`, without the program's name) and check the rules between options. Raises
+    ConfigError with every problem."""
     return loader.load(Config, argv, usage=USAGE, rules=rules.between_options)

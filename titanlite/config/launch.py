@@ -34,11 +34,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """Read torchrun's variables; without them, the launch has one rank.
-
-        Raises:
-            ConfigError: if one of them is not a number.
-        """
+        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is not a number."""
         variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         return cls(*(count_from_environment(os.environ, name, least) for name, least in variables.items()), n_devices)
 
@@ -52,7 +48,7 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def plan_command(file: str) -> str:
-    return f"titanlite plan {file} shows what it needs and how fast it will be"
+    return f"titanlite plan {file} predicts memory and step time"
 
 
 def quantity(number: int, noun: str) -> str:
@@ -61,14 +57,8 @@ def quantity(number: int, noun: str) -> str:
 
 
 def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
-    """Check a config against a launch and resolve the options that depend on it.
-
-    Returns:
-        The config with the automatic values filled in: shard degree, batch size, data types, schedule length, ...
-
-    Raises:
-        ConfigError: with every problem found, the numbers, and what to do.
-    """
+    """Check a config against a launch, and return it with the automatic values resolved: shard degree, batch size, data
+    types, schedule length and others. Raises ConfigError with every problem, the numbers, and what to do."""
     reject, problems = Rejections(), []
     if launch.n_devices and launch.local_world_size > launch.n_devices:
         problems.append(
@@ -92,11 +82,10 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
     shard, product = config.parallelism.data_parallel_shard_degree, config.parallelism.ranks_per_shard
     names = {PIPELINE: "pipeline", REPLICATE: "replicate", CONTEXT: "context", TENSOR: "tensor"}
     degrees = {key: f"{name} {value_of(config, key)}" for key, name in names.items() if value_of(config, key) > 1}
+    words = " x ".join(degrees.values())
     if shard == -1 and world_size % product:
-        message = (
-            f"{' x '.join(degrees.values())} needs a multiple of {product} ranks, and the launch has {world_size}; "
-        )
-        reject(next(iter(degrees)), message + "start such a number, or change the degrees")
+        message = f"{words} needs a multiple of {product} ranks, and the launch has {world_size}; start that many, or "
+        reject(next(iter(degrees)), message + "change the degrees")
     elif shard != -1 and shard * product != world_size:
         words = " x ".join([*degrees.values(), f"shard {shard}"])
         message = f"{words} needs {quantity(product * shard, 'rank')}, and the launch has {world_size}; start "
@@ -147,7 +136,7 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
         product = f"{training.local_batch_size} x {degree} = {training.local_batch_size * degree}"
         reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks} = {product}")
     if training.streaming and training.streaming_shards % degree:
-        message = f"expected a multiple of the data-parallel degree {degree}, so that each shard has one rank"
+        message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)
 
 
@@ -163,9 +152,7 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     if float8.enable and not float8.emulate and not on_cuda:
         reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
     elif float8.enable and not float8.emulate and param != "bfloat16":
-        message = (
-            f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or this "
-        )
-        reject("float8.enable", message + "to false")
+        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
+        reject("float8.enable", message + "this to false")
     if config.profiling.enable_memory_snapshot and not on_cuda:
         reject("profiling.enable_memory_snapshot", f"{needs_cuda} false")

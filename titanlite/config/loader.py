@@ -57,6 +57,9 @@ class Rejections(list[tuple[str, str, set[str]]]):
         self.append((key, message, {key, *reads}))
 
 
+Rules = Callable[[Options, set[str]], Rejections]
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig(Generic[Options]):
     """A config and the origin of its values, so that later checks can name it."""
@@ -82,18 +85,11 @@ def value_of(config: Section, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def load(
-    kind: type[Options], argv: list[str], *, usage: str, rules: Callable[[Options, set[str]], Rejections]
-) -> LoadedConfig:
-    """Read a TOML file and overrides into options.
+def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
+    """Read one config (see `find_config`) and any number of `--section.key=value` into a Section of Sections.
 
-    Args:
-        kind: a Section whose fields are Sections.
-        argv: one config (see `find_config`), any number of `--section.key=value` (a bare `--section.key` is true).
-        rules: returns the problems between options, from the options and the keys whose value is not the default.
-
-    Raises:
-        ConfigError: with every problem found: arguments, syntax, unknown keys, types, values, rules.
+    A bare `--section.key` is true. `rules` returns the problems between options, from the options and the keys whose
+    value is not the default. Raises ConfigError with every problem: arguments, syntax, unknown keys, values, rules.
     """
     names = [argument for argument in argv if not argument.startswith("-")]
     arguments = [argument for argument in argv if argument.startswith("-")]
@@ -118,17 +114,11 @@ def load(
 
 def find_config(name: str) -> Path:
     """Return the path of a config. A bare name (debug, 70b) is one of the configs shipped with titanlite; a name with a
-    folder or with the suffix .toml is a path.
-
-    Raises:
-        ConfigError: if no shipped config has the bare name.
-    """
+    folder or the suffix .toml is a path. Raises ConfigError if no shipped config has the name."""
     path, package = Path(name), Path(__file__).parents[1]
     if path.name != name or path.suffix == ".toml":
         return path
-    folder = (
-        next((folder for folder in (package, package.parent) if (folder / "configs").is_dir()), package) / "configs"
-    )
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     shipped = sorted(file.stem for file in folder.glob("*.toml"))
     if name not in shipped:
         near = " or ".join(difflib.get_close_matches(name, shipped, cutoff=0.4)) or f"one of {', '.join(shipped)}"
@@ -137,11 +127,7 @@ def find_config(name: str) -> Path:
 
 
 def read_toml(file: str) -> dict[str, Any]:
-    """Return the contents of a TOML file.
-
-    Raises:
-        ConfigError: if it does not exist, cannot be read or is not TOML.
-    """
+    """Return the contents of a TOML file. Raises ConfigError if it does not exist, cannot be read or is not TOML."""
     path = Path(file)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors may write a byte order mark

@@ -1,6 +1,5 @@
-"""The rules between options: what the types of single options cannot say.
+"""The rules between options. Those between a config and a launch are in launch.py, of old torch in torch_versions.py.
 
-The rules between a config and a launch are in launch.py, those of old torch versions in torch_versions.py.
 `reject(key, message, *reads)` takes the key of the wrong value and the other keys that the rule reads.
 """
 
@@ -77,9 +76,7 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     model = config.model
     if model.dim % model.n_heads:
-        reject(
-            "model.n_heads", f"expected a divisor of model.dim = {model.dim}; head_dim is dim / n_heads", "model.dim"
-        )
+        reject("model.n_heads", f"expected a divisor of model.dim = {model.dim}; the quotient is head_dim", "model.dim")
     elif model.dim // model.n_heads % 2:
         head_dim = f"{model.dim} / {model.n_heads} = {model.dim // model.n_heads}"
         message = f"expected an even head_dim, got {head_dim}; rotary embedding acts on pairs of channels"
@@ -109,10 +106,8 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     elif has_split and FRACTION in changed:
         reject(FRACTION, "the dataset has a validation split of its own; remove it", *split_keys)
     if streaming and validation.enable and not has_split:
-        message = (
-            "streaming cannot split off validation documents; set validation.dataset_path (files) or "
-            "validation.dataset_split (hub), or training.streaming = false"
-        )
+        message = "streaming cannot split off validation documents; set validation.dataset_path (files) or "
+        message += "validation.dataset_split (hub), or training.streaming = false"
         reject("validation.enable", message, STREAMING, *split_keys)
     elif validation.enable and not has_split and not validation.fraction:
         message = "validation.enable needs documents; set a fraction above 0"
@@ -171,10 +166,10 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 def _shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
-            reject(TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, which it shards", key)
+            reject(TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)
     degrees = [key for key in (TENSOR, PIPELINE) if value_of(config, key) > 1]
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int) and degrees:
-        message = f"torch builds these groups over all ranks and hangs under {' and '.join(degrees)}; "
+        message = f"torch builds these groups as if all ranks had one model, and hangs under {' and '.join(degrees)}; "
         reject(RESHARD, message + 'set "always" or "never"', *degrees)
 
 
@@ -184,7 +179,7 @@ def _context_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     turned_off = degree == 1 and "context_parallel_degree" in config.parallelism.model_fields_set
     divides = degree % ulysses == 0
     if not divides and not turned_off:
-        reject(ULYSSES, f"expected a divisor of {CONTEXT} = {degree}, of which it is a factor", CONTEXT)
+        reject(ULYSSES, f"expected a divisor of {CONTEXT} = {degree}; the quotient is the ring degree", CONTEXT)
     for key, heads in (("model.n_heads", "query heads"), ("model.n_kv_heads", "KV heads")):
         total = value_of(config, key)
         if divides and total % tensor == 0 and total // tensor % ulysses:
@@ -195,10 +190,8 @@ def _context_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     chunks = 2 if divides and degree > ulysses else 1
     multiple = math.lcm(chunks * degree, degree * tensor)
     if config.training.seq_len % multiple:
-        message = (
-            f"expected a multiple of {multiple}, to split evenly over context parallel {degree} x tensor parallel "
-        )
-        message += f"{tensor} (a ring needs two chunks per rank)" if chunks == 2 else str(tensor)
+        message = f"expected a multiple of {multiple}, to split evenly over context parallel {degree} x tensor "
+        message += f"parallel {tensor}{' (a ring needs two chunks per rank)' if chunks == 2 else ''}"
         reject("training.seq_len", message, CONTEXT, ULYSSES, TENSOR)
 
 
@@ -277,9 +270,7 @@ def _microbatch_rules(config: Config, reject: Rejections) -> None:
     if batch % size:
         reject(MICROBATCH, f"expected a divisor of {BATCH} = {batch}", BATCH)
     elif schedule in ("1F1B", "DualPipeV") and number < n_stages:
-        message = (
-            f"{show(schedule)} needs at least as many microbatches as its {n_stages} stages, and there are {number}"
-        )
+        message = f"{show(schedule)} needs as many microbatches as its {n_stages} stages, and there are {number}"
         remedy = f"set it to at least {n_stages * size}, or a smaller {MICROBATCH} than {size}"
         reject(BATCH, f"{message}; {remedy}", MICROBATCH, SCHEDULE, PIPELINE, STAGES_PER_RANK)
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:

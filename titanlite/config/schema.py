@@ -385,8 +385,9 @@ class Config(Section):
     @property
     def gradient_accumulation_steps(self) -> int:
         """Number of per-device batches that a rank takes in an optimizer step (of a resolved config)."""
-        sequences = self.training.local_batch_size * self.parallelism.data_parallel_degree
-        return self.training.global_batch_size // sequences
+        return (
+            self.training.global_batch_size // self.training.local_batch_size // self.parallelism.data_parallel_degree
+        )
 
     @property
     def n_microbatches(self) -> int:

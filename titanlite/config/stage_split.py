@@ -41,8 +41,7 @@ def split_into_stages(names: Sequence[str], costs: Sequence[float], n_stages: in
     def best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the smallest total and the ends of its stages, none of which costs more than the limit.
 
-        Args:
-            combine: returns the total after a stage, from the total before it and the stage's cost.
+        `combine` returns the total after a stage, from the total before it and the stage's cost.
         """
         totals: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the number of modules so far
         for _ in range(n_stages):

@@ -1,0 +1,419 @@
+# ruff: noqa: F403, F405
+"""A config and a launch: what `check` rejects, what it resolves, and how many ranks a launch has."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.config_helpers import *
+from titanlite import config, launcher
+from titanlite.config import Launch
+
+# fmt: off
+REJECTED = [
+    ({SHARD: 1}, on(4), {SHARD: "shard 1 needs 1 rank"}),
+    ({SHARD: 4, REPLICATE: 2}, on(4, devices=8), {SHARD: "replicate 2 x shard 4 needs 8 ranks"}),
+    ({REPLICATE: 8}, on(4), {REPLICATE: "replicate 8 needs a multiple of 8 ranks"}),
+    # the shards of one replica; context-parallel ranks shard too
+    ({RESHARD: 4, REPLICATE: 2}, on(8), {RESHARD: 'expected one of "default", "always", "never", 2 for 4 shards'}),
+    ({RESHARD: 4, CONTEXT: 2}, on(4), {RESHARD: 'expected one of "default", "always", "never", 2 for 4 shards'}),
+    ({RESHARD: 2, REPLICATE: 2}, on(4), {RESHARD: 'expected one of "default", "always", "never" for 2 shards'}),
+    ({RESHARD: 3, CONTEXT: 4, REPLICATE: 2}, on(16),
+     {RESHARD: 'expected one of "default", "always", "never", 2, 4 for 8 shards'}),
+    ({RESHARD: 2}, on(1), {RESHARD: 'expected one of "default", "always", "never" for 1 shard'}),
+    # one degree that does not divide the ranks; several, with and without a shard degree
+    ({CONTEXT: 4}, on(6), {CONTEXT: "context 4 needs a multiple of 4 ranks"}),
+    ({f"--{TENSOR}": 2}, on(1), {TENSOR: "tensor 2 needs a multiple of 2 ranks"}),
+    ({PIPELINE: 3}, on(8, devices=8), {PIPELINE: "pipeline 3 needs a multiple of 3 ranks"}),
+    ({PIPELINE: 2, TENSOR: 2}, on(6), {PIPELINE: "pipeline 2 x tensor 2 needs a multiple of 4 ranks"}),
+    ({CONTEXT: 2, f"--{REPLICATE}": 3}, on(8, devices=8),
+     {REPLICATE: "replicate 3 x context 2 needs a multiple of 6 ranks"}),
+    ({PIPELINE: 2, REPLICATE: 2, CONTEXT: 2, TENSOR: 4, SHARD: 2}, on(32),
+     {SHARD: "pipeline 2 x replicate 2 x context 2 x tensor 4 x shard 2 needs 64 ranks"}),
+    ({TENSOR: 2, SHARD: 4}, on(4, devices=8), {SHARD: "tensor 2 x shard 4 needs 8 ranks"}),
+    # ranks that share sequences count once
+    ({TENSOR: 2, GLOBAL_BATCH: 24}, on(4),
+     {GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 2 = 16"}),
+    ({PIPELINE: 2, CONTEXT: 2, REPLICATE: 3, f"--{GLOBAL_BATCH}": 32}, on(12),
+     {GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24"}),
+    ({**C4_STREAM, STREAMING_SHARDS: 4, TENSOR: 2, CONTEXT: 2}, on(12),
+     {STREAMING_SHARDS: "multiple of the data-parallel degree 3"}),
+    # what the devices support, by the data type that the model computes in
+    ({BACKEND: "flash", CONTEXT: 2}, on(2), {BACKEND: 'expected one of "auto", "cpu", "math" on a CPU'}),
+    ({MASK: True, BACKEND: "cpu"}, on(1, devices=1),
+     {BACKEND: 'expected one of "auto", "flash", "cudnn", "efficient", "math" on CUDA in bfloat16'}),
+    ({MASK: True, PARAM: "float32", BACKEND: "flash"}, on(1, devices=1),
+     {BACKEND: 'expected one of "auto", "efficient", "math" on CUDA in float32'}),
+    ({BACKEND: "cudnn", CONTEXT: 2, f"--{DTYPE}": "bfloat16", f"--{PARAM}": "float32"}, on(2, devices=2),
+     {BACKEND: 'expected one of "auto", "efficient", "math" on CUDA in float32'}),
+    ({MASK: True, PARAM: "float16", BACKEND: "cpu"}, on(1, devices=1),
+     {BACKEND: 'expected one of "auto", "flash", "cudnn", "efficient", "math" on CUDA in float16'}),
+    ({DTYPE: "float64", CONTEXT: 2, f"--{BACKEND}": "efficient"}, on(2, devices=2),
+     {BACKEND: 'expected one of "auto", "math" on CUDA in float64'}),
+    # a mask needs a backend with context parallelism turned off, too
+    ({BACKEND: "flash", CONTEXT: 1, f"--{MASK}": True}, on(1),
+     {BACKEND: 'expected one of "auto", "cpu", "math" on a CPU'}),
+    ({COMPILE: True, TENSOR: 2, ASYNC: True}, on(2), {ASYNC: "needs CUDA, and this run is on a CPU"}),
+    ({FLOAT8: True}, on(1), {FLOAT8: "needs CUDA, and this run is on a CPU"}),
+    ({FLOAT8: True, PARAM: "float16"}, on(1, devices=1),
+     {FLOAT8: "float8 products are bfloat16, and the model computes in float16"}),
+    (C4_STREAM, on(3), {STREAMING_SHARDS: "multiple of the data-parallel degree 3"}),
+    # every rule at once, for the ranks that the degrees need
+    ({**C4_STREAM, STREAMING_SHARDS: 6, SHARD: 4, SNAPSHOT: True, f"--{GLOBAL_BATCH}": 24, f"--{RESHARD}": 3}, on(6),
+     {SHARD: "shard 4 needs 4 ranks", RESHARD: 'expected one of "default", "always", "never", 2 for 4 shards',
+     GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 4 = 32",
+     STREAMING_SHARDS: "multiple of the data-parallel degree 4", SNAPSHOT: "needs CUDA, and this run is on a CPU"}),
+    ({**C4_STREAM, GLOBAL_BATCH: 40, BACKEND: "cudnn", COMPILE: True, PIPELINE: 2, CONTEXT: 2, TENSOR: 2, SHARD: 3,
+     ASYNC: True}, on(8), {SHARD: "pipeline 2 x context 2 x tensor 2 x shard 3 needs 24 ranks",
+     GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24",
+     STREAMING_SHARDS: "multiple of the data-parallel degree 3",
+     BACKEND: 'expected one of "auto", "cpu", "math" on a CPU', ASYNC: "needs CUDA, and this run is on a CPU"}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("settings", "launch", "rejected"), named(REJECTED))
+def test_rejected(tmp_path: Path, settings: Settings, launch: Launch, rejected: Rejected):
+    loaded = load(tmp_path, settings)
+    assert_rejected(lambda: config.check(loaded, launch), settings, rejected)
+
+
+PLAN = "titanlite plan FILE predicts memory and step time"
+TOO_MANY = (
+    "on this node, which has 8 devices; start fewer ranks (smaller degrees, or NGPU), or use more nodes (NNODES); "
+    f"{PLAN}"
+)
+MESSAGES = {
+    "one device": (
+        {},
+        on(4, nodes=2, devices=1),
+        f"FILE: 2 ranks {TOO_MANY}".replace("8 devices", "1 device"),
+    ),
+    "too many ranks on a node, and another problem": (
+        {GLOBAL_BATCH: 16},
+        on(9, devices=8),
+        f"FILE: 9 ranks {TOO_MANY}\n"
+        "FILE: training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 9 = 72",
+    ),
+    "shards that do not fit": (
+        {REPLICATE: 2, SHARD: 4},
+        on(4, devices=8),
+        "FILE: parallelism.data_parallel_shard_degree = 4: replicate 2 x shard 4 needs 8 ranks, and the launch has 4; "
+        "start 8 (titanlite train does, without NGPU), or set the degrees to the ranks there are",
+    ),
+    "degrees that do not divide the ranks": (
+        {PIPELINE: 2, TENSOR: 2},
+        on(6),
+        "FILE: parallelism.pipeline_parallel_degree = 2: pipeline 2 x tensor 2 needs a multiple of 4 ranks, and the "
+        "launch has 6; start that many, or change the degrees",
+    ),
+    "groups of shards": (
+        {RESHARD: 3, CONTEXT: 4, REPLICATE: 2},
+        on(16),
+        'FILE: parallelism.fsdp_reshard_after_forward = 3: expected one of "default", "always", "never", 2, 4 for 8 '
+        "shards",
+    ),
+    "global batch size": (
+        {TENSOR: 2, GLOBAL_BATCH: 24},
+        on(4),
+        "FILE: training.global_batch_size = 24: expected a multiple of local_batch_size x data-parallel ranks = 8 x 2 "
+        "= 16",
+    ),
+    "streaming shards": (
+        C4_STREAM,
+        on(3),
+        "FILE: training.streaming_shards = 64 (default): expected a multiple of the data-parallel degree 3, so that no "
+        "two ranks share a shard",
+    ),
+    "attention backend": (
+        {MASK: True, PARAM: "float32", BACKEND: "flash"},
+        on(1, devices=1),
+        'FILE: training.attention_backend = "flash": expected one of "auto", "efficient", "math" on CUDA in float32',
+    ),
+    "float8 on a CPU": (
+        {FLOAT8: True},
+        on(1),
+        "FILE: float8.enable = true: needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false",
+    ),
+    "float8 in float16": (
+        {FLOAT8: True, PARAM: "float16"},
+        on(1, devices=1),
+        "FILE: float8.enable = true: float8 products are bfloat16, and the model computes in float16; set "
+        "float8.emulate = true, or this to false",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "launch", "message"), MESSAGES.values(), ids=MESSAGES)
+def test_message(tmp_path: Path, settings: Settings, launch: Launch, message: str):
+    loaded = load(tmp_path, settings)
+    assert "\n".join(problems(lambda: config.check(loaded, launch))) == message.replace("FILE", loaded.file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Old versions of torch
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_v_shaped_schedules_on_a_cpu_need_torch_2_12(tmp_path: Path, schedule: str):
+    settings = {PIPELINE: 2, SCHEDULE: schedule}
+    loaded = load(tmp_path, settings)
+    interleaved = load(tmp_path, {PIPELINE: 2, SCHEDULE: "InterleavedZeroBubble"})
+    turned_off = load(tmp_path, {**settings, f"--{PIPELINE}": 1})
+    message = "torch 2.11 lets a rank of a V-shaped schedule send to itself, which gloo cannot; use a newer torch, or "
+    for version in "2.11.0", "2.11.1+cpu", "2.11.0a0+git1234567":
+        with patch("importlib.metadata.version", return_value=version):
+            assert_rejected(lambda: config.check(loaded, on(2)), settings, {SCHEDULE: message})
+            config.check(loaded, on(2, devices=2))
+            config.check(interleaved, on(2))
+            config.check(turned_off, on(2))
+    for version in "2.12.0", "2.13.0+cpu", "3.0.0":
+        with patch("importlib.metadata.version", return_value=version):
+            config.check(loaded, on(2))
+
+
+ZERO_BUBBLE = {PIPELINE: 2, SCHEDULE: "InterleavedZeroBubble"}
+SPLIT = 'fails in its split backward under "InterleavedZeroBubble"; use torch 2.13, or another schedule'
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy", "rejected", "versions"),
+    [
+        pytest.param(
+            {COMPILE: True, AC_MODE: "memory_budget", TENSOR: 2},
+            {f"--{TENSOR}": 1},
+            {AC_MODE: "cannot estimate the graphs of tensor parallelism; use another torch, or another mode"},
+            ["2.12"],
+            id="memory budget",
+        ),
+        pytest.param(
+            {**ZERO_BUBBLE, "training.loss_chunks": 2},
+            {f"--{SCHEDULE}": "1F1B"},
+            {"training.loss_chunks": SPLIT},
+            ["2.11", "2.12"],
+            id="chunked cross-entropy",
+        ),
+        pytest.param(
+            {**ZERO_BUBBLE, FLOAT8: True, EMULATE: True},
+            {f"--{SCHEDULE}": "1F1B"},
+            {FLOAT8: SPLIT},
+            ["2.11", "2.12"],
+            id="float8",
+        ),
+    ],
+)
+def test_what_an_old_torch_does_wrong_is_rejected_there(
+    tmp_path: Path, settings: Settings, remedy: Settings, rejected: Rejected, versions: list[str]
+):
+    loaded, remedied = load(tmp_path, settings), load(tmp_path, {**settings, **remedy})
+    for version in "2.11", "2.12", "2.13", "2.15":
+        with patch("importlib.metadata.version", return_value=f"{version}.1+cu130"):
+            if version in versions:
+                assert_rejected(lambda: config.check(loaded, on(2)), settings, rejected)
+                assert f": torch {version} " in problems(lambda: config.check(loaded, on(2)))[0]
+            else:
+                config.check(loaded, on(2))
+            config.check(remedied, on(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a launch resolves
+
+RESOLVED_KEYS = (REPLICATE, SHARD, GLOBAL_BATCH, PARAM, REDUCE_DTYPE, TOTAL_STEPS)
+GPU = on(1, devices=1)
+# fmt: off
+RESOLVED = {  # settings, launch, values of RESOLVED_KEYS
+    "one CPU rank":     ({},                                      on(1),  (1, 1, 8, "float32", "float32", 10_000)),
+    "eight GPUs":       ({},                           on(8, devices=8),  (1, 8, 64, "bfloat16", "float32", 10_000)),
+    "two nodes":        ({},                 on(16, devices=8, nodes=2),  (1, 16, 128, "bfloat16", "float32", 10_000)),
+    "replicas":         ({REPLICATE: 2},                          on(4),  (2, 2, 32, "float32", "float32", 10_000)),
+    "only replicas":    ({REPLICATE: 4},                          on(4),  (4, 1, 32, "float32", "float32", 10_000)),
+    "groups of shards": ({RESHARD: 2},                            on(4),  (1, 4, 32, "float32", "float32", 10_000)),
+    "bfloat16 on CPU":  ({DTYPE: "bfloat16"},                     on(1),  (1, 1, 8, "bfloat16", "float32", 10_000)),
+    "bfloat16 on GPU":  ({DTYPE: "bfloat16"},                       GPU,  (1, 1, 8, "bfloat16", "float32", 10_000)),
+    "float64 on CPU":   ({DTYPE: "float64"},                      on(1),  (1, 1, 8, "float64", "float64", 10_000)),
+    "float64 on GPU":   ({DTYPE: "float64"},                        GPU,  (1, 1, 8, "float64", "float64", 10_000)),
+    "float16 on CPU":   ({PARAM: "float16"},                      on(1),  (1, 1, 8, "float16", "float32", 10_000)),
+    "float16 on GPU":   ({PARAM: "float16"},                        GPU,  (1, 1, 8, "float16", "float32", 10_000)),
+    "explicit types":   ({PARAM: "float32", REDUCE_DTYPE: "bfloat16"}, GPU, (1, 1, 8, "float32", "bfloat16", 10_000)),
+    "steps":            ({STEPS: 7},                              on(1),  (1, 1, 8, "float32", "float32", 7)),
+    "explicit total":   ({TOTAL_STEPS: 10_001},                   on(1),  (1, 1, 8, "float32", "float32", 10_001)),
+    "accumulation":     ({GLOBAL_BATCH: 96},                      on(2),  (1, 2, 96, "float32", "float32", 10_000)),
+}
+
+RESOLVED_PARALLELISM_KEYS = (SHARD, GLOBAL_BATCH, RESHARD, BACKEND, STAGES)
+RESOLVED_PARALLELISM = {  # settings, launch, values of RESOLVED_PARALLELISM_KEYS
+    "one CPU rank":        ({}, on(1),                                              (1, 8, "always", "auto", 1)),
+    "bfloat16":            ({MASK: True}, GPU,                                      (1, 8, "always", "flash", 1)),
+    "bfloat16 weights":    ({MASK: True, DTYPE: "bfloat16"}, GPU,                   (1, 8, "always", "flash", 1)),
+    "float16":             ({MASK: True, PARAM: "float16"}, GPU,                    (1, 8, "always", "flash", 1)),
+    "float32":             ({MASK: True, PARAM: "float32"}, GPU,                    (1, 8, "always", "efficient", 1)),
+    "float64":             ({MASK: True, DTYPE: "float64"}, GPU,                    (1, 8, "always", "math", 1)),
+    "bfloat16 on CPU":     ({MASK: True, DTYPE: "bfloat16"}, on(1),                 (1, 8, "always", "cpu", 1)),
+    "float64 on CPU":      ({MASK: True, DTYPE: "float64"}, on(1),                  (1, 8, "always", "cpu", 1)),
+    "cp, explicit":        ({CONTEXT: 2, BACKEND: "cudnn"}, on(2, devices=2),       (1, 8, "always", "cudnn", 1)),
+    "cp, explicit on CPU": ({CONTEXT: 2, BACKEND: "math"}, on(2),                   (1, 8, "always", "math", 1)),
+    "cp, bfloat16":        ({CONTEXT: 2}, on(2, devices=2),                         (1, 8, "always", "flash", 1)),
+    "cp, float32":         ({CONTEXT: 2, PARAM: "float32"}, on(2, devices=2),       (1, 8, "always", "efficient", 1)),
+    "cp, float64":         ({CONTEXT: 2, DTYPE: "float64"}, on(2, devices=2),       (1, 8, "always", "math", 1)),
+    "masked, bfloat16":    ({MASK: True, BACKEND: "efficient"}, GPU,                (1, 8, "always", "efficient", 1)),
+    "masked, float32":     ({MASK: True, PARAM: "float32", BACKEND: "math"}, GPU,   (1, 8, "always", "math", 1)),
+    "masked, float64":     ({MASK: True, DTYPE: "float64", BACKEND: "math"}, GPU,   (1, 8, "always", "math", 1)),
+    "explicit reshard":    ({RESHARD: "never"}, on(2),                              (2, 16, "never", "auto", 1)),
+    "default written out": ({RESHARD: "default"}, on(2),                            (2, 16, "always", "auto", 1)),
+    "tensor":              ({TENSOR: 2}, on(8),                                     (4, 32, "always", "auto", 1)),
+    "context":             ({CONTEXT: 2}, on(8),                                    (4, 32, "always", "cpu", 1)),
+    "context groups":      ({CONTEXT: 2, RESHARD: 4}, on(8),                        (4, 32, 4, "cpu", 1)),
+    "pipeline":            ({PIPELINE: 2}, on(8),                                   (4, 32, "never", "auto", 1)),
+    "pipeline, default":   ({PIPELINE: 2, RESHARD: "default"}, on(8),               (4, 32, "never", "auto", 1)),
+    "pipeline, always":    ({PIPELINE: 2, RESHARD: "always"}, on(8),                (4, 32, "always", "auto", 1)),
+    "all degrees":         ({PIPELINE: 2, CONTEXT: 2, TENSOR: 2, REPLICATE: 2}, on(48), (3, 48, "never", "cpu", 1)),
+    "GPipe":               ({PIPELINE: 2, SCHEDULE: "GPipe"}, on(2),                (1, 8, "never", "auto", 1)),
+    "1F1B":                ({PIPELINE: 2, SCHEDULE: "1F1B"}, on(2),                 (1, 8, "never", "auto", 1)),
+    "Interleaved1F1B":     ({PIPELINE: 2, SCHEDULE: "Interleaved1F1B"}, on(2),      (1, 8, "never", "auto", 2)),
+    "LoopedBFS":           ({PIPELINE: 2, SCHEDULE: "LoopedBFS"}, on(2),            (1, 8, "never", "auto", 2)),
+    "zero bubble":         (ZERO_BUBBLE, on(2),                                     (1, 8, "never", "auto", 2)),
+    "ZBVZeroBubble":       ({PIPELINE: 2, SCHEDULE: "ZBVZeroBubble"}, on(2, devices=2), (1, 8, "never", "auto", 2)),
+    "DualPipeV":           ({PIPELINE: 2, SCHEDULE: "DualPipeV"}, on(2, devices=2), (1, 8, "never", "auto", 2)),
+    "explicit stages":     ({PIPELINE: 2, SCHEDULE: "LoopedBFS", STAGES: 3}, on(2), (1, 8, "never", "auto", 3)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("settings", "launch", "values"),
+    [
+        pytest.param(settings, launch, dict(zip(keys, values, strict=True)), id=name)
+        for keys, table in ((RESOLVED_KEYS, RESOLVED), (RESOLVED_PARALLELISM_KEYS, RESOLVED_PARALLELISM))
+        for name, (settings, launch, values) in table.items()
+    ],
+)
+def test_launch_resolves(tmp_path: Path, settings: Settings, launch: Launch, values: dict[str, Any]):
+    loaded = load(tmp_path, settings)
+    resolved = config.check(loaded, launch)
+    assert {key: of(resolved, key) for key in values} == values
+    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS}
+    changed = {key.replace(".", "__"): of(resolved, key) for key in keys}
+    assert resolved == loaded.config.replace(**changed)  # nothing else has changed
+
+
+def test_derived_numbers(tmp_path: Path):
+    settings = {PIPELINE: 2, CONTEXT: 4, ULYSSES: 2, TENSOR: 2, REPLICATE: 2, GLOBAL_BATCH: 96, MICROBATCH: 2}
+    resolved = config.check(load(tmp_path, settings), on(96))
+    parallelism = resolved.parallelism
+    assert (parallelism.data_parallel_degree, parallelism.world_size, parallelism.ranks_per_shard) == (6, 96, 32)
+    assert (parallelism.n_stages, parallelism.ring_degree) == (2, 2)
+    assert (resolved.gradient_accumulation_steps, resolved.n_microbatches) == (2, 4)
+    assert resolved.hidden_shape == (2, 2048 // 8, 256)
+    with pytest.raises(AttributeError, match=r"^no option training\.attention_kernel$"):
+        resolved.replace(training__attention_kernel="math")
+
+
+def test_launch_from_environment():
+    for environment in {}, {"RANK": "", "WORLD_SIZE": ""}:
+        with patch.dict(os.environ, environment, clear=True):
+            assert Launch.from_environment(2) == Launch(0, 0, 1, 1, 2)
+    torchrun = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    with patch.dict(os.environ, torchrun, clear=True):
+        assert Launch.from_environment(4) == Launch(rank=5, local_rank=1, world_size=8, local_world_size=4, n_devices=4)
+
+
+WRONG_NUMBERS = [("RANK", "-1", 0), ("LOCAL_RANK", "1.0", 0), ("WORLD_SIZE", "two", 1), ("LOCAL_WORLD_SIZE", "0", 1)]
+
+
+@pytest.mark.parametrize(("name", "value", "least"), WRONG_NUMBERS)
+def test_wrong_torchrun_environment(name: str, value: str, least: int):
+    with patch.dict(os.environ, {name: value}, clear=True):
+        lines = problems(lambda: Launch.from_environment(0))
+    assert lines == [f'environment: {name} = "{value}": expected an integer >= {least}']
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks of a node
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "n_devices", "ranks"),
+    [
+        pytest.param({}, {}, 0, 1, id="CPU: one"),
+        pytest.param({}, {}, 8, 8, id="GPUs: one each"),
+        pytest.param({}, {"NGPU": "2"}, 8, 2, id="NGPU of the GPUs"),
+        pytest.param({}, {"NGPU": "4"}, 0, 4, id="NGPU on a CPU"),
+        pytest.param({}, {"NNODES": "2"}, 8, 8, id="two nodes"),
+        pytest.param({}, {"NNODES": "2"}, 0, 1, id="two CPU nodes"),
+        pytest.param({}, {"NNODES": "", "NGPU": ""}, 8, 8, id="empty is unset, as in run_train.sh"),
+        pytest.param({SHARD: 4}, {}, 8, 4, id="shard degree"),
+        pytest.param({SHARD: 4}, {}, 0, 4, id="shard degree on a CPU"),
+        pytest.param({SHARD: 4}, {"NNODES": "2"}, 2, 2, id="shard degree over two nodes"),
+        pytest.param({REPLICATE: 2}, {}, 0, 2, id="replicas on a CPU"),
+        pytest.param({REPLICATE: 2}, {}, 8, 8, id="replicas on GPUs"),
+        pytest.param({REPLICATE: 2, SHARD: 3}, {}, 8, 6, id="replicas and shards"),
+        pytest.param({REPLICATE: 2}, {"NNODES": "2", "NGPU": "2"}, 0, 2, id="replicas, NGPU, two nodes"),
+        pytest.param({TENSOR: 4}, {}, 0, 4, id="tensor on a CPU"),
+        pytest.param({TENSOR: 4}, {}, 8, 8, id="tensor on GPUs"),
+        pytest.param({PIPELINE: 2, CONTEXT: 2, TENSOR: 2}, {}, 0, 8, id="three degrees on a CPU"),
+        pytest.param({PIPELINE: 2, CONTEXT: 2}, {"NNODES": "2"}, 0, 2, id="two degrees over two CPU nodes"),
+        pytest.param({PIPELINE: 2, TENSOR: 2, SHARD: 3}, {}, 16, 12, id="two degrees and shards"),
+        pytest.param({PIPELINE: 2, SHARD: 8}, {"NNODES": "2"}, 8, 8, id="a pipeline over two nodes"),
+    ],
+)
+def test_ranks_per_node(tmp_path: Path, settings: Settings, environment: dict[str, str], n_devices: int, ranks: int):
+    loaded, nodes = load(tmp_path, settings), int(environment.get("NNODES") or 1)
+    assert launcher.ranks_per_node(loaded, environment, n_devices) == ranks
+    assert launcher.ranks_wanted(loaded, environment, n_devices) == ranks * nodes
+
+
+UNEVEN = "ranks cannot be divided evenly among NNODES ="
+NO_LAUNCH = [
+    ({SHARD: 3}, {"NNODES": "2"}, 0, [f"FILE: 3 {UNEVEN} 2 nodes"]),
+    ({REPLICATE: 8}, {"NNODES": "3"}, 0, [f"FILE: 8 {UNEVEN} 3 nodes"]),
+    ({CONTEXT: 3, SEQ_LEN: 12, SHARD: 3}, {"NNODES": "2"}, 0, [f"FILE: 9 {UNEVEN} 2 nodes"]),
+    ({SHARD: 16}, {}, 8, [f"FILE: 16 ranks {TOO_MANY}"]),
+    ({}, {"NGPU": "16"}, 8, [f"FILE: 16 ranks {TOO_MANY}"]),
+    ({}, {"NGPU": "0"}, 8, ['environment: NGPU = "0": expected an integer >= 1']),
+    ({}, {"NGPU": "-2"}, 8, ['environment: NGPU = "-2": expected an integer >= 1']),
+    ({}, {"NNODES": "1.5"}, 8, ['environment: NNODES = "1.5": expected an integer >= 1']),
+    # the launch is checked; degrees that do not divide the devices
+    ({GLOBAL_BATCH: 16}, {"NGPU": "4"}, 8, {GLOBAL_BATCH: "multiple of local_batch_size x ranks = 8 x 4 = 32"}),
+    ({REPLICATE: 3}, {}, 8, {REPLICATE: "replicate 3 needs a multiple of 3 ranks, and the launch has 8"}),
+    ({PIPELINE: 2, TENSOR: 2}, {}, 6, {PIPELINE: "pipeline 2 x tensor 2 needs a multiple of 4 ranks"}),
+    ({SHARD: 4}, {"NGPU": "3"}, 8, {SHARD: "shard 4 needs 4 ranks, and the launch has 3; start 4"}),
+]
+
+
+@pytest.mark.parametrize(("settings", "environment", "n_devices", "expected"), named(NO_LAUNCH))
+def test_no_launch(
+    tmp_path: Path, settings: Settings, environment: dict[str, str], n_devices: int, expected: list[str] | Rejected
+):
+    loaded = load(tmp_path, settings)
+
+    def count() -> int:
+        return launcher.ranks_per_node(loaded, environment, n_devices)
+
+    if isinstance(expected, list):
+        assert problems(count) == [line.replace("FILE", loaded.file) for line in expected]
+    else:
+        assert_rejected(count, settings, expected)
+
+
+def test_launcher_prints_the_ranks_of_a_node(tmp_path: Path):
+    file = str(tmp_path / "run.toml")
+    load(tmp_path, {})
+    count = ("-m", "titanlite.launcher", file)
+    assert python(*count, f"--{SHARD}=4", NNODES="2") == (0, "2\n", "")
+    assert python(*count, f"--{SHARD}=3", NNODES="2") == (2, "", f"error: {file}: 3 {UNEVEN} 2 nodes\n")
+
+
+def test_launcher_rejects_a_wrong_config(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 0\nlr = 'é'\n", encoding="utf-8")
+    lines = (
+        "error: command line: --oops: expected --section.key=value\n"
+        f"error: {file}: training.steps = 0: expected an integer >= 1\n"
+        f'error: {file}: training.lr = "é": unknown key; did you mean optimizer.lr?\n'
+        'error: command line: optimizer.lr = "high": expected a finite number > 0\n'
+    )
+    assert python("-m", "titanlite.launcher", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)

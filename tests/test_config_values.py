@@ -1,0 +1,542 @@
+# ruff: noqa: F403, F405
+"""One option at a time, files, arguments and names of configs, and the programs that print options."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config_helpers import *
+from titanlite import config
+from titanlite.config import Config
+from titanlite.config.loader import tomllib
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.reference import help_text, reference_markdown
+
+FLAVORS = (
+    'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
+    '"llama3_405b", "gpt_175b"'
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types, bounds and choices
+
+# fmt: off
+WRONG_VALUES = {
+    "a string": [
+        "job.dump_folder = 3", "job.description = true", "job.description = 2020-01-01",
+        'job.description = ["a", "b"]', "model.hf_assets_path = 3", "training.dataset_path = 3",
+        "training.dataset_config = 3", "training.dataset_split = 3", "training.dataset_text_key = 3",
+        "training.cache_folder = 3", "checkpoint.folder = 3", "checkpoint.initial_load_path = 3",
+        "metrics.save_tb_folder = 3", "validation.dataset_path = 3", "validation.dataset_split = 3",
+        "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
+    ],
+    "true or false": [
+        "model.tie_embeddings = 1", 'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
+        "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
+        "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
+        "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
+        "parallelism.enable_async_tensor_parallel = 1", "compile.enable = 1", 'compile.enable = "true"',
+        "optimizer.stochastic_rounding = 1", "float8.enable = 1", 'float8.emulate = "on"',
+        "float8.enable_fsdp_float8_all_gather = 1", "float8.precompute_float8_dynamic_scale_for_fsdp = 1",
+    ],
+    "an integer >= 1": [
+        "model.dim = 0", "model.n_layers = 0", "model.n_heads = 0", "model.n_kv_heads = 0", "model.ffn_dim = 0",
+        "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0",
+        "training.seq_len = 0", "training.local_batch_size = 0", "training.steps = 0", "training.steps = 10.0",
+        'training.steps = "10"', "training.steps = true", "training.steps = [1, 2]", "training.steps = 2020-01-01",
+        "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",
+        "parallelism.data_parallel_replicate_degree = -1", "metrics.log_freq = 0", "validation.freq = 0",
+        "comm.init_timeout_seconds = 0", "comm.train_timeout_seconds = 2.5", "comm.train_timeout_seconds = 0",
+        "parallelism.tensor_parallel_degree = 0", "parallelism.tensor_parallel_degree = -1",
+        "parallelism.pipeline_parallel_degree = 0", "parallelism.pipeline_parallel_degree = 2.0",
+        "parallelism.pipeline_parallel_microbatch_size = 0", "parallelism.pipeline_parallel_microbatch_size = -1",
+        "parallelism.context_parallel_degree = 0", "parallelism.context_parallel_degree = true",
+        "parallelism.context_parallel_ulysses_degree = 0", 'parallelism.context_parallel_ulysses_degree = "all"',
+        "training.gc_freq = 0", "training.loss_scale_growth_interval = 0", "training.loss_chunks = 0",
+        "training.loss_chunks = -1",
+    ],
+    "an integer >= 0": [
+        "training.nonfinite_steps_allowed = -1", "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
+        "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
+        "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
+        "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
+    ],
+    "-1, or an integer >= 1": [
+        "training.global_batch_size = 0", "training.global_batch_size = -2", "training.global_batch_size = 8.0",
+        "training.global_batch_size = true", "lr_scheduler.total_steps = 0",
+        "parallelism.data_parallel_shard_degree = 0", "checkpoint.load_step = 0", "validation.steps = 0",
+        "parallelism.pipeline_parallel_stages_per_rank = 0", "parallelism.pipeline_parallel_stages_per_rank = -2",
+        'parallelism.pipeline_parallel_stages_per_rank = "auto"', "plan.devices_per_node = 0",
+    ],
+    "an integer >= 4": ["profiling.profile_freq = 3"],
+    "an integer >= 0 and <= 9223372036854775807": [
+        "debug.seed = -1", "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
+    ],
+    "a finite number > 0": [
+        "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
+        "model.rope_high_freq_factor = -4.0", "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
+        "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
+        "optimizer.lr = inf", "training.initial_loss_scale = inf",
+    ],
+    "a finite number >= 0": ["optimizer.weight_decay = -0.1", "plan.price = -1", "optimizer.weight_decay = inf"],
+    "a finite number >= 1": ["model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf"],
+    "a finite number >= 0 and < 1": [
+        "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5", "validation.fraction = 1.0",
+        "validation.fraction = -0.1", "optimizer.beta1 = nan",
+    ],
+    "a finite number >= 0 and <= 1": [
+        "lr_scheduler.min_lr_factor = 1.1", "lr_scheduler.min_lr_factor = -0.1",
+        "activation_checkpoint.memory_budget = 1.1", "activation_checkpoint.memory_budget = -0.1",
+        "activation_checkpoint.memory_budget = nan",
+    ],
+    "-1, or a finite number >= 0 and <= 1": [
+        "lr_scheduler.decay_ratio = 1.5", "lr_scheduler.decay_ratio = -0.5", 'lr_scheduler.decay_ratio = "all"',
+        "lr_scheduler.decay_ratio = nan",
+    ],
+    FLAVORS: ['model.flavor = "llama3"', "model.flavor = 3", 'model.flavor = ["debug"]'],
+    'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
+        'training.dataset = "c5"', "training.dataset = true",
+    ],
+    'one of "document", "paragraph", "line"': ['training.text_sample_by = "sentence"'],
+    'one of "float32", "bfloat16", "float64"': ['training.dtype = "float16"'],
+    'one of "auto", "bfloat16", "float32", "float64"': [
+        'training.mixed_precision_reduce = "float16"', 'training.mixed_precision_reduce = "fp32"',
+    ],
+    'one of "auto", "bfloat16", "float32", "float64", "float16"': ['training.mixed_precision_param = "fp16"'],
+    'one of "AdamW", "Adam"': ['optimizer.name = "adamw"'],
+    'one of "fused", "foreach", "for-loop"': ['optimizer.implementation = "loop"'],
+    'one of "auto", "float32", "bfloat16", "int8"': ['optimizer.state_dtype = "float64"', "optimizer.state_dtype = 8"],
+    'one of "linear", "sqrt", "cosine"': ['lr_scheduler.decay_type = "exponential"'],
+    'one of "default", "always", "never", or an integer >= 2': [
+        "parallelism.fsdp_reshard_after_forward = 1", "parallelism.fsdp_reshard_after_forward = true",
+        'parallelism.fsdp_reshard_after_forward = "2"', "parallelism.fsdp_reshard_after_forward = -1",
+    ],
+    'one of "every_accumulation_step", "last_accumulation_step"': ['parallelism.fsdp_reduce_gradients = "always"'],
+    'one of "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"': [
+        'parallelism.pipeline_parallel_schedule = "1f1b"', 'parallelism.pipeline_parallel_schedule = "ZeroBubble"',
+    ],
+    'one of "layers", "parameters"': ['parallelism.pipeline_parallel_balance = "flops"'],
+    "a list of lists of strings": [
+        "parallelism.module_fqns_per_model_part = 3", 'parallelism.module_fqns_per_model_part = "layers.0"',
+        'parallelism.module_fqns_per_model_part = ["layers.0"]',
+        'parallelism.module_fqns_per_model_part = [["layers.0", 1]]',
+        'parallelism.module_fqns_per_model_part = [["norm"], "output"]',
+        'parallelism.module_fqns_per_model_part = [[["norm"]]]',
+    ],
+    'one of "auto", "cpu", "flash", "cudnn", "efficient", "math"': [
+        'training.attention_backend = "sdpa"', "training.attention_backend = true",
+    ],
+    'one of "tensorwise", "rowwise", "rowwise_with_gw_hp"': ['float8.recipe = "blockwise"'],
+    "a list of strings": [
+        'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3",
+        'float8.filter_fqns = "layers.0."', "float8.filter_fqns = [1]", 'float8.filter_fqns = [["layers.0."]]',
+    ],
+    'one of "none", "full", "selective", "memory_budget"': [
+        'activation_checkpoint.mode = "op"', "activation_checkpoint.mode = true",
+    ],
+    '"op", or an integer >= 1': [
+        'activation_checkpoint.selective_ac_option = "2"', "activation_checkpoint.selective_ac_option = 0",
+        "activation_checkpoint.selective_ac_option = true",
+    ],
+    'one of "inductor", "aot_eager"': ['compile.backend = "eager"', "compile.backend = true"],
+    'one of "disabled", "async"': ['checkpoint.async_mode = "async_with_pinned_mem"'],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [pytest.param(text, expected, id=text) for expected, texts in WRONG_VALUES.items() for text in texts],
+)
+def test_wrong_value(tmp_path: Path, assignment: str, expected: str):
+    lines = problems(lambda: load(tmp_path, assignment))
+    assert lines == [f"{tmp_path / 'run.toml'}: {assignment}: expected {expected}"]
+
+
+def test_wrong_values_cover_every_option():
+    assert {text.split(" = ")[0] for texts in WRONG_VALUES.values() for text in texts} == set(OPTIONS)
+
+
+# fmt: off
+RIGHT_VALUES = [  # at the edge of what is allowed
+    "model.n_layers = 1", "training.global_batch_size = -1", "training.max_norm = 1e-30", "optimizer.beta2 = 0.9999999",
+    "training.nonfinite_steps_allowed = 0", "lr_scheduler.warmup_steps = 0", "lr_scheduler.decay_ratio = -1",
+    "lr_scheduler.total_steps = 10_000", "lr_scheduler.min_lr_factor = 0.0", "lr_scheduler.min_lr_factor = 1.0",
+    "parallelism.fsdp_reshard_after_forward = 2", 'parallelism.fsdp_reshard_after_forward = "never"',
+    'parallelism.fsdp_reshard_after_forward = "default"', "parallelism.tensor_parallel_degree = 1",
+    "parallelism.pipeline_parallel_stages_per_rank = -1", "parallelism.pipeline_parallel_microbatch_size = 1",
+    "parallelism.context_parallel_degree = 1", "parallelism.module_fqns_per_model_part = []",
+    "checkpoint.keep_latest_k = 0", "validation.fraction = 0.0", "profiling.profile_freq = 4",
+    "comm.trace_buf_size = 0", "debug.seed = 0", "debug.seed = 0x7fffffffffffffff", "training.gc_freq = 1",
+    "training.loss_chunks = 1", 'training.mixed_precision_param = "float16"', 'optimizer.state_dtype = "int8"',
+    'optimizer.state_dtype = "bfloat16"', "parallelism.fsdp_forward_prefetch = 0",
+    "parallelism.fsdp_forward_prefetch = 1000", "parallelism.fsdp_backward_prefetch = 0", "float8.enable = true",
+    "float8.filter_fqns = []", 'activation_checkpoint.mode = "selective"',
+    'activation_checkpoint.selective_ac_option = "op"',
+]
+AS_FLOAT = [
+    "model.rope_scaling_factor = 1", "optimizer.lr = 1", "optimizer.beta1 = 0", "optimizer.weight_decay = 0",
+    "lr_scheduler.decay_ratio = 0", "lr_scheduler.decay_ratio = 1", "training.initial_loss_scale = 65536",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("assignment", [*RIGHT_VALUES, *AS_FLOAT])
+def test_right_value(tmp_path: Path, assignment: str):
+    key, text = assignment.split(" = ")
+    value = tomllib.loads(f"value = {text}")["value"]
+    value = float(value) if assignment in AS_FLOAT else value
+    for loaded in load(tmp_path, assignment), load(tmp_path, "", f"--{key}={text}"):
+        assert typed(of(loaded.config, key)) == typed(value)
+
+
+def typed(value: Any) -> tuple[type, Any]:
+    """Return a value with its type: 1, 1.0 and True are equal without."""
+    return type(value), value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and arguments: every line in full. CLI stands for the command line.
+
+# fmt: off
+WRONG_INPUT = [
+    ('job.dumpfolder = "x"\nlr_scheduler.warmup = 2\ntraining.bf16 = true', (),
+     ['FILE: job.dumpfolder = "x": unknown key; did you mean job.dump_folder?',
+     "FILE: training.bf16 = true: unknown key; --help lists every option",
+     "FILE: lr_scheduler.warmup = 2: unknown key; did you mean lr_scheduler.warmup_steps?"]),
+    ("training.lr = 1e-3\ntraining.seed = 1", (),
+     ["FILE: training.lr = 0.001: unknown key; did you mean optimizer.lr?",
+     "FILE: training.seed = 1: unknown key; did you mean debug.seed?"]),
+    ("metrics.freq = 1\nprofiling.enable = true", (),
+     ["FILE: metrics.freq = 1: unknown key; did you mean metrics.log_freq?",
+     "FILE: profiling.enable = true: unknown key; did you mean profiling.enable_profiling?"]),
+    ("[optimizer.lrs]\nbase = 3", (), ['FILE: optimizer.lrs = {"base": 3}: unknown key; did you mean optimizer.lr?']),
+    ("[training.steps]\nwarmup = 3", (), ['FILE: training.steps = {"warmup": 3}: expected an integer >= 1']),
+    ("comm.x = 2020-01-01T12:00:00", (),
+     ["FILE: comm.x = 2020-01-01T12:00:00: unknown key; --help lists every option"]),
+    ("", ("--training.seq-len=3", "--training.streming", "--training.steps.x=3"),
+     ["CLI: training.seq-len = 3: unknown key; did you mean training.seq_len?",
+     "CLI: training.streming = true: unknown key; did you mean training.streaming?",
+     "CLI: training.steps.x = 3: unknown key; did you mean training.steps?"]),
+    ("[Training]", (), ["FILE: [Training]: an unknown section; did you mean training?"]),
+    ('["a.b"]\nx = 1', (), ["FILE: [a.b]: an unknown section; --help lists every option"]),
+    ("[optimiser]\nlr = 1", ("--optimiser.eps=1",),
+     ["CLI: --optimiser.eps=1: an unknown section; did you mean optimizer?",
+     "FILE: [optimiser]: an unknown section; did you mean optimizer?"]),
+    ("", ("--optim.lr=1",), ["CLI: --optim.lr=1: an unknown section; did you mean optimizer?"]),
+    ('model = "llama3_8b"', (), ['FILE: model = "llama3_8b": expected a section, written [model]']),
+    ("[[training]]\nsteps = 3", (), ['FILE: training = [{"steps": 3}]: expected a section, written [training]']),
+    ("training = 3", ("--training.steps=4",), ["FILE: training = 3: expected a section, written [training]"]),
+    ("lr = 0.001", (), ["FILE: lr = 0.001: a key outside any section; did you mean optimizer.lr?"]),
+    ("", ("--training", "--training.", "--steps=3", "--.steps=3", "--", "--training=3", "-training.steps=3"),
+     ["CLI: --training: expected --section.key=value", "CLI: --training.: expected --section.key=value",
+     "CLI: --steps=3: expected --section.key=value", "CLI: --.steps=3: expected --section.key=value",
+     "CLI: --: expected --section.key=value", "CLI: --training=3: expected --section.key=value",
+     "CLI: -training.steps=3: expected --section.key=value"]),
+    ("", ("--training.steps", "3"), ["CLI: expected one config, got FILE 3; USAGE",
+     "CLI: --training.steps: expected a value; write --training.steps=VALUE"]),
+    ("", ("--optimizer.lr", "--job.dump_folder", "--training.dataset", "--checkpoint.load_step"),
+     ["CLI: --optimizer.lr: expected a value; write --optimizer.lr=VALUE",
+     "CLI: --job.dump_folder: expected a value; write --job.dump_folder=VALUE",
+     "CLI: --training.dataset: expected a value; write --training.dataset=VALUE",
+     "CLI: --checkpoint.load_step: expected a value; write --checkpoint.load_step=VALUE"]),
+    ("", ("--training.steps=", "--training.seq_len=many", "--training.streaming_shards==3", "--training.shuffle=False",
+     "--model.rope_theta=1e400"), ["CLI: model.rope_theta = inf: expected a finite number > 0",
+     'CLI: training.streaming_shards = "=3": expected an integer >= 1',
+     'CLI: training.shuffle = "False": expected true or false',
+     'CLI: training.seq_len = "many": expected an integer >= 1',
+     'CLI: training.steps = "": expected an integer >= 1']),
+    ("", ("--training.dtype=float16", "--training.global_batch_size=8.0", "--comm.trace_buf_size=-1",
+     '--optimizer.lr="8e-4"'), ["CLI: training.global_batch_size = 8.0: expected -1, or an integer >= 1",
+     'CLI: training.dtype = "float16": expected one of "float32", "bfloat16", "float64"',
+     'CLI: optimizer.lr = "8e-4": expected a finite number > 0',
+     "CLI: comm.trace_buf_size = -1: expected an integer >= 0"]),
+    ("", ("--parallelism.module_fqns_per_model_part=[[layers.0]]",),
+     ['CLI: parallelism.module_fqns_per_model_part = "[[layers.0]]": expected a list of lists of strings']),
+    ("", ('--parallelism.module_fqns_per_model_part=[["layers.0"],3]',),
+     ['CLI: parallelism.module_fqns_per_model_part = [["layers.0"], 3]: expected a list of lists of strings']),
+    ("", ("--parallelism.module_fqns_per_model_part", "--parallelism.tensor_parallel_degree",
+     "--training.attention_backend"), ["CLI: --parallelism.module_fqns_per_model_part: expected a value; write "
+     "--parallelism.module_fqns_per_model_part=VALUE",
+     "CLI: --parallelism.tensor_parallel_degree: expected a value; write "
+     "--parallelism.tensor_parallel_degree=VALUE",
+     "CLI: --training.attention_backend: expected a value; write --training.attention_backend=VALUE"]),
+    ("[training]\nsteps = 0\nshufle = true\n" 'dataset = "text"\n' "global_batch_size = 12\n[nothing]\n"
+     "[model]\nn_kv_heads = 3\ndim = 2.5\n[optimizer]\n" 'lr = "high"', ("--training.seq_len",
+     "--comm.trace_buf_size=false", "--oops"),
+     ["CLI: --training.seq_len: expected a value; write --training.seq_len=VALUE",
+     "CLI: --oops: expected --section.key=value", "FILE: [nothing]: an unknown section; --help lists every option",
+     "FILE: model.dim = 2.5: expected an integer >= 1", "FILE: training.steps = 0: expected an integer >= 1",
+     "FILE: training.shufle = true: unknown key; did you mean training.shuffle?",
+     'FILE: optimizer.lr = "high": expected a finite number > 0',
+     "CLI: comm.trace_buf_size = false: expected an integer >= 0",
+     "FILE: model.n_kv_heads = 3: expected a divisor of model.n_heads = 16; each KV head serves a group of "
+     "query heads",
+     'FILE: training.dataset_path = "" (default): training.dataset = "text" needs a file, folder or glob',
+     "FILE: training.global_batch_size = 12: expected a multiple of training.local_batch_size = 8"]),
+    ('training.dataset = "c4"\ntraining.streaming = true\ntraining.shuffle = true', (),
+     ["FILE: training.shuffle = true: a shuffled stream cannot resume exactly; set false (documents in file "
+     "order), or training.streaming = false"]),
+    ("training.steps = 0\noptimizer.beta1 = 2", ("--training.steps=-5",),
+     ["CLI: training.steps = -5: expected an integer >= 1",
+     "FILE: optimizer.beta1 = 2: expected a finite number >= 0 and < 1"]),
+    ("training.seq_len = 30\nmodel.n_heads = 64\n[parallelism]\ntensor_parallel_degree = 16\n"
+     "pipeline_parallel_degree = 7\npipeline_parallel_microbatch_size = 3\ncontext_parallel_degree = 4\n"
+     "context_parallel_ulysses_degree = 3", (),
+     ["FILE: parallelism.tensor_parallel_degree = 16: expected a divisor of model.n_kv_heads = 8, sharded over "
+     "these ranks", "FILE: parallelism.context_parallel_ulysses_degree = 3: expected a divisor of "
+     "parallelism.context_parallel_degree = 4; the quotient is the ring degree",
+     "FILE: training.seq_len = 30: expected a multiple of 64, to split evenly over context parallel 4 x tensor "
+     "parallel 16",
+     "FILE: parallelism.pipeline_parallel_degree = 7: 7 stages need at least as many layers, and model.n_layers "
+     "= 6", "FILE: parallelism.pipeline_parallel_microbatch_size = 3: expected a divisor of training.local_batch_size "
+     "= 8"]),
+    ("[training]\nsteps =\nseq_len = 3", (), ["FILE: not valid TOML: Invalid value (at line 2, column 8)"]),
+    ("training steps", ("--training.steps=0",),
+     ["FILE: not valid TOML: Expected '=' after a key in a key/value pair (at line 1, column 10)"]),
+    ("training = 3\nlr_scheduler.total_steps = 5", (), ["FILE: training = 3: expected a section, written [training]"]),
+    # a second line in an argument is not dropped
+    ("", ("--training.steps=5\nx = 3",), [r'CLI: training.steps = "5\nx = 3": expected an integer >= 1']),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("toml", "arguments", "lines"), [pytest.param(*case, id=" ".join((case[0], *case[1]))) for case in WRONG_INPUT]
+)
+def test_wrong_input(tmp_path: Path, toml: str, arguments: tuple[str, ...], lines: list[str]):
+    names = {"FILE": str(tmp_path / "run.toml"), "USAGE": config.USAGE, "CLI: ": "command line: "}
+    for name, text in names.items():
+        lines = [line.replace(name, text) for line in lines]
+    assert problems(lambda: load(tmp_path, toml, *arguments)) == lines
+
+
+UNKNOWN = "no config has this name; did you mean"
+# fmt: off
+WRONG_FILES = {
+    "nothing": ([], "command line: expected one config, got none; USAGE"),
+    "only an override": (["--debug.seed=3"], "command line: expected one config, got none; USAGE"),
+    "empty, as from an unset variable": ([""], "command line: expected one config, got none; USAGE"),
+    "missing, like another": (["FOLDER/rum.toml"], "FOLDER/rum.toml: no such file; did you mean FOLDER/run.toml?"),
+    "missing, like another here": (["rum.toml"], "rum.toml: no such file; did you mean run.toml?"),
+    "missing, relative": (["nowhere/debug.toml"], "nowhere/debug.toml: no such file in FOLDER"),
+    "missing, absolute": (["/nowhere/debug.toml"], "/nowhere/debug.toml: no such file"),
+    "in a file": (["run.toml/debug.toml"], "run.toml/debug.toml: cannot be read: Not a directory"),
+    "directory": (["FOLDER"], "FOLDER: cannot be read: Is a directory"),
+    "not UTF-8": (["./latin1"], "latin1: not valid TOML: 'utf-8' codec can't decode byte 0xe9 in position 2: invalid "
+                                "continuation byte"),
+    "name like others": (["debug_xp"], f"debug_xp: {UNKNOWN} debug_tp or debug_pp or debug_cp? "
+                                       "A path needs a folder or .toml"),
+    "name of a file here": (["latin1"], f"latin1: {UNKNOWN} one of SHIPPED? A path needs a folder or .toml"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("arguments", "line"), WRONG_FILES.values(), ids=WRONG_FILES)
+def test_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin1").write_bytes(b"# \xe9\n")
+    (tmp_path / "run.toml").touch()
+    shipped = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+    for name, text in {"FOLDER": str(tmp_path), "USAGE": config.USAGE, "SHIPPED": shipped}.items():
+        arguments, line = [argument.replace(name, text) for argument in arguments], line.replace(name, text)
+    assert problems(lambda: config.load(arguments)) == [line]
+
+
+@pytest.mark.parametrize(
+    "toml", ["training.steps = " + "9" * 5000, "training.x = " + "[" * 5000 + "]" * 5000], ids=["digits", "brackets"]
+)
+def test_toml_that_the_parser_gives_up_on_is_one_line(tmp_path: Path, toml: str):
+    lines = problems(lambda: load(tmp_path, toml))  # the reason is Python's, and its words differ between versions
+    assert [line.split(": ")[:2] for line in lines] == [[str(tmp_path / "run.toml"), "not valid TOML"]]
+
+
+def test_a_problem_is_one_line_whatever_the_key(tmp_path: Path):
+    lines = problems(lambda: load(tmp_path, '[training]\n"a\\nb" = 3\n["c\\nd"]'))
+    assert [len(line.splitlines()) for line in lines] == [1, 1]
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path):
+    """Windows editors write one."""
+    assert load(tmp_path, "\ufefftraining.steps = 3").config.training.steps == 3
+
+
+def test_list_of_lists_in_a_file_and_on_the_command_line(tmp_path: Path):
+    settings = {LAYERS: 2, PIPELINE: 2}
+    toml = f"{LAYERS} = 2\n{PIPELINE} = 2\n{MODULES} = "
+    lines = toml + str(TWO_STAGES).replace("], ", "],\n  ")
+    for loaded in (
+        load(tmp_path, lines),
+        load(tmp_path, {**settings, f"--{MODULES}": TWO_STAGES}),
+        load(tmp_path, {**settings, f"--{MODULES}": str(TWO_STAGES)}),  # Python's single quotes are TOML too
+        load(tmp_path, {**settings, MODULES: [["norm"]], f"--{MODULES}": TWO_STAGES}),
+    ):
+        assert loaded.config.parallelism.module_fqns_per_model_part == TWO_STAGES
+    assert load(tmp_path, lines, f"--{MODULES}=[]").config.parallelism.module_fqns_per_model_part == []
+    assert Config().parallelism.module_fqns_per_model_part == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--training.steps=1_000", 1000),
+        ("--optimizer.lr=1e-4", 1e-4),
+        ("--training.shuffle=false", False),
+        ("--checkpoint.enable", True),
+        ("--optimizer.name=Adam", "Adam"),
+        ("--parallelism.fsdp_reshard_after_forward=never", "never"),
+        ("--job.description=a word, or = more", "a word, or = more"),
+        ("--job.dump_folder=a=b=c", "a=b=c"),
+        ("--job.description=", ""),
+        ("--job.description=12", "12"),
+        ("--job.description=true", "true"),
+        ("--job.description=[1", "[1"),
+        ("--job.description=C:\\new", "C:\\new"),
+        ("--job.description=# x", "# x"),
+        ('--job.description="quoted"', "quoted"),
+        ("--job.description='quoted'", "quoted"),
+    ],
+)
+def test_override(tmp_path: Path, argument: str, value: Any):
+    loaded = load(tmp_path, {STEPS: 2, "job.description": "file", SHUFFLE: True}, argument)
+    assert typed(of(loaded.config, argument[2:].split("=")[0])) == typed(value)
+
+
+def test_the_last_override_of_a_key_applies(tmp_path: Path):
+    again = ["--training.steps=wrong", "--training.steps=4", "--training.shuffle=false", "--training.shuffle"]
+    training = load(tmp_path, {STEPS: 2}, *again).config.training
+    assert (training.steps, training.shuffle) == (4, True)
+
+
+def test_overrides_may_precede_the_file(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.touch()
+    loaded = config.load(["--training.steps=3", str(file), "--training.seq_len=5"])
+    assert (loaded.config.training.steps, loaded.config.training.seq_len) == (3, 5)
+    assert (loaded.file, loaded.origins) == (str(file), dict.fromkeys((STEPS, SEQ_LEN), "command line"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shipped configs and flavors
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda path: path.name)
+def test_shipped_config_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # a bare name is found from any folder
+    loaded = config.load([str(path)])
+    assert config.load([path.stem]) == loaded
+    assert loaded.file == str(path)
+
+
+def test_configs_of_an_installed_package(tmp_path: Path):
+    """A wheel has the configs inside the package; its own come first."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "titanlite" / "config", tmp_path / "titanlite" / "config", ignore=ignore)
+    (tmp_path / "titanlite" / "configs").mkdir()
+    (tmp_path / "titanlite" / "configs" / "own.toml").write_text("training.steps = 77")
+    (tmp_path / "own.toml").write_text("training.steps = 78")
+    code = (
+        f"import os; os.chdir({str(tmp_path)!r}); from titanlite import config\n"
+        "print([config.load([name]).config.training.steps for name in ('own', './own.toml')])"
+    )
+    assert python("-c", code, PYTHONPATH=str(tmp_path)) == (0, "[77, 78]\n", "")
+
+
+@pytest.mark.parametrize("flavor", SIZES)
+def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavor: str):
+    settings = {FLAVOR: flavor, "optimizer.eps": 3e-9, "job.description": 'é = "#"'}
+    loaded = load(tmp_path, settings)
+    model = loaded.config.model.model_dump()
+    assert {key: model[key] for key in SIZES[flavor]} == SIZES[flavor]
+    assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
+    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 3}).config.model
+    assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 3}
+
+
+def test_flavor_on_the_command_line_keeps_the_dimensions_of_the_file(tmp_path: Path):
+    model = load(tmp_path, {LAYERS: 3, f"--{FLAVOR}": "llama3_8b"}).config.model
+    assert (model.flavor, model.n_layers, model.dim) == ("llama3_8b", 3, 4096)
+
+
+def test_debug_is_the_default_flavor(tmp_path: Path):
+    model = load(tmp_path, {}).config.model
+    assert (model.dim, model.n_layers, model.n_heads, model.n_kv_heads, model.ffn_dim) == (256, 6, 16, 8, 768)
+    assert Config().model == model
+
+
+def test_validation_is_capped_by_default():
+    assert Config().validation.steps == 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What prints options
+
+
+def test_a_config_prints_every_option(tmp_path: Path):
+    loaded = load(tmp_path, {FLAVOR: "llama3_8b", "job.description": 'é = "#"', f"--{STEPS}": 12})
+    printed = tomllib.loads(loaded.config.toml())
+    assert Config.model_validate(printed) == loaded.config
+    assert [f"{section}.{key}" for section, keys in printed.items() for key in keys] == list(OPTIONS)
+
+
+def test_launcher_prints_help():
+    assert python("-m", "titanlite.launcher", "no-such-file.toml", "--help") == (0, help_text() + "\n", "")
+
+
+HELP = {
+    '  --job.dump_folder   a string; default "./outputs"',
+    f'  --model.flavor   {FLAVORS}; default "debug"',
+    "  --model.dim   an integer >= 1; default the flavor's",
+    "  --training.shuffle   true or false; default true",
+    "  --training.global_batch_size   -1, or an integer >= 1; default -1",
+    '  --training.mixed_precision_param   one of "auto", "bfloat16", "float32", "float64", "float16"; default "auto"',
+    "  --training.initial_loss_scale   a finite number > 0; default 65536.0",
+    "  --lr_scheduler.decay_ratio   -1, or a finite number >= 0 and <= 1; default -1",
+    "  --parallelism.fsdp_reshard_after_forward   "
+    'one of "default", "always", "never", or an integer >= 2; default "default"',
+    "  --parallelism.tensor_parallel_degree   an integer >= 1; default 1",
+    '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
+    "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
+    "  --float8.filter_fqns   a list of strings; default []",
+    '  --activation_checkpoint.selective_ac_option   "op", or an integer >= 1; default "op"',
+    "  --activation_checkpoint.memory_budget   a finite number >= 0 and <= 1; default 0.5",
+    "  --profiling.profile_freq   an integer >= 4; default 10",
+    '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',
+    "  --validation.steps   -1, or an integer >= 1; default 64",
+}
+
+
+def test_help_names_every_option_with_its_type_bounds_default_and_meaning():
+    lines = help_text().splitlines()
+    assert lines[0] == config.USAGE
+    assert [line for line in lines if line.startswith("[")] == [f"[{section}]" for section in Config.model_fields]
+    shown = [number for number, line in enumerate(lines) if line.startswith("  --")]
+    assert [lines[number].split()[0] for number in shown] == [f"--{key}" for key in OPTIONS]
+    for number, (key, option) in zip(shown, OPTIONS.items(), strict=True):
+        assert len(option.description or "") > 10, f"{key} has no description"
+        assert lines[number + 1].strip() == " ".join(option.description.split())
+    assert not HELP - set(lines)
+
+
+def test_reference_has_a_section_per_section_and_an_entry_per_option():
+    lines = reference_markdown().splitlines()
+    assert [line[3:] for line in lines if line.startswith("## ")] == [f"[{section}]" for section in Config.model_fields]
+    entries = {entry.split("\n")[0]: entry for entry in reference_markdown().split("\n### ")[1:]}
+    assert list(entries) == list(OPTIONS)
+    for key, option in OPTIONS.items():
+        assert " ".join(option.description.split()) in " ".join(entries[key].split()), key
+    assert "\n\nAn integer >= 1. Default: `10000`.\n\nOptimizer steps" in entries["training.steps"]
+    assert max(len(line) for line in lines) <= 100
+
+
+def test_config_needs_no_heavy_package(tmp_path: Path):
+    """A wrong config is found in a fraction of a second, and before any device is touched."""
+    code = (
+        "import sys\n"
+        "from titanlite import config\n"
+        "config.check(config.load(['debug']), config.Launch(0, 0, 1, 1, 0))\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert python("-c", code) == (0, "[]\n", "")
