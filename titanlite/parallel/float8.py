@@ -46,8 +46,7 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
 
 
 def precompute_scales(stages: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of all weights after each of the optimizer's steps, with one collective per stage instead of
-    one per weight in the next forward."""
+    """Compute the scales of all weights after each optimizer step, with one collective per stage, not per weight."""
 
     def after_step(*_: object) -> None:
         for stage in stages:

@@ -104,6 +104,6 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, BLOCK)
     model.tie()
     if model.tok_embeddings is not None:
-        # Its output is an AsyncCollectiveTensor, whose reduce-scatter is still in flight. From such a one a compiled
-        # block computes wrong gradients (torch 2.13); a copy has waited for it.
+        # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong
+        # gradients from it (torch 2.13), but not from a copy.
         model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
