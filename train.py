@@ -1,4 +1,4 @@
-"""Train a config: `torchrun --nproc-per-node=N train.py CONFIG.toml [--section.key=value ...]`; see titanlite/train.py."""
+"""Train a config on torchrun's ranks: `torchrun --nproc-per-node=N train.py CONFIG.toml [--section.key=value ...]`."""
 
 import sys
 

@@ -39,7 +39,7 @@ def main() -> None:
         mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
         parts = parity.Parts(config, device)
-        reporter = metrics.MetricsLogger(Path(folder), tb_folder="tb", last_step=0, steps=rounds, config="")
+        reporter = metrics.MetricsLogger(Path(folder), config.metrics, last_step=0, steps=rounds, config="")
         meter = metrics.ThroughputMeter(
             device,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
@@ -54,7 +54,7 @@ def main() -> None:
             values = {"loss_metrics/global_avg_loss": 5.0, "loss_metrics/global_max_loss": 5.0, "grad_norm": 1.0}
             values |= {"lr": 1e-3, "n_tokens_seen": step, **meter.read()}
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                reporter.report(step, values, meter.seconds_per_step)
+                reporter.log(step, values, meter.seconds_per_step)
             steps.append(stepped - began)
             reports.append(time.perf_counter() - stepped)
         parts.loader.close()

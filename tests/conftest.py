@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data_helpers import Assets, built_in_texts
 from titanlite.parity.process_pool import Pool, RankDied
 
 CALLS_OF_A_POOL = 30
@@ -70,3 +71,35 @@ class Retrying:
         except RankDied as error:
             warnings.warn(f"a rank died, the call is run again: {error}", stacklevel=2)
             return self.pools.pool(self.world_size).run(call, **arguments)
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path_factory) -> None:
+    """`datasets` neither asks the hub nor writes outside of the tests' folder."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.fixture(scope="session")
+def trained_tokenizer() -> str:
+    """A tokenizer.json: byte-level BPE on some of the built-in text, whose own template begins a text with <s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special_tokens, alphabet = ["<s>", "</s>", "<stop>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(built_in_texts()[:10], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def assets(tmp_path, trained_tokenizer) -> Assets:
+    return Assets(tmp_path, trained_tokenizer)

@@ -15,7 +15,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.plan import __main__ as command
 from titanlite.plan import advise
 
-H100 = devices.find("h100")
+H100 = devices.find_device("h100")
 GIB = 2**30
 
 
@@ -111,7 +111,7 @@ def test_heads_that_cannot_be_shared_are_refused():
 
 def test_streams_and_sequences_are_dealt_to_odd_degrees():
     odd = task(n_devices=24, sequences=48)
-    assert advise.loaded(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streams == 72
+    assert advise.loaded(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streaming_shards == 72
 
 
 # The estimate

@@ -121,7 +121,7 @@ compile.enable = 1; compile.enable = "true"; optimizer.stochastic_rounding = 1; 
 float8.enable_fsdp_float8_all_gather = 1; float8.precompute_float8_dynamic_scale_for_fsdp = 1
 > true or false
 model.dim = 0; model.n_layers = 0; model.n_heads = 0; model.n_kv_heads = 0; model.ffn_dim = 0; model.vocab_size = 0
-model.rope_original_seq_len = 0; training.streams = 0; training.seq_len = 0; training.local_batch_size = 0
+model.rope_original_seq_len = 0; training.streaming_shards = 0; training.seq_len = 0; training.local_batch_size = 0
 training.steps = 0; training.steps = 10.0; training.steps = "10"; training.steps = true; training.steps = [1, 2]
 training.steps = 2020-01-01; parallelism.data_parallel_replicate_degree = 0; checkpoint.interval = 0
 parallelism.data_parallel_replicate_degree = -1; metrics.log_freq = 0; validation.freq = 0
@@ -368,8 +368,8 @@ training.dataset = "text"; training.dataset_path = "x"; training.streaming = tru
 validation.enable = true
 > {file}: validation.enable = true: a stream has no documents to hold out; set validation.dataset_path (files) or
     validation.dataset_split (hub), or training.streaming = false
-training.streams = 8
-> {file}: training.streams = 8: read only when training.streaming is true; remove it
+training.streaming_shards = 8
+> {file}: training.streaming_shards = 8: read only when training.streaming is true; remove it
 training.dataset = "c4"; validation.fraction = 0.1
 > {file}: validation.fraction = 0.1: the dataset has a validation split of its own; remove it
 validation.enable = true; validation.fraction = 0.0
@@ -686,9 +686,9 @@ $ --optimizer.lr --job.dump_folder --training.dataset --checkpoint.load_step
 > command line: --training.dataset: expected a value; write --training.dataset=VALUE
 > command line: --checkpoint.load_step: expected a value; write --checkpoint.load_step=VALUE
 # no value, a word, two =, Python's False, too large for a float
-$ --training.steps= --training.seq_len=many --training.streams==3 --training.shuffle=False --model.rope_theta=1e400
+$ --training.steps= --training.seq_len=many --training.streaming_shards==3 --training.shuffle=False --model.rope_theta=1e400
 > command line: model.rope_theta = inf: expected a finite number above 0
-> command line: training.streams = "=3": expected a whole number at least 1
+> command line: training.streaming_shards = "=3": expected a whole number at least 1
 > command line: training.shuffle = "False": expected true or false
 > command line: training.seq_len = "many": expected a whole number at least 1
 > command line: training.steps = "": expected a whole number at least 1
@@ -774,7 +774,7 @@ validation.enable = true; validation.fraction = 0.0; validation.dataset_path = 3
 training.dataset = "hub"; training.dataset_path = "x"
 validation.enable = true; validation.fraction = 0.0; validation.dataset_split = 3
 > {file}: validation.dataset_split = 3: expected a string
-training.streaming = "yes"; training.streams = 8; validation.enable = true; validation.fraction = 0.0
+training.streaming = "yes"; training.streaming_shards = 8; validation.enable = true; validation.fraction = 0.0
 > {file}: training.streaming = "yes": expected true or false
 training.local_batch_size = 0; training.global_batch_size = 12; training.steps = "many"; lr_scheduler.total_steps = 5
 training.dtype = "f64"; training.mixed_precision_param = "bfloat16"
@@ -931,10 +931,10 @@ $ --training.global_batch_size=32
 @ ranks=12 devices=0
 > command line: training.global_batch_size = 32: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 =
     24
-training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streams = 4
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streaming_shards = 4
 [parallelism]; tensor_parallel_degree = 2; context_parallel_degree = 2
 @ ranks=12 devices=0
-> {file}: training.streams = 4: expected a multiple of the data-parallel degree 3, so that each rank has whole streams
+> {file}: training.streaming_shards = 4: expected a multiple of the data-parallel degree 3, so that each rank has whole streams
 # what the devices can do
 training.attention_backend = "flash"
 [parallelism]; context_parallel_degree = 2
@@ -980,10 +980,10 @@ float8.enable = true; training.mixed_precision_param = "float16"
     true, or false here
 training.dataset = "c4"; training.streaming = true; training.shuffle = false
 @ ranks=3 devices=0
-> {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
+> {file}: training.streaming_shards = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
 # every rule at once, for the ranks that the degrees need
-training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streams = 6
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streaming_shards = 6
 parallelism.data_parallel_shard_degree = 4; profiling.enable_memory_snapshot = true
 $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 @ ranks=6 devices=0
@@ -993,7 +993,7 @@ $ --training.global_batch_size=24 --parallelism.fsdp_reshard_after_forward=3
 > command line: parallelism.fsdp_reshard_after_forward = 3: expected one of "default", "always", "never", 2 for 4 shards
 > command line: training.global_batch_size = 24: expected a multiple of local_batch_size x data-parallel ranks = 8 x 4 =
     32
-> {file}: training.streams = 6: expected a multiple of the data-parallel degree 4, so that each rank has whole
+> {file}: training.streaming_shards = 6: expected a multiple of the data-parallel degree 4, so that each rank has whole
     streams
 > {file}: profiling.enable_memory_snapshot = true: needs CUDA, and this run is on a CPU; set false
 # and with each parallelism
@@ -1005,7 +1005,7 @@ data_parallel_shard_degree = 3; enable_async_tensor_parallel = true
 > {file}: parallelism.data_parallel_shard_degree = 3: pipeline 2 x replicate 1 x shard 3 x context 2 x tensor 2 needs 24
     ranks, and the launch has 8; start 24 (./run_train.sh does, without NGPU), or set the degrees to the ranks there are
 > {file}: training.global_batch_size = 40: expected a multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24
-> {file}: training.streams = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
+> {file}: training.streaming_shards = 64 (default): expected a multiple of the data-parallel degree 3, so that each rank has
     whole streams
 > {file}: training.attention_backend = "cudnn": expected one of "auto", "cpu", "math" on a CPU
 > {file}: parallelism.enable_async_tensor_parallel = true: needs CUDA, and this run is on a CPU; set false
@@ -1240,8 +1240,8 @@ RIGHT = {
     "empty": "",
     "stream of c4, validated on its own split": f"{STREAMED_C4}validation.enable = true",
     "stream of text, validated on files": f"{STREAMED_TEXT}validation.enable = true\nvalidation.dataset_path = 'y'",
-    "number of streams": f"{STREAMED_C4}training.streams = 6",
-    "defaults that are not read, written out": "training.streams = 64\ntraining.dataset_split = 'train'\n"
+    "number of streams": f"{STREAMED_C4}training.streaming_shards = 6",
+    "defaults that are not read, written out": "training.streaming_shards = 64\ntraining.dataset_split = 'train'\n"
     "training.initial_loss_scale = 65536.0\ntraining.loss_scale_growth_interval = 2000\nfloat8.emulate = false\n"
     "activation_checkpoint.selective_ac_option = 'op'\nactivation_checkpoint.memory_budget = 0.5",
     "hub dataset": "training.dataset = 'hub'\ntraining.dataset_path = 'allenai/c4'\ntraining.dataset_config = 'en'\n"
@@ -1490,7 +1490,7 @@ tensor_parallel_degree = 4
 parallelism.tensor_parallel_degree = 2; training.global_batch_size = 32
 @ ranks=4 devices=0
 > 1 x 1 x 2 x 1 (1) x 2
-training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streams = 3
+training.dataset = "c4"; training.streaming = true; training.shuffle = false; training.streaming_shards = 3
 [parallelism]; tensor_parallel_degree = 2; context_parallel_degree = 2
 @ ranks=12 devices=0
 > 1 x 1 x 3 x 2 (1) x 2

@@ -367,22 +367,26 @@ def _gradients_scaled_by_microbatches(rank: int) -> Any:
 
 
 def _copies_counted_each(rank: int) -> Any:
-    return mock.patch.object(optimizer, "_copies", return_value=1)
+    return mock.patch.object(optimizer, "n_replicas", return_value=1)
 
 
 def _positions_not_offset(rank: int) -> Any:
-    real = data._stack
+    real = data.loader.collate
 
-    def local(*arguments: Any) -> data.Batch:
-        batch = real(*arguments)
+    def local(*arguments: Any, **options: Any) -> data.Batch:
+        batch = real(*arguments, **options)
         return batch._replace(positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous())
 
-    return mock.patch.object(data, "_stack", local)
+    return mock.patch.object(data.loader, "collate", local)
 
 
 def _documents_ignored(rank: int) -> Any:
-    real = data._stack
-    return mock.patch.object(data, "_stack", lambda *arguments: real(*arguments)._replace(documents=None))
+    real = data.loader.collate
+
+    def without_document_positions(*arguments: Any, **options: Any) -> data.Batch:
+        return real(*arguments, **options)._replace(document_positions=None)
+
+    return mock.patch.object(data.loader, "collate", without_document_positions)
 
 
 CP_DOCUMENTS = CP | DOCUMENTS
@@ -544,7 +548,7 @@ TO = {
 def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> parity.Trace | None:
     """Go on from what is in a folder for some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
-    checkpointer = Checkpointer(folder, identity={}, keep_latest_k=0, async_mode="disabled")
+    checkpointer = Checkpointer(folder, config.schema.Checkpoint(folder=".", keep_latest_k=0), identity={})
     found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
     return found if launch.rank == 0 else None

@@ -244,8 +244,8 @@ def test_what_does_not_fit_says_so():
 
 def test_a_device_of_ones_own(tmp_path):
     text = (
-        "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_rate = 1e12\nlink = 1e11\nnetwork = 1e10\n"
-        "watts = 100.0\nper_host = 4\nsource = 'mine'\n"
+        "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_bandwidth = 1e12\n"
+        "interconnect_bandwidth = 1e11\nnetwork_bandwidth = 1e10\nwatts = 100.0\ndevices_per_node = 4\nsource = 'mine'\n"
     )
     (tmp_path / "mine.toml").write_text(text)
     made = plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
@@ -257,7 +257,7 @@ def test_a_device_of_ones_own(tmp_path):
     with pytest.raises(config.ConfigError) as error:
         plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
-        "memory_rate = -1.0: expected a number above 0",
+        "memory_bandwidth = -1.0: expected a number above 0",
         "missing key watts: expected a number above 0",
         'devices_per_node = "4": expected a whole number at least 1',
         f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",

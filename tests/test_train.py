@@ -1,4 +1,4 @@
-"""Whole runs: what they write, how they stop, and how they go on."""
+"""Complete training runs: the files that they write, how they stop, and how they resume from checkpoints."""
 
 import itertools
 import json
@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import train
-from titanlite import build, config, metrics, parity
+from titanlite import config, metrics, parity, summary, train
 from titanlite.build import meta_model
 from titanlite.config import Config
-from titanlite.optimizer import LossScale, init_optimizer
+from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -68,8 +67,9 @@ TAGS = {
     "memory/max_reserved(GiB)",
     "n_tokens_seen",
 }
-COMPUTED = ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen")
-"""What depends on the numbers alone and not on the clock."""
+LOSS = "loss_metrics/global_avg_loss"
+COMPUTED = (LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen")
+"""Tags whose values do not depend on the clock."""
 
 
 @pytest.fixture
@@ -79,27 +79,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Runs:
-    """Runs of the small config, in the ranks of a pool."""
+    """Trains the small config in the ranks of a process pool."""
 
     def __init__(self, ranks: Any, folder: Path):
         self.ranks, self.folder = ranks, folder
 
     def __call__(self, world_size: int, run: str, *arguments: str, **case: Any) -> list[dict[str, Any]]:
-        """Train into a folder, and return the rows of its metrics.jsonl."""
+        """Train into a folder, and return the lines of its metrics.jsonl."""
         self.ranks(world_size).run(
             run_train,
             argv=[str(self.folder / "small.toml"), f"--job.dump_folder={self.folder / run}", *arguments],
             **case,
         )
-        return rows(self.folder / run)
+        return read_metrics(self.folder / run)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def computed(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(row["step"], *(row.get(tag) for tag in (*COMPUTED, "validation_metrics/global_avg_loss"))) for row in rows]
+def computed(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the step numbers with the values that do not depend on the clock."""
+    tags = "step", *COMPUTED, metrics.VALIDATION_LOSS
+    return [tuple(values.get(tag) for tag in tags) for values in steps]
 
 
 @pytest.fixture
@@ -112,53 +114,52 @@ Steps = tuple[tuple[int, int], ...]
 
 
 def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), overflow: Steps = ()) -> str:
-    """On every rank: train, and return what a user would be told if it is refused or stopped.
+    """Train on every rank, and return the message of the error that ended it; without one, "".
 
     Args:
         stop_after: rank 0 is asked to stop during this step.
-        not_finite: whose loss is to be infinite.
-        overflow: whose gradients are to be infinite, and the loss not.
+        not_finite: where the loss is replaced by infinity.
+        overflow: where a gradient is replaced by infinity, and the loss is not.
     """
     launch = config.Launch.from_environment(n_devices=0)
     job = config.check(config.load(argv), launch)
     real, calls = TrainStep.forward_backward, itertools.count(1)
 
-    def forward_backward(*arguments: Any, **others: Any) -> Any:
-        loss_sum, valid = real(*arguments, **others)
+    def forward_backward(*arguments: Any, **keywords: Any) -> Any:
+        loss_sum, valid = real(*arguments, **keywords)
         step = launch.rank, next(calls)
         if step in overflow:
             next(arguments[0].model.parameters()).grad.to_local().fill_(math.inf)
         return loss_sum * (math.inf if step in not_finite else 1), valid
 
-    asked = itertools.count(1)
+    finished_steps = itertools.count(1)
     try:
         with mock.patch.object(TrainStep, "forward_backward", forward_backward):
-            train.train(job, launch, lambda: launch.rank == 0 and next(asked) >= stop_after)
+            train.train(job, launch, lambda: launch.rank == 0 and next(finished_steps) >= stop_after)
     except (config.ConfigError, train.TrainingError) as error:
         return str(error)
     return ""
 
 
-def refusal(runs: Runs, world_size: int, run: str, *arguments: str, **case: Any) -> str:
-    """The one message that every rank ends with."""
+def error_message(runs: Runs, world_size: int, run: str, *arguments: str, **case: Any) -> str:
+    """Return the one message that every rank ends with."""
     argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / run}", *arguments]
     (message,) = set(runs.ranks(world_size).run(run_train, argv=argv, **case))
     return message
 
 
-# What a run leaves --------------------------------------------------------------------------------------------------
+# Files and metrics of a run -------------------------------------------------------------------------------------------
 
 
 def test_files_of_a_run(runs, folder):
-    found = runs(1, "run", "--validation.enable", "--validation.freq=2", "--validation.fraction=0.1")
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-    validated = {"validation_metrics/global_avg_loss"}
-    assert [set(row) - {"step"} for row in found] == [TAGS, TAGS | validated] * 3
-    assert found[-1]["loss_metrics/global_avg_loss"] < found[0]["loss_metrics/global_avg_loss"] - 0.5
-    assert abs(found[0]["loss_metrics/global_avg_loss"] - math.log(272)) < 0.1, "nothing is known at first"
-    assert all(row["n_tokens_seen"] == row["step"] * 8 * 64 for row in found)
-    assert all(row["memory/max_active(GiB)"] > 0.05 and row["mfu(%)"] > 0 for row in found)
-    assert all(row["loss_metrics/global_max_loss"] == row["loss_metrics/global_avg_loss"] for row in found)
+    steps = runs(1, "run", "--validation.enable", "--validation.freq=2", "--validation.fraction=0.1")
+    assert [values["step"] for values in steps] == [1, 2, 3, 4, 5, 6]
+    assert [set(values) - {"step"} for values in steps] == [TAGS, TAGS | {metrics.VALIDATION_LOSS}] * 3
+    assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
+    assert abs(steps[0][LOSS] - math.log(272)) < 0.1, "the first loss is not that of a uniform distribution"
+    assert all(values["n_tokens_seen"] == values["step"] * 8 * 64 for values in steps)
+    assert all(values["memory/max_active(GiB)"] > 0.05 and values["mfu(%)"] > 0 for values in steps)
+    assert all(values["loss_metrics/global_max_loss"] == values[LOSS] for values in steps)
 
     resolved = config.load([str(folder / "run" / "config.toml")]).config
     assert resolved.parallelism.data_parallel_shard_degree == 1
@@ -169,45 +170,41 @@ def test_files_of_a_run(runs, folder):
 def test_tensorboard_has_the_same_values(runs, folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = runs(1, "run")
+    steps = runs(1, "run")
     events = EventAccumulator(str(folder / "run" / "tb")).Reload()
     assert set(events.Tags()["scalars"]) == TAGS
     for tag in COMPUTED:
         points = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert points == [(row["step"], pytest.approx(row[tag], rel=1e-6)) for row in found]  # float32 there
+        assert points == [(values["step"], pytest.approx(values[tag], rel=1e-6)) for values in steps]  # it has float32
     (text,) = events.Tensors("config/text_summary")
     assert b"global_batch_size = 8" in text.tensor_proto.string_val[0]
 
 
 def test_float16_scales_the_loss(runs, folder):
-    """From a scale at which gradients overflow, it is halved until they do not; a checkpoint remembers it."""
-    half = [
-        "--training.mixed_precision_param=float16",
-        "--checkpoint.enable",
-        "--training.loss_scale_growth_interval=2",
-    ]
-    half += ["--lr_scheduler.total_steps=12", f"--training.initial_loss_scale={2**21}"]
-    found = runs(2, "run", *half)
+    """A loss scale at which gradients overflow is halved until they do not; a checkpoint saves it."""
+    half = ["--training.mixed_precision_param=float16", "--checkpoint.enable", "--lr_scheduler.total_steps=12"]
+    half += ["--training.loss_scale_growth_interval=2", f"--training.initial_loss_scale={2**21}"]
+    steps = runs(2, "run", *half)
     state = json.loads((folder / "run" / "checkpoint" / "step-6" / "state.json").read_text())
-    good = [row for row in found if row["grad_norm"] is not None]
-    assert len(good) < len(found), "none has overflowed"
+    good = [values for values in steps if values["grad_norm"] is not None]
+    assert len(good) < len(steps), "no step has overflowed"
     assert state["skipped"] == 0, "an overflow is not a step that went wrong"
     assert len(good) > 2
-    assert good[-1]["loss_metrics/global_avg_loss"] < found[0]["loss_metrics/global_avg_loss"] - 0.05
-    plain = runs(2, "plain", "--lr_scheduler.total_steps=12", "--training.steps=1")
-    assert good[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=0.02), "of the true gradients"
-    whole = runs(2, "whole", *half, "--training.steps=8")
-    parts = runs(2, "run", *half, "--training.steps=8")
-    assert computed(whole)[6:] == computed(parts)[6:]
+    assert good[-1][LOSS] < steps[0][LOSS] - 0.05
+    float32 = runs(2, "float32", "--lr_scheduler.total_steps=12", "--training.steps=1")
+    assert good[0]["grad_norm"] == pytest.approx(float32[0]["grad_norm"], rel=0.02), "not of the unscaled gradients"
+    uninterrupted = runs(2, "uninterrupted", *half, "--training.steps=8")
+    resumed = runs(2, "run", *half, "--training.steps=8")
+    assert computed(uninterrupted)[6:] == computed(resumed)[6:]
 
 
 def test_one_ranks_overflow_skips_the_step_on_all(runs, folder):
     half = ["--training.mixed_precision_param=float16", "--checkpoint.enable"]
-    found = runs(2, "run", *half, overflow=((1, 3),))
-    assert [row["step"] for row in found if row["grad_norm"] is None] == [3]
+    steps = runs(2, "run", *half, overflow=((1, 3),))
+    assert [values["step"] for values in steps if values["grad_norm"] is None] == [3]
     state = json.loads((folder / "run" / "checkpoint" / "step-6" / "state.json").read_text())
     assert (state["loss_scale"], state["skipped"]) == ([2**15, 3], 0)
-    assert "the gradient norm is inf" in refusal(runs, 2, "float32", overflow=((1, 3),))
+    assert "the gradient norm is inf" in error_message(runs, 2, "float32", overflow=((1, 3),))
 
 
 def test_loss_scale():
@@ -229,15 +226,18 @@ def test_loss_scale():
 
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_stochastic_rounding_keeps_small_updates(stochastic):
-    """Of 1 in bfloat16 an update of 1e-3 is a quarter of the last digit: to the nearest it is lost each time; by chance
-    the mean of many weights moves as it should, to 3 deviations of its own."""
+    """An update of 1e-3 is a quarter of the last digit of 1 in bfloat16.
+
+    Rounding to nearest loses it each time. With stochastic rounding the mean of many weights moves as it should, within
+    3 of its standard deviations.
+    """
     steps, lr, digit = 10, 1e-3, 2**-8
     model = meta_model(Config()).to(torch.bfloat16).to_empty(device="cpu")
     weight = model.layers["0"].feed_forward.w1.weight
     with torch.no_grad():
         weight.fill_(1)
-    options = Config().optimizer.model_dump() | {"lr": lr, "weight_decay": 0.0, "stochastic_rounding": stochastic}
-    optimizer = init_optimizer(model, **options)
+    options = config.schema.Optimizer(lr=lr, weight_decay=0.0, stochastic_rounding=stochastic)
+    optimizer = build_optimizer(model, options)
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -246,46 +246,48 @@ def test_stochastic_rounding_keeps_small_updates(stochastic):
     assert moved == (pytest.approx(steps * lr, abs=allowed) if stochastic else 0)
 
 
-@pytest.mark.parametrize("options", [["state_dtype=int8"], ["state_dtype=bfloat16"]], ids=str)
-def test_low_bit_moments_train(runs, options):
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_low_bit_optimizer_states_train(runs, state_dtype):
     wide = ["--model.dim=128", "--model.ffn_dim=256", "--optimizer.lr=2e-3"]
-    found = runs(2, "run", *wide, *(f"--optimizer.{option}" for option in options))
-    plain = runs(2, "plain", *wide)
-    losses, expected = ([row["loss_metrics/global_avg_loss"] for row in rows] for rows in (found, plain))
+    low_bit, float32 = runs(2, "run", *wide, f"--optimizer.state_dtype={state_dtype}"), runs(2, "float32", *wide)
+    losses, expected = ([values[LOSS] for values in steps] for steps in (low_bit, float32))
     assert losses[-1] < losses[0] - 0.5
     assert losses == pytest.approx(expected, rel=0.01)
     assert losses != expected
 
 
 PRECISIONS = {
-    "float32": ("float32, compute float32, gradients float32, reduced in float32, moments float32: 16 bytes", []),
+    "float32": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states float32: 16 bytes",
+        [],
+    ),
     "bfloat16 compute": (
-        "float32, compute bfloat16, gradients float32, reduced in float32, moments float32: 16 bytes",
+        "float32, compute bfloat16, gradients float32, reduced in float32, optimizer states float32: 16 bytes",
         ["training.mixed_precision_param=bfloat16"],
     ),
     "bfloat16": (
-        "bfloat16 (rounded by chance), compute bfloat16, gradients bfloat16, reduced in float32, "
-        "moments bfloat16: 8 bytes",
+        "bfloat16 (stochastic rounding), compute bfloat16, gradients bfloat16, reduced in float32, "
+        "optimizer states bfloat16: 8 bytes",
         ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
     ),
-    "bfloat16, float32 moments": (
-        "bfloat16 (rounded by chance), compute bfloat16, gradients bfloat16, reduced in float32, "
-        "moments float32: 12 bytes",
+    "bfloat16, float32 optimizer states": (
+        "bfloat16 (stochastic rounding), compute bfloat16, gradients bfloat16, reduced in float32, "
+        "optimizer states float32: 12 bytes",
         ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true", "optimizer.state_dtype=float32"],
     ),
-    "bfloat16 moments": (
-        "float32, compute float32, gradients float32, reduced in float32, moments bfloat16: 12 bytes",
+    "bfloat16 optimizer states": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states bfloat16: 12 bytes",
         ["optimizer.state_dtype=bfloat16"],
     ),
-    "int8": (
-        "float32, compute float32, gradients float32, reduced in float32, moments int8: 10.03 bytes",
+    "8-bit optimizer states": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states int8: 10.03 bytes",
         ["optimizer.state_dtype=int8"],
     ),
 }
 
 
-def kept(argv: list[str]) -> tuple[str, float]:
-    """What a run's first lines say of its precision; and bytes a parameter of the blocks' matrices as they are."""
+def measured_precision(argv: list[str]) -> tuple[str, float]:
+    """Return the run summary's line on precision, and the measured bytes per parameter of feed-forward matrices."""
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
     parts = parity.Parts(job, device)
@@ -295,47 +297,48 @@ def kept(argv: list[str]) -> tuple[str, float]:
     size, elements = 0, 0
     for name, weight in parts.model.named_parameters():
         if "feed_forward" in name:
-            moments = [parts.optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
-            held = [weight.to_local(), weight.grad.to_local()]
-            held += [part for m in moments for part in ([m.codes, m.scale] if hasattr(m, "codes") else [m])]
-            size += sum(part.numel() * part.itemsize for part in held)
+            tensors = [weight.to_local(), weight.grad.to_local()]
+            for key in ("exp_avg", "exp_avg_sq"):
+                state = parts.optimizer.state[weight][key].to_local()
+                tensors += [state.codes, state.scale] if hasattr(state, "codes") else [state]
+            size += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
             elements += weight.to_local().numel()
-    return build.describe_precision(job), size / elements
+    return summary.describe_precision(job), size / elements
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_first_lines_say_what_is_kept(ranks, folder, name):
-    says, options = PRECISIONS[name]
+def test_run_summary_states_the_bytes_per_parameter(ranks, folder, name):
+    expected, options = PRECISIONS[name]
     wide = ["--model.dim=128", "--model.ffn_dim=256", *(f"--{option}" for option in options)]
-    for text, size in ranks(2).run(kept, argv=[str(folder / "small.toml"), *wide]):
-        assert text == f"weights {says} a parameter"
-        assert float(says.split(": ")[1].split()[0]) == pytest.approx(size, abs=0.01)
+    for text, size in ranks(2).run(measured_precision, argv=[str(folder / "small.toml"), *wide]):
+        assert text == f"weights {expected} per parameter"
+        assert float(expected.split(": ")[1].split()[0]) == pytest.approx(size, abs=0.01)
 
 
-def test_a_peak_measured_in_a_slow_moment_is_measured_again():
+def test_peak_flops_measured_in_a_slow_moment_are_measured_again():
     peak = metrics.PeakFlops(torch.device("cpu"), torch.float32)
     true, peak.flops = peak.flops, peak.flops / 100
-    assert 0.02 < peak.share(true / 2) < 5, "half of the true rate is not 50 times the peak"
+    assert 0.02 < peak.utilization(true / 2) < 5, "half of the true rate counts as 50 times the peak"
     peak.flops = 100 * true
-    assert peak.share(true) == pytest.approx(0.01, rel=1e-12), "far below the peak, nothing is measured"
+    assert peak.utilization(true) == pytest.approx(0.01, rel=1e-12), "measured again though far below the peak"
 
 
-def test_largest_loss_is_the_worst_ranks(runs):
-    found = runs(2, "run", "--metrics.enable_tensorboard=false")
-    assert all(row["loss_metrics/global_max_loss"] > row["loss_metrics/global_avg_loss"] for row in found)
+def test_global_max_loss_is_the_worst_ranks(runs):
+    steps = runs(2, "run", "--metrics.enable_tensorboard=false")
+    assert all(values["loss_metrics/global_max_loss"] > values[LOSS] for values in steps)
 
 
 def test_log_freq(runs):
-    found = runs(1, "run", "--metrics.log_freq=4")
-    assert [row["step"] for row in found] == [1, 4, 6]
+    steps = runs(1, "run", "--metrics.log_freq=4")
+    assert [values["step"] for values in steps] == [1, 4, 6]
 
 
-def test_a_new_run_moves_the_old_one_aside(runs, folder):
+def test_a_new_run_moves_the_files_of_the_previous_one(runs, folder):
     first = runs(1, "run", "--training.steps=2")
     second = runs(1, "run", "--training.steps=3")
     assert len(second) == 3
     (previous,) = (folder / "run" / "previous").iterdir()
-    assert rows(previous) == first
+    assert read_metrics(previous) == first
     assert {path.name for path in previous.iterdir()} == {"metrics.jsonl", "config.toml", "tb"}
 
 
@@ -349,93 +352,96 @@ def test_profile_traces(runs, folder):
 
 def test_validation_does_not_change_the_training(runs):
     without = runs(2, "without")
-    same = runs(2, "with", "--validation.enable", "--validation.freq=1")
-    assert [row[tag] for row in without for tag in COMPUTED] == [row[tag] for row in same for tag in COMPUTED]
+    validated = runs(2, "validated", "--validation.enable", "--validation.freq=1")
+    assert [[values[tag] for tag in COMPUTED] for values in without] == [
+        [values[tag] for tag in COMPUTED] for values in validated
+    ]
 
 
-@pytest.mark.parametrize("layout", ["always", "never"])
-def test_validation_loss_is_the_same_for_any_ranks(runs, layout):
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_validation_loss_is_the_same_on_any_number_of_ranks(runs, reshard):
     arguments = ["--validation.enable", "--validation.freq=3", "--training.dtype=float64"]
-    arguments += [f"--parallelism.fsdp_reshard_after_forward={layout}"]
+    arguments += [f"--parallelism.fsdp_reshard_after_forward={reshard}"]
     one, two, four = (runs(n, f"ranks{n}", *arguments) for n in (1, 2, 4))
     for a, b, c in zip(computed(one), computed(two), computed(four), strict=True):
         for value in (b, c):
             assert [value[i] for i in (1, 3, -1)] == [a[i] and pytest.approx(a[i], rel=1e-11) for i in (1, 3, -1)]
 
 
-# Stopping and going on ----------------------------------------------------------------------------------------------
+# Stopping and resuming -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, mode):
-    arguments = ["--checkpoint.enable", f"--checkpoint.async_mode={mode}", "--validation.enable", "--validation.freq=2"]
-    whole = runs(world_size, "whole", *arguments)
-    runs(world_size, "parts", *arguments, "--training.steps=2")
-    parts = runs(world_size, "parts", *arguments)
-    assert computed(parts) == computed([whole[0], whole[1], *whole[2:]])
-    assert len(parts) == 6
-    assert sorted(path.name for path in (folder / "parts" / "checkpoint").iterdir()) == ["step-2", "step-3", "step-6"]
+def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, async_mode):
+    arguments = ["--checkpoint.enable", f"--checkpoint.async_mode={async_mode}"]
+    arguments += ["--validation.enable", "--validation.freq=2"]
+    uninterrupted = runs(world_size, "uninterrupted", *arguments)
+    runs(world_size, "run", *arguments, "--training.steps=2")
+    resumed = runs(world_size, "run", *arguments)
+    assert computed(resumed) == computed(uninterrupted)
+    assert len(resumed) == 6
+    assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2", "step-3", "step-6"]
 
 
-def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(runs, folder):
-    """Steps 4 and 5 were reported but not saved: they are taken again, and reported once."""
-    whole = runs(1, "whole", "--checkpoint.enable")
-    cut = folder / "cut"
-    runs(1, "cut", "--checkpoint.enable", "--training.steps=5")
-    for path in (cut / "checkpoint" / "step-5").iterdir():
+def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(runs, folder):
+    """Steps 4 and 5 were logged but not saved: they are repeated, and logged once."""
+    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
+    killed = folder / "killed"
+    runs(1, "killed", "--checkpoint.enable", "--training.steps=5")
+    for path in (killed / "checkpoint" / "step-5").iterdir():
         path.unlink()
-    (cut / "checkpoint" / "step-5").rename(cut / "checkpoint" / "step-5.tmp")
-    with (cut / "metrics.jsonl").open("a") as file:
+    (killed / "checkpoint" / "step-5").rename(killed / "checkpoint" / "step-5.tmp")
+    with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss')
-    assert computed(runs(1, "cut", "--checkpoint.enable")) == computed(whole)
+    assert computed(runs(1, "killed", "--checkpoint.enable")) == computed(uninterrupted)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
-def test_a_run_goes_on_at_another_number_of_ranks(runs, before, after):
+def test_a_run_resumes_on_another_number_of_ranks(runs, before, after):
     arguments = ["--checkpoint.enable", "--training.dtype=float64"]
-    whole = runs(1, "whole", *arguments)
-    runs(before, "parts", *arguments, "--training.steps=3")
-    parts = runs(after, "parts", *arguments)
-    for ours, reference in zip(parts, whole, strict=True):
-        for tag in ("loss_metrics/global_avg_loss", "grad_norm"):
-            assert ours[tag] == pytest.approx(reference[tag], rel=1e-11)
+    uninterrupted = runs(1, "uninterrupted", *arguments)
+    runs(before, "run", *arguments, "--training.steps=3")
+    resumed = runs(after, "run", *arguments)
+    for values, reference in zip(resumed, uninterrupted, strict=True):
+        for tag in (LOSS, "grad_norm"):
+            assert values[tag] == pytest.approx(reference[tag], rel=1e-11)
 
 
 def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
-    whole = runs(1, "whole", "--checkpoint.enable")
-    runs(1, "parts", "--checkpoint.enable", "--training.steps=3")
-    file = folder / "parts" / "checkpoint" / "step-3" / "state.json"
+    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
+    runs(1, "run", "--checkpoint.enable", "--training.steps=3")
+    file = folder / "run" / "checkpoint" / "step-3" / "state.json"
     state = json.loads(file.read_text())
     state["data"]["next_sequence"] += 1
     file.write_text(json.dumps(state))
-    parts = computed(runs(1, "parts", "--checkpoint.enable"))
-    assert parts[:3] == computed(whole)[:3]
-    assert parts[3] != computed(whole)[3]
+    resumed = computed(runs(1, "run", "--checkpoint.enable"))
+    assert resumed[:3] == computed(uninterrupted)[:3]
+    assert resumed[3] != computed(uninterrupted)[3]
 
 
-def test_an_optimizer_state_that_is_lost_shows(runs, folder):
-    whole = runs(1, "whole", "--checkpoint.enable")
-    runs(1, "parts", "--checkpoint.enable", "--training.steps=3")
-    start = folder / "parts" / "checkpoint" / "step-3"
-    fresh = runs(1, "fresh", f"--checkpoint.initial_load_path={start}")
-    assert fresh[0]["loss_metrics/global_avg_loss"] < whole[0]["loss_metrics/global_avg_loss"] - 0.3, "weights came"
-    assert fresh[1]["grad_norm"] != whole[4]["grad_norm"]
+def test_initial_load_path_loads_weights_without_optimizer_states(runs, folder):
+    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
+    runs(1, "run", "--checkpoint.enable", "--training.steps=3")
+    checkpoint = folder / "run" / "checkpoint" / "step-3"
+    fresh = runs(1, "fresh", f"--checkpoint.initial_load_path={checkpoint}")
+    assert fresh[0][LOSS] < uninterrupted[0][LOSS] - 0.3, "the weights were not loaded"
+    assert fresh[1]["grad_norm"] != uninterrupted[4]["grad_norm"]
 
 
-def test_saved_scalars_are_json_and_tensors_are_dcps(runs, folder):
+def test_a_checkpoint_has_scalars_in_json_and_tensors_in_dcp(runs, folder):
     runs(2, "run", "--checkpoint.enable")
     step = folder / "run" / "checkpoint" / "step-6"
     assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"}
     state = json.loads((step / "state.json").read_text())
-    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streams": {}})
+    assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
 
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(step).read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "a pickled object"
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "a pickled object is saved"
     assert {name.split(".")[0] for name in entries} == {"model", "optimizer", "random"}
 
 
@@ -444,12 +450,12 @@ def test_keep_latest_k(runs, folder):
     assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-5", "step-6"]
 
 
-def test_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, folder):
-    whole = runs(2, "whole", "--checkpoint.enable")
-    stopped = runs(2, "parts", "--checkpoint.enable", "--metrics.log_freq=100", stop_after=2)
-    assert [row["step"] for row in stopped] == [1, 2]
-    assert sorted(path.name for path in (folder / "parts" / "checkpoint").iterdir()) == ["step-2"]
-    assert computed(runs(2, "parts", "--checkpoint.enable")) == computed(whole)
+def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, folder):
+    uninterrupted = runs(2, "uninterrupted", "--checkpoint.enable")
+    stopped = runs(2, "run", "--checkpoint.enable", "--metrics.log_freq=100", stop_after=2)
+    assert [values["step"] for values in stopped] == [1, 2]
+    assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2"]
+    assert computed(runs(2, "run", "--checkpoint.enable")) == computed(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -462,43 +468,43 @@ def test_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, folder):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_does_not_go_on_is_refused(runs, arguments, message):
+def test_resume_rejects_another_run(runs, arguments, message):
     runs(2, "run", "--checkpoint.enable", "--training.steps=3")
-    assert message in refusal(runs, 2, "run", "--checkpoint.enable", *arguments)
+    assert message in error_message(runs, 2, "run", "--checkpoint.enable", *arguments)
 
 
-# Numbers that are not finite ----------------------------------------------------------------------------------------
+# Steps that are not finite ------------------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(runs, folder):
-    message = refusal(runs, 2, "run", not_finite=((1, 3),))
+    message = error_message(runs, 2, "run", not_finite=((1, 3),))
     assert message == "step 3: the loss is inf because of rank 1 (training.nonfinite_steps_allowed = 0, all used)"
-    assert [row["step"] for row in rows(folder / "run")] == [1, 2]
+    assert [values["step"] for values in read_metrics(folder / "run")] == [1, 2]
 
 
 def test_allowed_steps_are_skipped_without_an_update(runs, folder):
     allowed = ["--training.nonfinite_steps_allowed=1", "--checkpoint.enable", "--checkpoint.interval=1"]
-    whole = runs(2, "whole")
+    finite = runs(2, "finite")
     skipped = runs(2, "run", *allowed, "--training.steps=4", not_finite=((1, 3),))
-    assert skipped[2]["loss_metrics/global_avg_loss"] is None
-    assert computed(skipped[:2]) == computed(whole[:2])
+    assert skipped[2][LOSS] is None
+    assert computed(skipped[:2]) == computed(finite[:2])
     weights = []
     for step in (2, 3, 4):
-        dcp_to_torch_save(folder / "run" / "checkpoint" / f"step-{step}", folder / "whole.pt")
-        weights.append(torch.load(folder / "whole.pt", weights_only=True)["model.layers.0.attention.wq.weight"])
+        dcp_to_torch_save(folder / "run" / "checkpoint" / f"step-{step}", folder / "full.pt")
+        weights.append(torch.load(folder / "full.pt", weights_only=True)["model.layers.0.attention.wq.weight"])
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
-    again = refusal(runs, 2, "run", *allowed, not_finite=((0, 1),))  # its first step is the fifth
-    assert again == "step 5: the loss is inf because of rank 0 (training.nonfinite_steps_allowed = 1, all used)"
+    message = error_message(runs, 2, "run", *allowed, not_finite=((0, 1),))  # the first step of this run is step 5
+    assert message == "step 5: the loss is inf because of rank 0 (training.nonfinite_steps_allowed = 1, all used)"
 
 
-def test_a_gradient_that_is_not_finite_names_the_step(runs):
+def test_a_loss_that_is_not_finite_on_all_ranks_names_the_step(runs):
     """The learning rate is so large that weights overflow: the forward is not finite on any rank."""
-    message = refusal(runs, 2, "run", "--optimizer.lr=1e38", "--optimizer.weight_decay=0")
+    message = error_message(runs, 2, "run", "--optimizer.lr=1e38", "--optimizer.weight_decay=0")
     assert message.startswith("step 2: the loss is nan because of rank 0, 1 (")
 
 
-# Programs -----------------------------------------------------------------------------------------------------------
+# Processes ----------------------------------------------------------------------------------------------------------
 
 
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
@@ -517,25 +523,46 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def test_one_rank_and_no_needless_imports(folder):
-    """train.py alone is one rank; what a run does not use is not imported."""
-    script = folder / "spy.py"
-    script.write_text(
-        "import sys, train\n"
-        "leave = train.mesh.exit_process\n"
+def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
+    """Run a Python script with the small config and overrides as its arguments; return status, output and errors."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, str(folder / "script.py"), str(folder / "small.toml"), *arguments]
+    return finish(start(*command, PYTHONPATH=str(ROOT)))
+
+
+def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
+    """train.main without torchrun is one rank; packages that a run does not use are not imported."""
+    script = (
+        "import os, sys\n"
+        "from titanlite import train\n"
         "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas')\n"
+        "exit_process = os._exit\n"
         "def spy(status):\n"
-        "    print('imported', [name for name in heavy if name in sys.modules])\n"
-        "    leave(status)\n"
-        "train.mesh.exit_process = spy\n"
+        "    print('imported', [name for name in heavy if name in sys.modules], flush=True)\n"
+        "    exit_process(status)\n"
+        "os._exit = spy\n"
         "train.main(sys.argv[1:])\n"
     )
-    status, out, error = finish(
-        start(sys.executable, str(script), str(folder / "small.toml"), "--training.steps=2", PYTHONPATH=str(ROOT))
-    )
+    status, out, error = run_script(folder, script, "--training.steps=2")
     assert (status, error) == (0, "")
     assert "step 2/2  loss" in out
     assert out.endswith("imported []\n")
+
+
+def test_saving_and_loading_print_progress(folder):
+    script = (
+        "import sys\n"
+        "from titanlite import progress, train\n"
+        "progress.INTERVAL_SECONDS = 1e-4\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    arguments = ["--checkpoint.enable", "--lr_scheduler.total_steps=12"]
+    _, _, saved = run_script(folder, script, *arguments, "--training.steps=2", "--checkpoint.async_mode=async")
+    status, _, resumed = run_script(folder, script, *arguments, "--training.steps=3")
+    assert status == 0
+    saved, resumed = ({line.rpartition(": ")[0] for line in error.splitlines()} for error in (saved, resumed))
+    assert saved == {"saving checkpoint step-2 (0.0 GiB)"}
+    assert resumed == {"loading checkpoint step-2 (0.0 GiB)", "saving checkpoint step-3 (0.0 GiB)"}
 
 
 def test_torchrun(folder):
@@ -546,11 +573,11 @@ def test_torchrun(folder):
         )
     )
     assert status == 0
-    assert out.count("step 2/2  loss") == 1, "one rank speaks"
+    assert out.count("step 2/2  loss") == 1, "not only rank 0 logs"
     assert "dp_shard 2" in out
 
 
-def test_run_train_starts_the_ranks_and_ends_on_sigterm(folder):
+def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
     arguments = ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.enable", "--training.steps=100000"]
     process = start("./run_train.sh", str(folder / "small.toml"), *arguments, "--lr_scheduler.total_steps=-1")
     for line in process.stdout:
@@ -559,13 +586,13 @@ def test_run_train_starts_the_ranks_and_ends_on_sigterm(folder):
             break
     status, out, error = finish(process)
     assert status == 0, error
-    last = out.rstrip().splitlines()[-1]
-    assert last.startswith("[rank0]:asked to stop: ended after step ")
-    newest = folder / "run" / "checkpoint" / f"step-{last.split()[-1]}"
-    assert json.loads((newest / "state.json").read_text())["step"] == rows(folder / "run")[-1]["step"]
+    last_line = out.rstrip().splitlines()[-1]
+    assert last_line.startswith("[rank0]:asked to stop: ended after step ")
+    newest = folder / "run" / "checkpoint" / f"step-{last_line.split()[-1]}"
+    assert json.loads((newest / "state.json").read_text())["step"] == read_metrics(folder / "run")[-1]["step"]
 
 
-def test_sigterm_to_one_rank_alone(folder):
+def test_sigterm_stops_a_run_on_one_rank(folder):
     process = start(sys.executable, "train.py", str(folder / "small.toml"), "--checkpoint.enable")
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -584,7 +611,7 @@ def test_a_wrong_config_is_one_line_and_status_2(folder, command):
     assert (status, out, error) == (2, "", line)
 
 
-def test_data_that_cannot_be_had_is_one_line_and_status_2(folder):
+def test_missing_data_is_one_line_and_status_2(folder):
     arguments = ["--training.dataset=text", "--training.dataset_path=/nowhere/*.txt"]
     status, _, error = finish(start(sys.executable, "train.py", str(folder / "small.toml"), *arguments))
     line = 'error: training.dataset_path = "/nowhere/*.txt": no such file or folder\n'

@@ -1,29 +1,23 @@
-"""From a resolved Config to the parts of a run.
+"""Build the objects of a run from its resolved config: model, train step, optimizer, data.
 
-train.py, the plan and the parity proof all build their run here, so what they plan and prove is what trains. Together
-with them this is the only file that sees the whole Config: the parts take the values they need, by keyword.
+train.py, the planner and the parity test build their run here, so what they plan and compare is what trains.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite import data, profiling
-from titanlite.config import Config
-from titanlite.config.loader import ConfigError
+from titanlite import data, optimizer
+from titanlite.config import Config, ConfigError
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
-from titanlite.model import Llama, flops_per_token
-from titanlite.optimizer import LossScale, init_optimizer
-from titanlite.parallel import mesh
+from titanlite.model import Llama
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
@@ -31,71 +25,35 @@ from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.train_step import SingleStageRunner, TrainStep
 
 
-def build_layout(config: Config, device: torch.device) -> Layout:
-    return mesh.build_layout(config.parallelism, device)
-
-
-def describe_mesh(config: Config) -> str:
-    """The degrees, outermost first."""
-    parallelism = config.parallelism
-    ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
-    inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
-    return (
-        f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
-        f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
-        f"tp {parallelism.tensor_parallel_degree}"
-    )
-
-
-def model_dimensions(config: Config) -> dict[str, int | float | bool]:
-    """What makes two models the same but for their weights."""
-    return config.model.model_dump(exclude={"flavor", "hf_assets_path"})
-
-
-def meta_model(config: Config, only: Collection[str] | None = None) -> Llama:
-    """The model, or the named modules of it, without memory for its weights."""
+def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
+    """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
     with torch.device("meta"):
-        model = Llama(config.model, max_seq_len=config.training.seq_len, modules=only)
+        model = Llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
     return model.to(getattr(torch, config.training.dtype))
 
 
-def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
-    """All modules that this rank has, cut over the mesh and with their initial weights, under their names in the whole
-    model; and the pipeline stages that they make up, by number: without a pipeline one, which is the model itself."""
-    parallelism = config.parallelism
-    stages: dict[int, Llama] = {}
-    names = [None]
-    if parallelism.pipeline_parallel_degree > 1:
-        names = stage_modules(config)
-    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(names))
-    for number, (only, rank) in enumerate(zip(names, ranks, strict=True)):
-        if rank == layout.mesh.get_local_rank("pp"):
-            stage = stages[number] = build_stage(config, layout, only, device)
-            stage.materialize(device, weights_on_cpu=config.training.enable_cpu_offload)
-            init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
-    model, *others = stages.values()
-    if others:
-        model = meta_model(config, only=())
-        for stage in stages.values():
-            model.layers.update(stage.layers)
-            model.tok_embeddings = model.tok_embeddings or stage.tok_embeddings
-            model.norm, model.output = model.norm or stage.norm, model.output or stage.output
-            stage.rope = next(iter(stages.values())).rope  # one table for all
-    return model, stages
+def parameter_sizes(config: Config) -> dict[str, int]:
+    """Return the number of elements of each parameter of the full model, by name."""
+    return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
 
 
-def build_stage(config: Config, layout: Layout, only: Collection[str] | None, device: torch.device) -> Llama:
-    """The named modules, or all, cut over the mesh, still on the meta device."""
-    training, parallelism = config.training, config.parallelism
-    stage = meta_model(config, only)
+def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
+    """Return the named modules, or all, parallelized over the mesh, still on the meta device.
+
+    Raises:
+        ConfigError: if float8 is enabled and the device lacks it, or no layer is converted.
+    """
+    parallelism, training = config.parallelism, config.training
+    stage = meta_model(config, modules)
     if config.float8.enable:
         from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
 
         degree = parallelism.tensor_parallel_degree
         convert_to_float8(stage, config.float8, tensor_parallel_degree=degree, device=device)
     if stage.output is not None:
+        loss_parallel = not parallelism.disable_loss_parallel
         stage.output.loss = functools.partial(
-            chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=not parallelism.disable_loss_parallel
+            chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=loss_parallel
         )
     parallelize(
         stage,
@@ -108,175 +66,119 @@ def build_stage(config: Config, layout: Layout, only: Collection[str] | None, de
     return stage
 
 
-def _build_runner(
-    config: Config, layout: Layout, stages: dict[int, Llama], device: torch.device
-) -> SingleStageRunner | PipelineRunner:
-    """How a microbatch passes through the stages of this rank and of others."""
-    parallelism, training = config.parallelism, config.training
-    if parallelism.pipeline_parallel_degree == 1:
-        return SingleStageRunner(stages[0])
-    return PipelineRunner(
-        stages,
-        parallelism,
-        group=layout.mesh["pp"].get_group(),
-        n_microbatches=config.n_microbatches,
-        hidden_shape=config.hidden_shape,
-        dtype=getattr(torch, training.mixed_precision_param),
-        device=device,
+def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
+    """Return all modules of this rank as one model, sharded and with their initial weights, and its pipeline stages.
+
+    Returns:
+        A Llama that holds every module of this rank under its name in the full model: what the optimizer, the
+        checkpoint and the gradient norm see. And the stages by number, which run; without a pipeline, stage 0 is the
+        model itself.
+    """
+    parallelism = config.parallelism
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    modules_of_stages = stage_modules(config) if pipelined else [None]
+    ranks = rank_of_stage(
+        parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(modules_of_stages)
     )
+    stages: dict[int, Llama] = {}
+    for number, modules in enumerate(modules_of_stages):
+        if ranks[number] == layout.mesh.get_local_rank("pp"):
+            stage = stages[number] = build_stage(config, layout, modules, device)
+            stage.materialize(device, weights_on_cpu=config.training.enable_cpu_offload)
+            init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
+    first, *others = stages.values()
+    if not others:
+        return first, stages
+    model = meta_model(config, modules=())
+    for stage in stages.values():
+        model.layers.update(stage.layers)
+        model.tok_embeddings = model.tok_embeddings or stage.tok_embeddings
+        model.norm, model.output = model.norm or stage.norm, model.output or stage.output
+        stage.rope = first.rope  # one table for all stages of a rank
+    return model, stages
 
 
-def build_step(
+def build_train_step(
     config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device
 ) -> TrainStep:
-    """What takes this rank's batches through what `build_model` gave."""
-    return TrainStep(
-        model,
-        _build_runner(config, layout, stages, device),
-        config.parallelism,
-        device=device,
-        # Of the ranks that work on the same tokens, one speaks for all.
-        contributes_loss=model.output is not None and layout.mesh.get_local_rank("tp") == 0,
-    )
+    """Return the forward and backward of this rank's optimizer steps, for what `build_model` returned."""
+    parallelism, training = config.parallelism, config.training
+    runner: SingleStageRunner | PipelineRunner = SingleStageRunner(model)
+    if parallelism.pipeline_parallel_degree > 1:
+        runner = PipelineRunner(
+            stages,
+            parallelism,
+            group=layout.mesh["pp"].get_group(),
+            n_microbatches=config.n_microbatches,
+            hidden_shape=config.hidden_shape,
+            dtype=getattr(torch, training.mixed_precision_param),
+            device=device,
+        )
+    # Several ranks work on the same tokens. The one that has the logits, of the first tp rank, contributes their loss.
+    contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
+    return TrainStep(model, runner, parallelism, device=device, contributes_loss=contributes_loss)
 
 
 def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()) -> torch.optim.Optimizer:
-    """Args:
-    stages: what `build_model` gave beside the model, where weights are FSDP's.
-    """
-    optimizer = init_optimizer(model, **config.optimizer.model_dump())
+    """Return the optimizer of a model whose weights FSDP gathers for these stages, if there are any."""
+    built = optimizer.build_optimizer(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
-        precompute_scales(stages, optimizer)
-    return optimizer
-
-
-def build_loss_scale(config: Config) -> LossScale:
-    """Only float16 needs one."""
-    training = config.training
-    if training.mixed_precision_param != "float16":
-        return LossScale()
-    return LossScale(training.initial_loss_scale, training.loss_scale_growth_interval)
-
-
-def parameter_sizes(config: Config) -> dict[str, int]:
-    """Elements of each parameter of the whole model."""
-    return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
-
-
-def describe_precision(config: Config) -> str:
-    """The types of everything that is kept, and the bytes that a weight costs, over all ranks that it is sharded over:
-    itself, its gradient and its two moments. A bit of int8 moments is not: their scales, and embeddings and norms."""
-    training, state = config.training, config.optimizer.state_dtype
-    kept = training.dtype if state == "auto" else state
-    moment = 1 + 4 / 256 if state == "int8" else getattr(torch, kept).itemsize
-    size = 2 * getattr(torch, training.dtype).itemsize + 2 * moment
-    rounded = " (rounded by chance)" if config.optimizer.stochastic_rounding else ""
-    return (
-        f"weights {training.dtype}{rounded}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
-        f"reduced in {training.mixed_precision_reduce}, moments {kept}: {size:.4g} bytes a parameter"
-    )
-
-
-def count_flops_per_token(config: Config, sizes: dict[str, int]) -> int:
-    """Args:
-    sizes: what `parameter_sizes` gave.
-    """
-    return flops_per_token(sizes, config.model, config.training.seq_len)
+        precompute_scales(stages, built)
+    return built
 
 
 def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.ValidationSequences | None, str]:
-    """Training sequences, validation sequences if they are wanted, and the identity of what they are made of.
+    """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
+
+    Args:
+        builds_cache: whether this rank tokenizes where there is no token cache yet; one rank of each node does.
 
     Raises:
-        ConfigError: if the data cannot be had or is not the same on all ranks, or the tokenizer does not fit the model.
+        ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
-    training, validation = config.training, config.validation
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            [
-                f"model.vocab_size = {config.model.vocab_size}: expected at least the {tokenizer.vocab_size} tokens of "
-                "the tokenizer; set it, or choose another model.hf_assets_path"
-            ]
-        )
-    sequences, held_out, identity = data.open_sequences(
-        tokenizer,
-        dataset=training.dataset,
-        dataset_path=training.dataset_path,
-        dataset_config=training.dataset_config,
-        dataset_split=training.dataset_split,
-        text_key=training.dataset_text_key,
-        text_sample_by=training.text_sample_by,
-        streaming=training.streaming,
-        streams=training.streams,
-        shuffle=training.shuffle,
-        seed=config.debug.seed,
-        seq_len=training.seq_len,
-        cache_folder=training.cache_folder,
-        validation_path=validation.dataset_path,
-        validation_split=validation.dataset_split,
-        validation_fraction=validation.fraction,
-        validation_enable=validation.enable,
-        builds_cache=builds_cache,
+    tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
+        raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
+    sequences, validation, identity = data.open_sequences(
+        tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
     )
     identities: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(identities, identity)
     if set(identities) != {identity}:
-        other = next(rank for rank, found in enumerate(identities) if found != identities[0])
-        raise ConfigError(
-            [f"training.dataset_path: rank {other} reads other data than rank 0; give all hosts the same"]
-        )
-    return sequences, held_out, identity
+        other = next(rank for rank, name in enumerate(identities) if name != identities[0])
+        problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
+        raise ConfigError([problem])
+    return sequences, validation, identity
 
 
-def _share_of_data(config: Config, layout: Layout) -> dict[str, Any]:
-    """Which sequences this rank takes, how many at once, and which tokens of each: arguments of the Loader and of
-    validation_batches alike."""
+def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
+    """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
     shard = data.SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
-        document_mask=config.training.document_mask,
     )
-    size = config.training.local_batch_size
-    return {
-        "rank": layout.data_rank,
-        "n_ranks": config.parallelism.data_parallel_degree,
-        "local_batch_size": size,
-        "shard": shard,
-    }
+    degree = parallelism.data_parallel_degree
+    return {"data_rank": layout.data_rank, "data_parallel_degree": degree, "shard": shard}
 
 
 def build_loader(
-    config: Config, layout: Layout, sequences: data.Sequences, *, device: torch.device, state: dict | None
+    config: Config, layout: Layout, sequences: data.Sequences, *, device: torch.device, state: dict[str, Any] | None
 ) -> data.Loader:
-    """This rank's batches from where a saved run stood (`state`), or from the first."""
-    return data.Loader(
-        sequences,
-        **_share_of_data(config, layout),
-        global_batch_size=config.training.global_batch_size,
-        pin=device.type == "cuda",
-        state=state,
-    )
+    """Return this rank's batches, from where a saved run stopped (`state`) or from the first."""
+    share = sequence_share(config, layout)
+    return data.Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 
 def build_validation_batches(
-    config: Config, layout: Layout, held_out: data.ValidationSequences
-) -> Iterator[data.Batch]:
-    """This rank's batches of one pass over the validation split."""
-    return data.validation_batches(held_out, **_share_of_data(config, layout), steps=config.validation.steps)
-
-
-def build_profilers(config: Config, rank: int) -> list[AbstractContextManager[Callable[[int], None]]]:
-    """Contexts for the loop; what each yields is to be called with every step's number after it."""
-    options, dump_folder, contexts = config.profiling, Path(config.job.dump_folder), []
-    if options.enable_profiling:
-        folder = dump_folder / options.save_traces_folder
-        contexts.append(profiling.traces(folder, freq=options.profile_freq, rank=rank))
-    if options.enable_memory_snapshot:
-        folder = dump_folder / options.save_memory_snapshot_folder
-        contexts.append(profiling.memory_snapshots(folder, freq=options.profile_freq, rank=rank))
-    return contexts
+    config: Config, layout: Layout, sequences: data.ValidationSequences
+) -> tuple[Iterator[data.Batch], int]:
+    """Return this rank's batches of one validation, and how many they are."""
+    training, validation, share = config.training, config.validation, sequence_share(config, layout)
+    degree = config.parallelism.data_parallel_degree
+    total = data.n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
+    return data.validation_batches(sequences, training, validation, **share), total

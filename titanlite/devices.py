@@ -1,7 +1,7 @@
-"""Accelerators by name: what their data sheets promise, and what share of it programs get.
+"""Accelerators by name: their data sheets' peak rates, memory and bandwidths.
 
-The plan and the MFU of a run read the same table. To add a device, add a row with its source; one that is nobody else's
-can be a TOML file with the same keys, named by `plan.device`.
+The plan and the MFU of a run read the same table. To add a device, add a line with its source; a private one can be a
+TOML file with the keys of `Device`, named by `plan.device`.
 """
 
 from pathlib import Path
@@ -11,86 +11,81 @@ from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError, Section, expectation, read_toml, show
 
-GIB, GB, TERA = 2**30, 1e9, 1e12
-
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Device(Section):
-    """One accelerator of a host, and its links."""
+    """One accelerator of a node, and its interconnects."""
 
     bf16: Rate
-    """Dense matrix products in bfloat16, FLOP/s."""
+    """Dense bfloat16 matrix products, FLOP/s."""
     fp8: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """In float8; 0: it has no such products."""
+    """Dense float8 matrix products, FLOP/s; 0: unsupported."""
     fp32: Rate
-    """In float32."""
+    """Float32 matrix products, FLOP/s."""
     memory: Rate
-    """Bytes that a process can use."""
-    memory_rate: Rate
-    """Of device memory, bytes/s."""
-    link: Rate
-    """To the other devices of its host, in one direction, bytes/s."""
-    network: Rate
-    """To other hosts, a device's share in one direction, bytes/s."""
+    """Memory that a process can use, bytes."""
+    memory_bandwidth: Rate
+    """Bandwidth of device memory, bytes/s."""
+    interconnect_bandwidth: Rate
+    """Bandwidth to the other devices of the node (NVLink or the like), in one direction, bytes/s."""
+    network_bandwidth: Rate
+    """Bandwidth to other nodes, per device and in one direction, bytes/s."""
     watts: Rate
-    """At full load."""
+    """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]
-    """Devices of a host, unless plan.devices_per_node says otherwise."""
+    """Devices of a node, unless plan.devices_per_node says otherwise."""
     source: str
     """Where the figures are from."""
-    reported_as: str = ""
-    """Part of the name by which torch.cuda.get_device_name knows it; empty: none."""
+    name_pattern: str = ""
+    """Part of the name that torch.cuda.get_device_name reports; empty: none."""
 
 
+# fmt: off
 def _device(
-    bf16: float, fp8: float, fp32: float, gib: float, rate: float, link: float, network: float, **others: Any
+    bf16: float, fp8: float, fp32: float, gib: float, memory: float, interconnect: float, network: float, watts: float,
+    name_pattern: str, source: str, devices_per_node: int = 8,
 ) -> Device:
-    """TFLOP/s, GiB, TB/s and GB/s."""
-    rates = {"bf16": bf16 * TERA, "fp8": fp8 * TERA, "fp32": fp32 * TERA, "memory_rate": rate * TERA}
-    return Device(**rates, link=link * GB, network=network * GB, memory=gib * GIB, **others)
+    """Build a device from TFLOP/s, GiB, TB/s of memory, and GB/s of interconnect and network."""
+    return Device(
+        bf16=bf16 * 1e12, fp8=fp8 * 1e12, fp32=fp32 * 1e12, memory=gib * 2**30, memory_bandwidth=memory * 1e12,
+        interconnect_bandwidth=interconnect * 1e9, network_bandwidth=network * 1e9, watts=watts,
+        devices_per_node=devices_per_node, source=source, name_pattern=name_pattern,
+    )
 
 
 # fp32 is the rate of tensor cores in TF32 where torch does not use them by default, so it is that of the other cores.
-# Memory is what the driver reports, some hundred MiB under the nominal figure. Links count one direction, half of what
-# vendors print; a network of one 400 Gbit/s adapter a device (200 for A100) is what hosts of eight usually come with.
-# fmt: off
+# Memory is what the driver reports, some hundred MiB under the nominal figure. Interconnects count one direction, half
+# of what vendors print. A network of one 400 Gbit/s adapter per device (200 for A100) is usual in nodes of eight.
 DEVICES: dict[str, Device] = {
-    #                     bf16   fp8  fp32    GiB   TB/s  link network
-    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300,  25, watts=400, devices_per_node=8,
-                          reported_as="A100-SXM4-40GB", source="NVIDIA A100 data sheet, 2021"),
-    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300,  25, watts=400, devices_per_node=8,
-                          reported_as="A100", source="NVIDIA A100 data sheet, 2021"),
-    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64,  50, watts=350, devices_per_node=8,
-                          reported_as="H100 PCIe", source="NVIDIA H100 data sheet, 2023"),
-    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300,  50, watts=400, devices_per_node=8,
-                          reported_as="H100 NVL", source="NVIDIA H100 NVL data sheet, 2024"),
-    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450,  50, watts=700, devices_per_node=8,
-                          reported_as="H100", source="NVIDIA H100 data sheet (SXM), 2023"),
-    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450,  50, watts=700, devices_per_node=8,
-                          reported_as="H200", source="NVIDIA H200 data sheet, 2024"),
-    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900,  50, watts=1000, devices_per_node=8,
-                          reported_as="B200", source="NVIDIA DGX B200 data sheet, 2024"),
-    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448,  50, watts=750, devices_per_node=8,
-                          reported_as="MI300X", source="AMD MI300X data sheet, 2023"),
-    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32,  25, watts=350, devices_per_node=8,
-                          reported_as="L40S", source="NVIDIA L40S data sheet, 2023"),
-    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32,  25, watts=450, devices_per_node=8,
-                          reported_as="RTX 4090", source="NVIDIA Ada whitepaper, 2022: products summed in fp32"),
-    # Two cores of a server, and a rank a core: for the shape of a plan on the machine where one develops.
-    "cpu":        _device(0.15,    0, 0.15,  8.0, 0.020,    5,   1, watts=15, devices_per_node=64,
-                          source="benchmarks/logs: a float32 product on two cores"),
+    #                     bf16   fp8  fp32    GiB   TB/s GB/s GB/s watts
+    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300, 25,  400, "A100-SXM4-40GB",
+                          "NVIDIA A100 data sheet, 2021"),
+    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300, 25,  400, "A100", "NVIDIA A100 data sheet, 2021"),
+    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64, 50,  350, "H100 PCIe", "NVIDIA H100 data sheet, 2023"),
+    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300, 50,  400, "H100 NVL",
+                          "NVIDIA H100 NVL data sheet, 2024"),
+    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450, 50,  700, "H100", "NVIDIA H100 data sheet (SXM), 2023"),
+    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450, 50,  700, "H200", "NVIDIA H200 data sheet, 2024"),
+    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900, 50, 1000, "B200", "NVIDIA DGX B200 data sheet, 2024"),
+    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448, 50,  750, "MI300X", "AMD MI300X data sheet, 2023"),
+    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32, 25,  350, "L40S", "NVIDIA L40S data sheet, 2023"),
+    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32, 25,  450, "RTX 4090",
+                          "NVIDIA Ada whitepaper, 2022: products summed in fp32"),
+    # Two cores of a server, one rank per core, for plans of the machine where one develops.
+    "cpu":        _device(0.15,    0, 0.15,   8.0, 0.020,   5,  1,   15, "",
+                          "benchmarks/logs: a float32 product on two cores", 64),
 }
 # fmt: on
 
 
-def of_gpu(name: str) -> Device | None:
-    """The device that torch.cuda.get_device_name calls this, or None. Rows with the narrower name come first."""
-    return next((device for device in DEVICES.values() if device.reported_as and device.reported_as in name), None)
+def find_by_gpu_name(name: str) -> Device | None:
+    """Return the device whose name torch.cuda.get_device_name reports, or None; narrower patterns stand first."""
+    return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
 
 
-def find(name: str) -> Device:
-    """A device by its name here, or from a TOML file with Device's keys (in FLOP/s, bytes, bytes/s).
+def find_device(name: str) -> Device:
+    """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
 
     Raises:
         ConfigError: if there is none, or a key of the file is missing, unknown or wrong.

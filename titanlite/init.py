@@ -1,55 +1,46 @@
-"""Weights from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
+"""Weight initialization from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
 
-Every rank draws the whole parameter from a generator of its own and keeps its shard, so nothing is communicated and
-nothing depends on who owns what. (DTensor's own random operators give every rank the same numbers on a CPU.)
+Every rank draws the full parameter from a generator of its own and keeps its shard, so nothing is communicated and
+nothing depends on which rank owns what. (DTensor's random operators give every rank the same numbers on a CPU.)
 """
 
 import hashlib
 import math
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
 
-# GPT-2's initialisation (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
-# standard deviation 0.02, and the two layers that write into the residual stream scaled by 1 / sqrt(2 L), so that the
+# GPT-2's initialization (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
+# standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the
 # stream's variance does not grow with the depth L.
 STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.wo.weight", "feed_forward.w2.weight")
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit generator seed that is the same on every machine and Python version."""
+    """Return a parameter's 63-bit generator seed, the same on every machine and Python version."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
-    """Fill every parameter of a materialised model (or stage).
+    """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage.
 
     Args:
-        model: its parameters are plain tensors or DTensors of any placement.
-        n_layers: layers of the whole model, not of this stage.
-        device: where numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared draw on the
-            same kind.
+        n_layers: layers of the full model, not of this stage.
+        device: where float32 numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared must
+            draw on the same kind of device.
     """
     for name, parameter in model.named_parameters():
-        full = _draw(name, parameter, seed=seed, n_layers=n_layers, device=device)
+        full = torch.ones(parameter.shape, dtype=torch.float32, device=device)  # the scale of a norm
+        if parameter.dim() > 1:
+            std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
+            full.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, name)))
         if isinstance(parameter, DTensor):
-            # src_data_rank None: every rank has the whole of it, so cutting needs no communication
+            # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
         else:
             parameter.copy_(full)
-
-
-def _draw(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int, device: torch.device) -> torch.Tensor:
-    """The whole parameter in float32, whatever type it is kept in."""
-    full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-    if parameter.dim() == 1:
-        return full.fill_(1.0)  # the scale of a norm
-    std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-    generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
-    return full.normal_(0.0, std, generator=generator)

@@ -1,4 +1,4 @@
-"""What a run reports: the console line, TensorBoard, metrics.jsonl; throughput, MFU and memory."""
+"""Metrics of a run: the console line, TensorBoard and metrics.jsonl; tokens per second, MFU and peak memory."""
 
 import contextlib
 import json
@@ -12,25 +12,24 @@ from pathlib import Path
 
 import torch
 
-from titanlite import devices
+from titanlite.config.schema import Metrics
+from titanlite.devices import find_by_gpu_name
 
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """Matrix rate that MFU is a share of.
-
-    A data sheet's figure for bfloat16 on a known GPU; otherwise measured here, with as many threads as the training
-    has: the best product of two square matrices of this type.
+    """This class finds the peak FLOP/s that model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
+    the data sheet's, otherwise that of the fastest product of two square matrices, measured with the same threads.
 
     Attributes:
         flops: FLOP/s of one device.
-        source: where it is from, in words.
+        source: where the figure is from, in words.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        known = devices.of_gpu(name) if dtype == torch.bfloat16 else None
+        known = find_by_gpu_name(name) if dtype == torch.bfloat16 else None
         if known:
             self.flops, self._factors = known.bf16, None
             self.source = f"{self.flops / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
@@ -39,30 +38,30 @@ class PeakFlops:
         self._factors = [torch.randn(n, n, device=device).to(dtype) for _ in range(2)]
         self.flops = 0.0
         self._measure(seconds=1 / 3)
-        what = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
-        self.source = f"{self.flops / 1e12:.3g} TFLOP/s, measured: {what}"
+        product = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
+        self.source = f"{self.flops / 1e12:.3g} TFLOP/s, measured: {product}"
 
     def _measure(self, seconds: float) -> None:
-        one, other = self._factors
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        a, b = self._factors
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds:
             start = time.perf_counter()
-            one @ other
-            if one.device.type == "cuda":
-                torch.cuda.synchronize(one.device)
-            self.flops = max(self.flops, 2 * one.shape[0] ** 3 / (time.perf_counter() - start))
+            a @ b
+            if a.device.type == "cuda":
+                torch.cuda.synchronize(a.device)
+            self.flops = max(self.flops, 2 * a.shape[0] ** 3 / (time.perf_counter() - start))
 
-    def share(self, flops: float) -> float:
-        """What share of the peak a rate is. One that comes too close to a measured peak tells that the machine was
-        slower when that was measured, as shared machines are at times: it is measured again, and the best counts."""
+    def utilization(self, flops: float) -> float:
+        """Return the fraction of the peak that a rate in FLOP/s is. A rate too close to a measured peak shows that the
+        machine was slower then, as shared machines are at times: the peak is measured again, and the best counts."""
         if self._factors and flops > 0.8 * self.flops:
             self._measure(seconds=1 / 10)
         return flops / self.flops
 
 
-def memory(device: torch.device) -> tuple[float, float]:
-    """Peak GiB of this rank: (in tensors, reserved by the allocator) on CUDA since the last call; on a CPU, which has
-    no such allocator, twice the peak resident set of the process since its start."""
+def peak_memory(device: torch.device) -> tuple[float, float]:
+    """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). A CPU
+    has no such allocator: both are the peak resident set of the process since its start."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -73,32 +72,28 @@ def memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """Times and rates of the steps since the last reading, for one rank.
-
-    Args:
-        tokens_per_step: tokens that one rank's share of a step amounts to.
-        flops_per_token: see model.flops_per_token.
-    """
+    """This class measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global
+    batch per rank, `flops_per_token` what model.flops_per_token returns."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
         self.flops_per_token, self.peak = flops_per_token, peak
         self.seconds_per_step = 0.0
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._start, self._data, self._steps = time.perf_counter(), 0.0, 0
+    def _reset(self) -> None:
+        self._start, self._data_seconds, self._steps = time.perf_counter(), 0.0, 0
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count the body as time that the step waited for its batch."""
+        """Count the body as data loading."""
         start = time.perf_counter()
         yield
-        self._data += time.perf_counter() - start
+        self._data_seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body (validation, saving) out of the time of the steps."""
+        """Leave the body (validation, saving) out of the step time."""
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
@@ -107,82 +102,78 @@ class ThroughputMeter:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Values by tag since the last reading; rates are per rank."""
+        """Return values by tag since the last reading; throughput is per rank."""
         seconds = time.perf_counter() - self._start
         self.seconds_per_step = seconds / self._steps
         tokens_per_second = self.tokens_per_step / self.seconds_per_step
         flops = tokens_per_second * self.flops_per_token
-        active, reserved = memory(self.device)
+        active, reserved = peak_memory(self.device)
         values = {
             "throughput(tps)": tokens_per_second,
             "tflops": flops / 1e12,
-            "mfu(%)": 100 * self.peak.share(flops),
+            "mfu(%)": 100 * self.peak.utilization(flops),
             "time_metrics/end_to_end(s)": self.seconds_per_step,
-            "time_metrics/data_loading(%)": 100 * self._data / seconds,
+            "time_metrics/data_loading(%)": 100 * self._data_seconds / seconds,
             "memory/max_active(GiB)": active,
             "memory/max_reserved(GiB)": reserved,
         }
-        self._begin()
+        self._reset()
         return values
 
 
 class MetricsLogger:
-    """Rank 0's reports: the console, metrics.jsonl, TensorBoard, config.toml.
-
-    A run that starts anew moves what an earlier one left in the folder to previous/DATE, so that the two neither mix
-    nor destroy each other. A run that goes on removes what was reported after the step it goes on from.
+    """This class writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml. A new run moves the files
+    of an earlier one to previous/DATE. A resumed run removes what was logged after the step that it resumes from.
 
     Args:
-        folder: the run's dump folder.
-        tb_folder: name of TensorBoard's folder in it, or None.
-        last_step: the step the run goes on after; 0 if it starts.
+        last_step: the step that the run resumes after; 0 for a new run.
         steps: the run's last step.
         config: the resolved config with its provenance, as TOML.
     """
 
-    def __init__(self, folder: Path, *, tb_folder: str | None, last_step: int, steps: int, config: str):
-        self.file, self.steps = folder / "metrics.jsonl", steps
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, dump_folder: Path, metrics: Metrics, *, last_step: int, steps: int, config: str):
+        self.file, self.steps, self.tensorboard = dump_folder / "metrics.jsonl", steps, None
+        tb_folder = metrics.save_tb_folder if metrics.enable_tensorboard else ""
+        dump_folder.mkdir(parents=True, exist_ok=True)
         if last_step == 0:
-            _set_aside(folder, [self.file.name, "config.toml", *([tb_folder] if tb_folder else [])])
+            _move_to_previous(dump_folder, [self.file.name, "config.toml", *([tb_folder] if tb_folder else [])])
         else:
-            _keep_rows(self.file, last_step)
-        (folder / "config.toml").write_text(config)
-        self.tensorboard = None
+            _remove_later_steps(self.file, last_step)
+        (dump_folder / "config.toml").write_text(config)
         if tb_folder:
             from torch.utils.tensorboard import SummaryWriter  # here: half a second, which only rank 0 need spend
 
-            self.tensorboard = SummaryWriter(str(folder / tb_folder), purge_step=last_step + 1)
+            self.tensorboard = SummaryWriter(str(dump_folder / tb_folder), purge_step=last_step + 1)
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
 
-    def report(self, step: int, values: dict[str, float], seconds_per_step: float) -> None:
-        """Values by tag to all three places; in metrics.jsonl, null stands for what is not finite."""
+    def log(self, step: int, values: dict[str, float], seconds_per_step: float) -> None:
+        """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null."""
         print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
-        row = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         with self.file.open("a") as file:
-            file.write(json.dumps({"step": step, **row}) + "\n")
+            file.write(json.dumps({"step": step, **record}) + "\n")
         if self.tensorboard:
             for tag, value in values.items():
                 self.tensorboard.add_scalar(tag, value, step)
             self.tensorboard.flush()
 
 
-def _set_aside(folder: Path, names: list[str]) -> None:
-    there = [name for name in names if (folder / name).exists()]
+def _move_to_previous(folder: Path, names: list[str]) -> None:
+    existing = [name for name in names if (folder / name).exists()]
     previous = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-    for name in there:
+    for name in existing:
         previous.mkdir(parents=True, exist_ok=True)
         (folder / name).rename(previous / name)
-    if there:
-        print(f"moved an earlier run's {', '.join(there)} to {previous}", flush=True)
+    if existing:
+        print(f"moved an earlier run's {', '.join(existing)} to {previous}", flush=True)
 
 
-def _keep_rows(file: Path, last_step: int) -> None:
-    """Cut the rows after a step, and a half-written one, off a metrics file."""
-    rows = file.read_text().splitlines(keepends=True) if file.exists() else []
-    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step]
+def _remove_later_steps(file: Path, last_step: int) -> None:
+    """Remove the lines after a step, and a half-written one, from a metrics.jsonl."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    earlier = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
     replacement = file.with_suffix(".tmp")
-    replacement.write_text("".join(kept))
+    replacement.write_text("".join(earlier))
     replacement.replace(file)
 
 

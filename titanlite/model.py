@@ -208,9 +208,8 @@ def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int
     """Return the floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of
     the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
-    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
-    (a tied one is also the output head and counts). The second term is attention, counted without the causal mask.
-    Recomputed activations do not count.
+    N counts every weight that is multiplied with activations: all but the input embedding, which is a look-up (a tied
+    one is also the output head and counts). 12 L D T is attention without a mask. Recomputed activations do not count.
     """
     counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
     return 6 * sum(counted) + 12 * model.n_layers * model.dim * seq_len

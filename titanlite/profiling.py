@@ -6,15 +6,26 @@ from pathlib import Path
 
 import torch
 
+from titanlite.config.schema import Profiling
+
+StepDone = Callable[[int], None]  # to call with the number of each step after it
+
+
+def build_profilers(
+    dump_folder: Path, profiling: Profiling, rank: int
+) -> list[contextlib.AbstractContextManager[StepDone]]:
+    """Build the enabled profilers: contexts for the training loop that yield a function to call after each step."""
+    freq, profilers = profiling.profile_freq, []
+    if profiling.enable_profiling:
+        profilers.append(traces(dump_folder / profiling.save_traces_folder, freq, rank))
+    if profiling.enable_memory_snapshot:
+        profilers.append(memory_snapshots(dump_folder / profiling.save_memory_snapshot_folder, freq, rank))
+    return profilers
+
 
 @contextlib.contextmanager
-def traces(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev).
-
-    Yields:
-        A function to call with the number of each step after it.
-    """
-
+def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
+    """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev)."""
     step = 0
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -27,23 +38,17 @@ def traces(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], No
         step = number
         profiler.step()
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=freq - 4, warmup=3, active=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:  # of the CPU, and CUDA if there
         yield step_done
 
 
 @contextlib.contextmanager
-def memory_snapshots(folder: Path, *, freq: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """Write what each allocation on the GPU was made for to folder/step_N/rankR.pickle (open it in
-    pytorch.org/memory_viz), each `freq` steps and when the run dies of a lack of memory.
+def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
+    """Write memory snapshots, which name the code behind each GPU allocation (open them in pytorch.org/memory_viz), to
+    folder/step_N/rankR.pickle every `freq` steps and to folder/out_of_memory/rankR.pickle on an out-of-memory error.
 
-    Private API of torch.cuda.memory, which its documentation of memory snapshots names all the same.
-
-    Yields:
-        A function to call with the number of each step after it.
+    Private: two functions of torch.cuda.memory, which PyTorch's documentation of memory snapshots names all the same.
     """
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 

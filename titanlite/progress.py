@@ -14,7 +14,7 @@ INTERVAL_SECONDS = 10.0
 @contextlib.contextmanager
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Callable[..., None]]:
     """Print a line to standard error every 10 seconds for as long as the body runs.
 
     Args:
@@ -24,18 +24,18 @@ def progress(
         enabled: whether to print at all; False on all ranks but one.
 
     Yields:
-        A function to call with the amount done since the last call.
+        A function to call with the amount done since the last call and, if wanted, a text to add to the line.
     """
-    begin, done, finished = time.monotonic(), 0, threading.Event()
+    begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
-    def advance(amount: int = 1) -> None:
-        nonlocal done
-        done += amount
+    def advance(amount: int = 1, text: str = "") -> None:
+        nonlocal done, details
+        done, details = done + amount, text
 
     def report() -> None:
         while not finished.wait(INTERVAL_SECONDS):
             line = progress_line(description, done, total, unit, time.monotonic() - begin)
-            print(line, file=sys.stderr, flush=True)
+            print(f"{line}; {details}" if details else line, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if enabled:
@@ -49,7 +49,7 @@ def progress(
 
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
-    """Return the line of some work after so many seconds, as in "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
+    """Return the line of some work after so many seconds: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
     parts = []
     if total is not None:
         parts.append(f"{done:,} of {total:,} {unit}")

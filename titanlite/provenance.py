@@ -1,4 +1,4 @@
-"""What a run was made with, so that it can be repeated."""
+"""Provenance of a run: the versions, git revision and hardware that it takes to repeat it."""
 
 import platform
 import subprocess
@@ -10,7 +10,7 @@ import torch
 
 
 def describe(device: torch.device, world_size: int) -> str:
-    """Date, command line, versions, git revision and hardware, as comment lines of a TOML file."""
+    """Return date, command line, versions, git revision and hardware, as comment lines of a TOML file."""
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     lines = [
         f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {' '.join(sys.argv)}",
@@ -21,14 +21,10 @@ def describe(device: torch.device, world_size: int) -> str:
 
 
 def git_revision() -> str:
-    """Revision of the checkout that this file is in, marked if it has uncommitted changes; or "without git"."""
+    """Return the revision of this file's checkout, marked if it has uncommitted changes; or "without git"."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return result.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "without git"

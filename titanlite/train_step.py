@@ -1,7 +1,7 @@
 """The gradients of one optimizer step, and the loss without them. Training and the parity tests run this same code."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -70,12 +70,14 @@ class TrainStep:
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> float:
-        """Return the loss in nats by the rule of training. Every rank needs the same number of batches."""
+    def validate(self, batches: Iterable[Batch], advance: Callable[[int], None] = lambda amount: None) -> float:
+        """Return the loss in nats by the rule of training. Call `advance` with 1 after each batch, of which every rank
+        needs the same number."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             totals[0] += self.runner.forward(batch.to(self.device))
             totals[1] += count_valid([batch.targets], self.device)
+            advance(1)
         fsdp.reshard(self.model)
         totals = totals if self.contributes_loss else torch.zeros_like(totals)
         dist.all_reduce(totals)

@@ -158,8 +158,8 @@ class Candidate(NamedTuple):
         training: dict[str, Any] = {"dataset": "c4", "streaming": True, "shuffle": False, "seq_len": task.seq_len}
         training |= {"local_batch_size": self.local_batch, "global_batch_size": task.sequences}
         training |= {"loss_chunks": self.loss_chunks(task)}
-        streams = Training().streams  # each data-parallel rank must have whole ones
-        training["streams"] = streams if streams % mesh.dp == 0 else math.ceil(streams / mesh.dp) * mesh.dp
+        streams = Training().streaming_shards  # each data-parallel rank must have whole ones
+        training["streaming_shards"] = streams if streams % mesh.dp == 0 else math.ceil(streams / mesh.dp) * mesh.dp
         parallelism = {
             "data_parallel_replicate_degree": mesh.dp_replicate,
             "data_parallel_shard_degree": mesh.dp_shard,
@@ -306,7 +306,7 @@ def estimate(task: Task, candidate: Candidate) -> Estimate:
     gather = _collective(task, "all_gather", 2 * weights, shards, mesh.tp, n_layers)
     reduce = _collective(task, "reduce_scatter", 4 * weights, shards, mesh.tp, n_layers)
     replicas = _collective(task, "all_reduce", 4 * weights / shards, mesh.dp_replicate, mesh.tp * shards, n_layers)
-    moving = task.device.memory_rate * EFFICIENCY["memory"][0]
+    moving = task.device.memory_bandwidth * EFFICIENCY["memory"][0]
     if mesh.pp == 1:
         # Weights are gathered for the forward and again for the backward.
         copies = weights * COPY_BYTES / moving
@@ -383,7 +383,7 @@ class _Layer:
         uncut = mesh.tp * dim if mesh.tp > 1 else 0
         passes = (15 * dim + 2 * keys + 4 * model.ffn_dim) * (1 if candidate.compiled else EAGER_PASSES) + 5 * uncut
         passes *= 3 + again
-        moving = 2 * passes * self.tokens / (task.device.memory_rate * EFFICIENCY["memory"][0])
+        moving = 2 * passes * self.tokens / (task.device.memory_bandwidth * EFFICIENCY["memory"][0])
         activations = 2 * dim * self.tokens * mesh.tp
         gathers, reductions = (6 if again else 4), (5 if full else 4)
         waiting = _collective(task, "all_gather", gathers * activations, mesh.tp, 1, gathers)
@@ -855,7 +855,7 @@ def make_task(arguments: argparse.Namespace) -> Task:
     sequences = max(1, tokens // arguments.seq_len)
     if sequences > n:  # so that it can be dealt evenly to any data-parallel degree
         sequences -= sequences % n
-    device, float8 = devices.find(device_name), bool(arguments.float8)
+    device, float8 = devices.find_device(device_name), bool(arguments.float8)
     return Task(arguments.model, arguments.seq_len, sequences, n, device_name, device, float8)
 
 

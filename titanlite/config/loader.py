@@ -1,8 +1,8 @@
-"""Typed options from a TOML file and `--section.key=value` arguments: a class of sections, each a class of options.
+"""Typed options from a TOML file and `--section.key=value` arguments.
 
-What is read here knows nothing of the options themselves; those, and the rules between them, are in
-titanlite/config.py. Everything wrong is found in one run, and each problem is one line: where the value stands, key =
-value, what was expected."""
+This file knows neither the options (schema.py) nor the rules between them (rules.py). All problems are found in one
+run; each is one line: file or command line, key = value, what was expected, what to do.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ COMMAND_LINE = "command line"
 
 
 class Section(BaseModel):
-    """One [section] of the file. Strict: no unknown key, no silent conversion of types."""
+    """This class is one [section] of the file. It is strict: no unknown key, no silent conversion of types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -36,43 +36,50 @@ Options = TypeVar("Options", bound=Section)
 
 
 class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` holds one line each; a program prints them and exits with 2."""
+    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = [problem.replace("\n", "\\n") for problem in problems]
 
 
-class Rejections(list[tuple[str, str, tuple[str, ...]]]):
-    """Problems with the values of options; call it to add one."""
+def print_problems(error: ConfigError) -> None:
+    """Print one line per problem to standard error."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
 
-    def __call__(self, key: str, message: str, *others: str) -> None:
-        """Args:
-        key: `section.key` of the value that is wrong.
-        message: what was expected and what to do.
-        others: keys that the rule also read.
-        """
-        self.append((key, message, others))
+
+class Rejections(list[tuple[str, str, set[str]]]):
+    """This list has a key, a message and the keys that the rule reads for each wrong value; call it to add one."""
+
+    def __call__(self, key: str, message: str, *reads: str) -> None:
+        """Reject the value of `section.key`. The message says what was expected and what to do."""
+        self.append((key, message, {key, *reads}))
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig(Generic[Options]):
-    """A config with where its values came from, so that later checks can say so."""
+    """A config and the origin of its values, so that later checks can name it."""
 
     config: Options
     file: str
     origins: dict[str, str]
-    """File or command line, for each key that was given."""
+    """File or command line, for each `section.key` that was set."""
 
-    def lines(self, refusals: Rejections, ignoring: set[str] = frozenset()) -> list[str]:
-        """One line a refusal, but for those that read a key to be ignored."""
-        return [self._line(key, message) for key, message, others in refusals if not ignoring & {key, *others}]
+    def lines(self, rejections: Rejections, ignored: set[str] = frozenset()) -> list[str]:
+        """Return one line per rejection, except for rules that read an ignored key."""
+        lines = []
+        for key, message, reads in rejections:
+            if not ignored & reads:
+                value = show(value_of(self.config, key)) + ("" if key in self.origins else " (default)")
+                lines.append(f"{self.origins.get(key, self.file)}: {key} = {value}: {message}")
+        return lines
 
-    def _line(self, key: str, message: str) -> str:
-        section, name = key.split(".")
-        default = "" if key in self.origins else " (default)"
-        value = show(getattr(getattr(self.config, section), name))
-        return f"{self.origins.get(key, self.file)}: {key} = {value}{default}: {message}"
+
+def value_of(config: Section, key: str) -> Any:
+    """Return the value of an option `section.key`."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def load(
@@ -82,75 +89,94 @@ def load(
 
     Args:
         kind: a Section whose fields are Sections.
-        argv: one path, any number of `--section.key=value` (a bare `--section.key` is true).
-        rules: problems between options, from the options and the keys that were given a value other than the default.
+        argv: one config (see `find_config`), any number of `--section.key=value` (a bare `--section.key` is true).
+        rules: returns the problems between options, from the options and the keys whose value is not the default.
 
     Raises:
         ConfigError: with every problem found: arguments, syntax, unknown keys, types, values, rules.
     """
-    paths = [argument for argument in argv if not argument.startswith("-")]
+    names = [argument for argument in argv if not argument.startswith("-")]
     arguments = [argument for argument in argv if argument.startswith("-")]
-    if len(paths) != 1 or not paths[0]:
-        got = "no config file" if not paths else "an empty path" if paths == [""] else f"{len(paths)} files: "
-        got += " ".join(paths) if len(paths) > 1 else ""
-        problems = [f"{COMMAND_LINE}: expected one TOML file, got {got}; {usage}"]
-        raise ConfigError(problems + _override(kind, arguments, {}, {}))
-    (file,) = paths
-    given = read_toml(file)
-    origins = {f"{section}.{key}": file for section, keys in given.items() if isinstance(keys, dict) for key in keys}
-    problems = _override(kind, arguments, given, origins)
-    config, bad_keys, found = _validate(kind, given, file, origins)
-    # The rules run even where single values are wrong (those stand in with their defaults): all problems in one run.
+    if len(names) != 1 or not names[0]:
+        problem = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; {usage}"
+        raise ConfigError([problem, *_override(kind, arguments, {}, {})])
+    file = str(find_config(names[0]))
+    values = read_toml(file)
+    origins = {f"{section}.{key}": file for section, keys in values.items() if isinstance(keys, dict) for key in keys}
+    problems = _override(kind, arguments, values, origins)
+    config, bad_keys, value_problems = _validate(kind, values, file, origins)
+    # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
     loaded = LoadedConfig(config, file, origins)
-    changed = {key for key in origins if key not in bad_keys and _differs_from_default(config, key)}
-    problems += found + loaded.lines(rules(config, changed), ignoring=bad_keys)
+    # A resolved config sets every option; only those that differ from their default count as changed.
+    options = [(key, option) for key, option in options_of(kind).items() if key in origins and key not in bad_keys]
+    changed = {key for key, option in options if option.is_required() or value_of(config, key) != option.default}
+    problems += value_problems + loaded.lines(rules(config, changed), bad_keys)
     if problems:
         raise ConfigError(problems)
     return loaded
 
 
+def find_config(name: str) -> Path:
+    """Return the path of a config. A bare name (debug, 70b) is one of the configs shipped with titanlite; a name with a
+    folder or with the suffix .toml is a path.
+
+    Raises:
+        ConfigError: if no shipped config has the bare name.
+    """
+    path, package = Path(name), Path(__file__).parents[1]
+    if path.name != name or path.suffix == ".toml":
+        return path
+    folder = (
+        next((folder for folder in (package, package.parent) if (folder / "configs").is_dir()), package) / "configs"
+    )
+    shipped = sorted(file.stem for file in folder.glob("*.toml"))
+    if name not in shipped:
+        near = " or ".join(difflib.get_close_matches(name, shipped, cutoff=0.4)) or f"one of {', '.join(shipped)}"
+        raise ConfigError([f"{name}: no config has this name; did you mean {near}? A path needs a folder or .toml"])
+    return folder / f"{name}.toml"
+
+
 def read_toml(file: str) -> dict[str, Any]:
-    """Raises:
-    ConfigError: if it is not there, cannot be read or is not TOML.
+    """Return the contents of a TOML file.
+
+    Raises:
+        ConfigError: if it does not exist, cannot be read or is not TOML.
     """
     path = Path(file)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor on Windows may write a mark first
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors may write a byte order mark
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(
-            [f"{file}: no such file{f'; did you mean {path.parent / near[0]}?' if near else place}"]
-        ) from None
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"
+        problem = f"no such file{hint}"
     except OSError as error:
-        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
+        problem = f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{file}: not valid TOML: {error}"]) from None
+        problem = f"not valid TOML: {error}"
+    raise ConfigError([f"{file}: {problem}"])
 
 
-def _override(kind: type[Section], arguments: list[str], given: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Write `--section.key=value` arguments over the file's values. Returns a line for each that cannot be."""
+def _override(kind: type[Section], arguments: list[str], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Write `--section.key=value` arguments over the file's values, and return a line for each that is malformed."""
     problems = []
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
         section, _, key = name.partition(".")
+        option = options_of(kind).get(f"{section}.{key}")
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
-            continue
-        option = _option(kind, section, key)
-        if not equals and option is not None and option.annotation is not bool:
+        elif section not in kind.model_fields:
+            problems.append(f"{COMMAND_LINE}: {argument}: an unknown section{_hint(kind, section)}")
+        elif not equals and option and option.annotation is not bool:
             problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
-            continue
-        keys = given.setdefault(section, {})
-        if isinstance(keys, dict):  # else the file has `section = something`, which is reported as such
-            keys[key] = _parse(text, option) if equals else True
+        elif isinstance(values.setdefault(section, {}), dict):  # else `section = something`, reported as such
+            values[section][key] = _parse(text, option) if equals else True
             origins[f"{section}.{key}"] = COMMAND_LINE
     return problems
 
 
 def _parse(text: str, option: Any) -> Any:
-    """The value of an argument: TOML where it is that, else (a word such as debug) a string. What a string option is
-    given stays a string, whatever it looks like."""
+    """Return the value of an argument: of a string option the text, else a TOML value if it is one, else the text."""
     with contextlib.suppress(ValueError, RecursionError):
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"]
@@ -160,16 +186,18 @@ def _parse(text: str, option: Any) -> Any:
 
 
 def _validate(
-    kind: type[Options], given: dict[str, Any], file: str, origins: dict[str, str]
+    kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Validate types and ranges. Returns the options (bad values left at their defaults), bad keys, lines."""
+    """Return the options (defaults stand in for bad values), the bad keys, and a line for each."""
     problems, bad_keys, good = [], set(), {}
-    for section, keys in given.items():
-        if section not in kind.model_fields:
-            problems.append(_unknown_section(kind, section, keys, file, origins))
+    for section, keys in values.items():
+        if section not in kind.model_fields and isinstance(keys, (dict, list)):
+            problems.append(f"{file}: [{section}]: an unknown section{_hint(kind, section)}")
+        elif section not in kind.model_fields:
+            problems.append(f"{file}: {section} = {show(keys)}: a key outside any section{_hint(kind, '', section)}")
         elif not isinstance(keys, dict):
             problems.append(f"{file}: {section} = {show(keys)}: expected a section, written [{section}]")
-            bad_keys |= {f"{section}.{key}" for key in kind.model_fields[section].annotation.model_fields}
+            bad_keys |= {key for key in options_of(kind) if key.startswith(f"{section}.")}
         else:
             good[section] = dict(keys)
     try:
@@ -179,55 +207,33 @@ def _validate(
             section, name, *_ = entry["loc"]
             key = f"{section}.{name}"
             if key in bad_keys:
-                continue  # each branch of a union reports on its own
+                continue  # each branch of a union reports its own error
             bad_keys.add(key)
-            value = good[section].pop(name)
-            option = _option(kind, section, name)
-            expected = (
-                f"unknown key{_nearest(kind, section, name)}"
-                if option is None
-                else f"expected {expectation(option, finite=isinstance(value, float) and not math.isfinite(value))}"
-            )
-            problems.append(f"{origins.get(key, file)}: {key} = {show(value)}: {expected}")
+            value, option = good[section].pop(name), options_of(kind).get(key)
+            message = f"expected {expectation(option)}" if option else f"unknown key{_hint(kind, section, name)}"
+            problems.append(f"{origins.get(key, file)}: {key} = {show(value)}: {message}")
         return kind.model_validate(good), bad_keys, problems
 
 
-def _unknown_section(kind: type[Section], section: str, keys: Any, file: str, origins: dict[str, str]) -> str:
-    if not isinstance(keys, (dict, list)):
-        return f"{file}: {section} = {show(keys)}: a key outside any section{_nearest(kind, '', section)}"
-    near = difflib.get_close_matches(section, list(kind.model_fields), n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists every option"
-    given = [key for key in origins if key.startswith(f"{section}.")]
-    if given and all(origins[key] == COMMAND_LINE for key in given):
-        return f"{COMMAND_LINE}: --{given[0]}: an unknown section; {hint}"
-    return f"{file}: [{section}]: an unknown section; {hint}"
+def options_of(kind: type[Section]) -> dict[str, Any]:
+    """Return the pydantic field of every option, by `section.key`."""
+    sections = {name: field.annotation.model_fields for name, field in kind.model_fields.items()}
+    return {f"{section}.{key}": option for section, options in sections.items() for key, option in options.items()}
 
 
-def _option(kind: type[Section], section: str, key: str) -> Any:
-    """The pydantic field of an option, or None."""
-    return kind.model_fields[section].annotation.model_fields.get(key) if section in kind.model_fields else None
-
-
-def _differs_from_default(config: Section, key: str) -> bool:
-    """A resolved config names every option; only what differs from the defaults was meant."""
-    section, _, name = key.partition(".")
-    option = _option(type(config), section, name)
-    return option is not None and (option.is_required() or getattr(getattr(config, section), name) != option.default)
-
-
-def _nearest(kind: type[Section], section: str, key: str) -> str:
-    """A hint after an unknown key: what is spelt alike in its section, or has it as a word there, or is the same key in
-    another section."""
-    keys = {name: list(field.annotation.model_fields) for name, field in kind.model_fields.items()}
-    own = keys.get(section, [])
-    near = [f"{section}.{other}" for other in difflib.get_close_matches(key, own, n=1)]
-    near += [f"{section}.{other}" for other in own if key in other.split("_")]
-    near += [f"{name}.{key}" for name, others in keys.items() if key in others]
+def _hint(kind: type[Section], section: str, key: str = "") -> str:
+    """Return a hint after an unknown section, or key: what is spelled alike or has this word, or the key elsewhere."""
+    keys = [option.split(".") for option in options_of(kind)]
+    own = [name for other, name in keys if other == section]
+    near = [] if key else difflib.get_close_matches(section, kind.model_fields, n=1)
+    near += [f"{section}.{name}" for name in difflib.get_close_matches(key, own, n=1)]
+    near += [f"{section}.{name}" for name in own if key in name.split("_")]
+    near += [f"{other}.{name}" for other, name in keys if name == key]
     return f"; did you mean {near[0]}?" if near else "; --help lists every option"
 
 
 def show(value: Any) -> str:
-    """A value as it stands in TOML."""
+    """Return a value as TOML writes it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (datetime.date, datetime.time)):
@@ -235,52 +241,22 @@ def show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def expectation(option: Any, *, finite: bool = False) -> str:
-    """What an option takes, in words: type, bounds and choices.
-
-    Args:
-        finite: say that a number must be finite, as the one that was given is not.
-    """
-    return _expectation(option.annotation, option.metadata, "a finite number" if finite else "a number")
+def expectation(option: Any) -> str:
+    """Return what an option takes, in words: type, bounds and choices."""
+    return _expectation(option.annotation, option.metadata)
 
 
-def _expectation(annotation: Any, metadata: Any, number: str) -> str:
+def _expectation(annotation: Any, metadata: Any = ()) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)
     if get_origin(annotation) is Union:
-        return ", or ".join(_expectation(branch, (), number) for branch in get_args(annotation))
+        return ", or ".join(_expectation(branch) for branch in get_args(annotation))
     if get_origin(annotation) is Literal:
         choices = [show(choice) for choice in get_args(annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    text = {bool: "true or false", int: "a whole number", float: number, str: "a string"}.get(annotation)
-    text = text or ("a list of strings" if annotation == list[str] else "a list of lists of strings")
-    constraints: list[Any] = []
-    for item in metadata:
-        constraints += item.metadata if hasattr(item, "metadata") else [item]
-    words = {annotated_types.Ge: "at least", annotated_types.Gt: "above"}
-    words |= {annotated_types.Le: "at most", annotated_types.Lt: "below"}
-    bounds = [
-        f"{words[type(item)]} {getattr(item, type(item).__name__.lower())}"
-        for item in constraints
-        if type(item) in words
-    ]
-    return f"{text} {' and '.join(bounds)}".rstrip()
-
-
-def help_text(kind: type[Section], usage: str) -> str:
-    """Every option with its type, default and meaning."""
-    lines = [usage, "", "Values are TOML; a string needs no quotes. A bare --section.key means true.", ""]
-    for section, field in kind.model_fields.items():
-        lines.append(f"[{section}]")
-        for key, option in field.annotation.model_fields.items():
-            default = "the flavor's" if option.is_required() else show(option.default)
-            lines.append(f"  --{section}.{key}   {expectation(option)}; default {default}")
-            lines.append(f"      {' '.join((option.description or '').split())}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def print_problems(error: ConfigError) -> None:
-    """One line a problem; every program of this project then exits with 2."""
-    for problem in error.problems:
-        print(f"error: {problem}", file=sys.stderr)
+    words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+    text = words.get(annotation, "a list of strings" if annotation == list[str] else "a list of lists of strings")
+    symbols = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}
+    bounds = [bound for item in metadata for bound in getattr(item, "metadata", [item]) if type(bound) in symbols]
+    limits = [f"{symbols[type(bound)]} {getattr(bound, type(bound).__name__.lower())}" for bound in bounds]
+    return f"{text} {' and '.join(limits)}".rstrip()

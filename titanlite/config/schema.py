@@ -1,13 +1,7 @@
-"""Every option of a run: its type, its default, what it means, and the rules between options.
+"""Every option of a run: its type, its default and its meaning.
 
-A run is described by one TOML file plus `--section.key=value` overrides. `load` reads both, `check` holds them against
-the ranks and devices of a launch. Both find every problem at once and raise one `ConfigError`; neither needs torch, so
-a mistake costs a fraction of a second and is found before any process group exists.
-
-    python -m titanlite.config CONFIG.toml [--section.key=value ...]     print the resolved config as TOML
-    python -m titanlite.config --help                                    every option
-
-Option names follow torchtitan 0.2.2 (its last release with TOML files) where an option means the same.
+A class is a [section]; the docstring below an option is its text in --help and docs/reference/config.md. Names follow
+torchtitan 0.2.2 (its last release with TOML files) where an option means the same. rules.py: rules between options.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from titanlite.config.loader import Section
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 
-# Types that recur. The bounds are read back when a value is refused, so the message always names the true range.
+# Types that recur. An error message reads the bounds back, so it always names the true range.
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,24 +28,24 @@ class Job(Section):
     dump_folder: str = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
     description: str = ""
-    """One line about the run; it is printed first and stands in TensorBoard."""
+    """One line about the run. It is printed first and is shown in TensorBoard."""
 
 
 class Model(Section):
-    """`flavor` names a row of titanlite/sizes.py; every other key overrides that row."""
+    """`flavor` names a model of titanlite/config/model_sizes.py; every other key overrides its value there."""
 
     flavor: Literal[tuple(SIZES)] = "debug"  # type: ignore[valid-type]
-    """Named size whose dimensions are the defaults of this section."""
+    """Named model whose dimensions are the defaults of this section."""
     hf_assets_path: str = ""
-    """A Hugging Face tokenizer.json, or the folder that holds one; empty: every byte is a token."""
+    """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count
     """Width of the residual stream."""
     n_layers: Count
     """Number of transformer blocks."""
     n_heads: Count
-    """Query heads of an attention layer."""
+    """Number of query heads."""
     n_kv_heads: Count
-    """Key and value heads; fewer than n_heads is grouped-query attention."""
+    """Number of KV heads; fewer than n_heads is grouped-query attention."""
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
@@ -59,90 +53,83 @@ class Model(Section):
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
-    """Use the embedding's weight as the output head."""
+    """Use the embedding's weight as the output head's weight."""
     rope_theta: Positive
-    """Base of the rotary frequencies."""
+    """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Llama 3.1 scaling of the low rotary frequencies; 1 leaves them alone."""
+    """Llama 3.1 scaling of the low frequencies of the rotary embedding; 1: no scaling."""
     rope_low_freq_factor: Positive
-    """Wavelengths above rope_original_seq_len / this are scaled fully."""
+    """Wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_high_freq_factor: Positive
-    """Wavelengths below rope_original_seq_len / this are not scaled."""
+    """Wavelengths below rope_original_seq_len / this factor are not scaled."""
     rope_original_seq_len: Count
-    """Sequence length before the scaling."""
+    """Sequence length in tokens that the model was trained with before the scaling."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_flavor(cls, given: dict[str, Any]) -> dict[str, Any]:
-        flavor = given.get("flavor", "debug")
-        return {**SIZES.get(flavor if isinstance(flavor, str) else "", SIZES["debug"]), **given}
+    def _fill_from_flavor(cls, values: dict[str, Any]) -> dict[str, Any]:
+        flavor = values.get("flavor", "debug")
+        return {**SIZES.get(flavor if isinstance(flavor, str) else "", SIZES["debug"]), **values}
 
 
 class Training(Section):
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
-    """pydoc_topics: the 465 KB of English prose that every CPython carries; text, json (also JSON lines), parquet:
-    files at dataset_path; c4: allenai/c4 `en`; hub: the dataset that dataset_path names on the Hugging Face hub."""
+    """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
+    dataset_path; c4: allenai/c4 `en`; hub: the Hugging Face hub's dataset that dataset_path names."""
     dataset_path: str = ""
     """File, folder or glob (text, json, parquet), or the name on the hub (hub)."""
     dataset_config: str = ""
-    """Configuration of a hub dataset, where it has several."""
+    """Configuration of a hub dataset, if it has several."""
     dataset_split: str = "train"
     """Split of a hub dataset to train on."""
     dataset_text_key: str = "text"
-    """Column that holds a document's text (json, parquet, hub)."""
+    """Column that contains a document's text (json, parquet, hub)."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
-    """What one document of dataset = "text" is: a whole file, a paragraph, or a line."""
+    """What one document of dataset = "text" is: a file, a paragraph or a line."""
     streaming: bool = False
-    """Read and tokenise documents while training instead of tokenising the whole dataset once before."""
-    streams: Count = 64
-    """Streaming: number of independent streams that the files are dealt to. Sequence k comes from stream k mod streams,
-    so the order does not depend on the ranks; the data-parallel degree must divide it, and there must be as many
-    files."""
+    """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
+    streaming_shards: Count = 64
+    """Streaming: shards that the files are partitioned into; packed sequence k is from shard k mod streaming_shards, on
+    any number of ranks. It must be a multiple of the data-parallel degree, and at most the number of files."""
     shuffle: bool = True
-    """Draw the packed sequences in an order seeded by debug.seed, anew each epoch. A stream cannot."""
+    """Shuffle the packed sequences, seeded by debug.seed, anew each epoch. Streaming cannot shuffle."""
     cache_folder: str = "~/.cache/titanlite"
-    """Where the tokens of a dataset are kept between runs."""
+    """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""
     document_mask: bool = False
-    """Attend only within a document, and count positions from its beginning; false: across all documents of a packed
-    sequence."""
+    """Attend only within a document, with positions from its start; false: across all documents of a sequence."""
     local_batch_size: Count = 8
-    """Sequences that a data-parallel rank takes a microstep. A pipeline cuts them into microbatches."""
+    """Per-device batch size: sequences per data-parallel rank and gradient accumulation step."""
     global_batch_size: Union[Literal[-1], Count] = -1
-    """Sequences of an optimizer step over all ranks; more than local_batch_size x data-parallel ranks accumulates
-    gradients. -1: no accumulation."""
+    """Sequences per optimizer step; above local_batch_size x data-parallel ranks: gradient accumulation; -1: none."""
     steps: Count = 10_000
     """Optimizer steps of the run."""
     max_norm: Positive = 1.0
-    """Gradients are scaled down to this global norm if theirs is larger."""
+    """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
-    """How many steps of the whole run may be skipped because the loss or the gradient norm is not finite; one more
-    stops the run."""
+    """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
     gc_freq: Count = 50
-    """Steps between Python's garbage collections, which otherwise come at different times on each rank."""
+    """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type in which weights are kept, and optimizer states unless optimizer.state_dtype says otherwise. float64 is for
-    proofs."""
+    """Data type of the weights, and of optimizer states unless optimizer.state_dtype is set; float64: parity tests."""
     mixed_precision_param: Literal[Precision, "float16"] = "auto"
-    """Type in which FSDP gathers the weights and the model computes; auto: bfloat16 on CUDA, `dtype` on a CPU. float16
-    scales the loss (initial_loss_scale)."""
+    """Data type that FSDP gathers weights in and the model computes in; auto: bfloat16 on CUDA, `dtype` on a CPU.
+    float16 scales the loss (initial_loss_scale)."""
     mixed_precision_reduce: Precision = "auto"
-    """Type in which gradients are accumulated and reduced; auto: float32, or `dtype` if that is float64."""
+    """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Kernel of attention; auto: what torch's scaled_dot_product_attention chooses. Under context parallelism or a
-    document mask auto is cpu on a CPU, and on CUDA flash for bfloat16 and float16, efficient for float32, math for
+    """Backend of attention; auto: the choice of torch's scaled_dot_product_attention. Under context parallelism or a
+    document mask, auto is cpu on a CPU, and on CUDA flash for bfloat16 and float16, efficient for float32, math for
     float64."""
     initial_loss_scale: Positive = 65536.0
-    """What the loss is multiplied by under float16, so that small gradients are not lost. A step whose gradients
-    overflow is skipped and halves it."""
+    """float16: initial factor on the loss. A step whose gradients overflow is skipped and halves it."""
     loss_scale_growth_interval: Count = 2000
-    """Steps without overflow after which the loss scale is doubled."""
+    """float16: steps without overflow after which the loss scale doubles."""
     loss_chunks: Count = 1
-    """Parts that a microbatch's tokens go through the output head and the loss in, one after the other: of more than
-    one, only a part's logits exist at any time."""
+    """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory; weights visit the device for their layer's turn."""
+    """Keep weights, gradients and optimizer states in host memory; copy a layer's weights to the device when used."""
 
 
 class Optimizer(Section):
@@ -151,87 +138,84 @@ class Optimizer(Section):
     lr: Positive = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
-    """Decay of the mean of gradients."""
+    """Decay rate of exp_avg, the running mean of gradients."""
     beta2: Fraction = 0.95
-    """Decay of the mean of squared gradients."""
+    """Decay rate of exp_avg_sq, the running mean of squared gradients."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon added to the root of exp_avg_sq."""
     weight_decay: NotNegative = 0.1
-    """For weight matrices and embeddings; norms and biases have none."""
+    """Weight decay of weight matrices and embeddings; norms and biases have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's implementations takes the step."""
+    """Which of torch's implementations of Adam runs."""
     state_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of the two moments; auto: training.dtype; int8: a byte and a scale for each 256 of them."""
+    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; int8: 8-bit optimizer states, a scale per 256."""
     stochastic_rounding: bool = False
-    """Round weights that are kept in bfloat16 up or down by chance, so that updates smaller than their last digit are
-    not lost. Needs training.dtype = "bfloat16"."""
+    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
 
 
 class LRScheduler(Section):
-    """Warm-up, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
+    """Warmup, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
 
     warmup_steps: CountOrZero = 200
-    """Steps over which the learning rate rises linearly to optimizer.lr. A run shorter than this ends on the ramp."""
+    """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
     total_steps: Union[Literal[-1], Count] = -1
-    """The schedule's horizon: the step after which the decay has ended. -1: training.steps."""
+    """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
     decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
-    """Share of total_steps over which the learning rate decays; -1: all that follows the warm-up."""
+    """Fraction of total_steps over which the learning rate decays; -1: all steps after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay; sqrt is 1 - sqrt(progress)."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where the decay ends, as a factor on optimizer.lr."""
+    """Factor on optimizer.lr at the end of the decay."""
 
 
 class Parallelism(Section):
-    """Degrees multiply to the number of ranks: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
+    """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
 
     data_parallel_replicate_degree: Count = 1
-    """Replicas of the sharded model; above 1 with a shard degree above 1 this is hybrid sharding (HSDP)."""
+    """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
     data_parallel_shard_degree: Union[Literal[-1], Count] = -1
-    """Ranks that each weight is sharded over, besides the context-parallel ones; -1: the ranks that remain."""
+    """FSDP: ranks that each weight is sharded over, besides the context-parallel ranks; -1: the ranks that remain."""
     fsdp_reshard_after_forward: Union[Literal["default", "always", "never"], Annotated[int, Field(ge=2)]] = "default"
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
-    gather them once a step (ZeRO-1, ZeRO-2); N: keep them cut over groups of N ranks in between. default: always, and
-    never in a pipeline, whose every microbatch would gather them again."""
+    gather them once per step (ZeRO-1, ZeRO-2); N: keep them sharded over groups of N ranks in between. default: always,
+    but never in a pipeline, where every microbatch would gather them again."""
     fsdp_reduce_gradients: Literal["every_accumulation_step", "last_accumulation_step"] = "every_accumulation_step"
-    """When accumulating, reduce-scatter gradients in each microstep (ZeRO-2, ZeRO-3: gradients are kept sharded), or
-    once, in the last (ZeRO-1, replicate: less traffic, gradients are kept whole)."""
+    """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
+    the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""
     fsdp_forward_prefetch: CountOrZero = 0
-    """Blocks whose weights are being gathered while one computes its forward; 0: FSDP's own way, which on CUDA begins
-    the next block's gather as soon as the CPU gets there."""
+    """Blocks to gather weights of during an earlier block's forward; 0: FSDP's default, on CUDA the next block."""
     fsdp_backward_prefetch: CountOrZero = 0
-    """The same in the backward; 0: FSDP's own way, the one block before."""
+    """The same for the backward; 0: FSDP's default, one block."""
     tensor_parallel_degree: Count = 1
-    """Ranks that share each layer's heads, channels and vocabulary, and, between the layers, its sequence."""
+    """Ranks that shard each layer's heads, channels and vocabulary, and, between the layers, the sequence."""
     disable_loss_parallel: bool = False
-    """Gather the logits of tensor-parallel ranks instead of computing the loss from their parts of the vocabulary."""
+    """Gather the logits of tensor-parallel ranks instead of computing the loss from shards of the vocabulary."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallel's collectives with its matrix products. Needs CUDA and compile.enable."""
+    """Overlap tensor parallelism's collectives with its matrix products. Needs CUDA and compile.enable."""
     pipeline_parallel_degree: Count = 1
-    """Ranks that the layers are dealt to."""
+    """Ranks that the layers are partitioned over."""
     pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
-    """Order in which a pipeline's ranks take forwards and backwards of microbatches."""
+    """Order in which a pipeline's ranks run forwards and backwards of microbatches."""
     pipeline_parallel_microbatch_size: Count = 1
-    """Sequences of a pipeline's microbatch, cut from local_batch_size."""
+    """Sequences of a pipeline's microbatch; it divides local_batch_size."""
     pipeline_parallel_stages_per_rank: Union[Literal[-1], Count] = -1
-    """Stages of a rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
+    """Stages per rank under a schedule that has several; -1: 2, or 1 under GPipe and 1F1B."""
     pipeline_parallel_balance: Literal["layers", "parameters"] = "layers"
-    """What stages are made equal in."""
+    """What is balanced between the stages."""
     pipeline_parallel_first_stage_less_layers: CountOrZero = 1
-    """How many layers the embedding counts as, when stages are balanced by layers."""
+    """Number of layers that the embedding counts as, when stages are balanced by layers."""
     pipeline_parallel_last_stage_less_layers: CountOrZero = 1
-    """How many layers the norm and the output head count as, when stages are balanced by layers."""
+    """Number of layers that the norm and the output head count as, when stages are balanced by layers."""
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
-    """The modules of each stage by name, in order (tok_embeddings, layers.0, ..., norm, output), instead of balancing
-    them; empty: balance them."""
+    """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
     context_parallel_degree: Count = 1
-    """Ranks that share each sequence."""
+    """Ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Count = 1
-    """How many of these trade sequence for heads (Ulysses); the others pass keys and values around a ring."""
+    """How many of these exchange sequence for heads by all-to-all (Ulysses); the others form a ring."""
 
     @property
     def n_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the pipeline."""
         per_rank = self.pipeline_parallel_stages_per_rank
         if per_rank == -1:
             per_rank = 1 if self.pipeline_parallel_schedule in ONE_STAGE else 2
@@ -239,47 +223,51 @@ class Parallelism(Section):
 
     @property
     def ring_degree(self) -> int:
-        """Ranks that pass keys and values around."""
+        """Number of ranks of a ring of ring attention."""
         return max(self.context_parallel_degree // self.context_parallel_ulysses_degree, 1)
 
     @property
     def data_parallel_degree(self) -> int:
-        """Number of ranks, or groups of ranks, that read sequences of their own (of a resolved config)."""
+        """Number of ranks, or groups of ranks, that read different sequences (of a resolved config)."""
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks that the degrees multiply to (of a resolved config)."""
+    def ranks_per_shard(self) -> int:
+        """Product of all degrees but data_parallel_shard_degree, which may still be -1; it divides the world size."""
         model_parallel = self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
-        return self.data_parallel_degree * model_parallel
+        return self.data_parallel_replicate_degree * model_parallel
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of all degrees (of a resolved config)."""
+        return self.data_parallel_shard_degree * self.ranks_per_shard
 
 
 class Float8(Section):
     enable: bool = False
-    """Take the matrix products of linear layers in 8-bit floating point."""
+    """Compute the matrix products of linear layers in 8-bit floating point."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: one scale a tensor; rowwise: one a row, which is more accurate; rowwise_with_gw_hp: rowwise, and
-    gradients of weights in the model's own type."""
+    """One scale per tensor; or per row (more accurate); or rowwise with weight gradients in the model's data type."""
     emulate: bool = False
-    """Round to float8 but multiply in the model's type, for hardware without float8."""
+    """Round to float8 but multiply in the model's data type, for hardware without float8."""
     filter_fqns: list[str] = Field(default=[])
-    """Leave layers alone whose name has one of these in it, as in ["layers.0.", "attention.wk"]. The output head always
-    is, and so is a layer whose weight has, on a rank, a side that is not a multiple of 16: the hardware needs that."""
+    """Skip layers whose name contains one of these, as in ["layers.0.", "attention.wk"]. The output head is always
+    skipped, and layers whose weight on a rank has a dimension that is not a multiple of 16 (as the hardware needs)."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP gathers weights in float8. Tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights at once after the optimizer's step. Needs enable_fsdp_float8_all_gather."""
+    """Compute the scales of all weights together after the optimizer step. Needs enable_fsdp_float8_all_gather."""
 
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: a block keeps its inputs only, and computes the rest again in its backward; selective: see
-    selective_ac_option; memory_budget: the compiler chooses what is kept, within memory_budget."""
+    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option;
+    memory_budget: the compiler chooses what is saved, within memory_budget."""
     selective_ac_option: Union[Literal["op"], Count] = "op"
-    """op: blocks keep the results of matrix products, attention and reductions over ranks, and recompute the rest; N:
-    every N-th block is recomputed in full, the others keep everything."""
+    """op: save the results of matrix products, attention and collectives, recompute the rest; N: full activation
+    checkpointing of every N-th block, none of the others."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of a block's activations to keep, from 0 (its inputs only) to 1 (all that its backward uses)."""
+    """Fraction of a block's activations to save, from 0 (its inputs only) to 1 (all that its backward uses)."""
 
 
 class Compile(Section):
@@ -288,24 +276,24 @@ class Compile(Section):
     components: list[str] = Field(default=["model", "loss"])
     """What to compile: "model", each block by itself; "loss", the output head and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """inductor: generated kernels; aot_eager: traced, but run with torch's own (fast to compile, for tests)."""
+    """inductor: generated kernels; aot_eager: traced, but run with torch's own kernels (fast to compile, for tests)."""
 
 
 class Checkpoint(Section):
     enable: bool = False
-    """Save checkpoints, and resume from the newest whole one in the folder."""
+    """Save checkpoints, and resume from the newest complete one in the folder."""
     folder: str = "checkpoint"
-    """Where, relative to job.dump_folder."""
+    """Folder of the checkpoints, relative to job.dump_folder."""
     interval: Count = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: CountOrZero = 10
-    """Delete all but the newest k; 0 keeps all."""
+    """Delete all but the newest k checkpoints; 0 keeps all."""
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
     initial_load_path: str = ""
-    """A checkpoint's step-N folder whose weights the run starts from where there is nothing to resume."""
+    """A checkpoint's step-N folder whose weights the run starts from if there is nothing to resume."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async: copy the state to host memory and write it while training goes on."""
+    """async: copy the state to host memory and write it while training continues."""
 
 
 class Metrics(Section):
@@ -314,19 +302,20 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write the same values for TensorBoard."""
     save_tb_folder: str = "tb"
-    """Where, relative to job.dump_folder."""
+    """Folder of the TensorBoard files, relative to job.dump_folder."""
 
 
 class Validation(Section):
     enable: bool = False
-    """Compute the loss on the held-out split."""
+    """Compute the loss on the validation split."""
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
-    steps: Union[Literal[-1], Count] = -1
-    """Batches of local_batch_size per rank that a validation reads; -1: the whole split."""
+    steps: Union[Literal[-1], Count] = 64
+    """Maximum number of batches of local_batch_size per rank and validation; -1: the full validation split. The default
+    is a cap because 20,000 validation sequences after the last step were four silent minutes."""
     fraction: Fraction = 0.05
-    """Share of documents held out of training where no split or path is given, whether validation is enabled or not (so
-    that enabling it does not change the training data)."""
+    """Fraction of documents that form the validation split if no split or path is set. Training never reads them, so
+    that enabling validation does not change its data."""
     dataset_path: str = ""
     """Files to validate on, of the kind that training.dataset names (text, json, parquet)."""
     dataset_split: str = ""
@@ -335,44 +324,44 @@ class Validation(Section):
 
 class Profiling(Section):
     enable_profiling: bool = False
-    """Write a Chrome trace of one step in each profile_freq."""
+    """Write a Chrome trace of one step every profile_freq steps."""
     profile_freq: Annotated[int, Field(ge=4)] = 10
-    """Steps between traces (the profiler skips, warms up 3 steps, and records one)."""
+    """Steps between traces (the profiler waits, warms up for 3 steps, and records one)."""
     save_traces_folder: str = "profile_traces"
-    """Where, relative to job.dump_folder."""
+    """Folder of the traces, relative to job.dump_folder."""
     enable_memory_snapshot: bool = False
-    """Write CUDA memory snapshots (for pytorch.org/memory_viz) each profile_freq steps."""
+    """Write CUDA memory snapshots (for pytorch.org/memory_viz) every profile_freq steps."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Where, relative to job.dump_folder."""
+    """Folder of the snapshots, relative to job.dump_folder."""
 
 
 class Comm(Section):
     init_timeout_seconds: Count = 300
-    """How long a collective may take until the first step is done (start-up, compilation, loading)."""
+    """Timeout of a collective until the first step is done (startup, compilation, loading)."""
     train_timeout_seconds: Count = 100
-    """How long a collective may take after that."""
+    """Timeout of a collective after that."""
     trace_buf_size: CountOrZero = 20_000
-    """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 turns it off."""
+    """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 
 
 class Plan(Section):
-    """What titanlite.plan reckons with; training does not read it."""
+    """Only `titanlite plan` and `titanlite advise` read this section; training does not."""
 
     device: str = "h100"
     """A name in titanlite/devices.py, or a TOML file with the same keys."""
     devices_per_node: Union[Literal[-1], Count] = -1
-    """-1: as many as hosts with such devices usually have."""
+    """Devices of a node; -1: the usual number for this device."""
     tokens: CountOrZero = 0
-    """Tokens to train on, for days, hours and costs; 0: what training.steps see."""
+    """Tokens to train on, for days, hours and costs; 0: those of training.steps."""
     price: NotNegative = 0.0
-    """Of one device for one hour, in any currency."""
+    """Price of one device for one hour, in any currency."""
 
 
 class Debug(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
-    """Seed of the weights, the data order and the random generators."""
+    """Seed of the weights, the data order and the random number generators."""
     deterministic: bool = False
-    """Use torch's deterministic algorithms only."""
+    """Use only deterministic algorithms of torch."""
 
 
 class Config(Section):
@@ -395,7 +384,7 @@ class Config(Section):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Number of times that a rank takes local_batch_size sequences in an optimizer step (of a resolved config)."""
+        """Number of per-device batches that a rank takes in an optimizer step (of a resolved config)."""
         sequences = self.training.local_batch_size * self.parallelism.data_parallel_degree
         return self.training.global_batch_size // sequences
 
@@ -412,33 +401,32 @@ class Config(Section):
         return parallelism.pipeline_parallel_microbatch_size, self.training.seq_len // ranks, self.model.dim
 
     def replace(self, **values: Any) -> Config:
-        """A copy with other values, keyed `section__key`."""
-        changed = {}
+        """Return a copy with other values, keyed `section__key`, which are not validated."""
+        sections: dict[str, Section] = {}
         for name, value in values.items():
             section, key = name.split("__")
-            changed[section] = changed.get(section, getattr(self, section)).model_copy(update={key: value})
-        return self.model_copy(update=changed)
+            if key not in type(getattr(self, section)).model_fields:
+                raise AttributeError(f"no option {section}.{key}")
+            sections[section] = sections.get(section, getattr(self, section)).model_copy(update={key: value})
+        return self.model_copy(update=sections)
 
     def toml(self) -> str:
+        """Return a TOML file with every option."""
         return tomli_w.dumps(self.model_dump())
 
 
 def stage_modules(config: Config) -> list[list[str]]:
-    """Names of the modules of each pipeline stage, in order."""
+    """Return the names of the modules of each pipeline stage, in order."""
     parallelism, model = config.parallelism, config.model
     if parallelism.module_fqns_per_model_part:
         return parallelism.module_fqns_per_model_part
-    names, n_stages = module_names(model.n_layers), parallelism.n_stages
     if parallelism.pipeline_parallel_balance == "layers":
-        ends = (
-            parallelism.pipeline_parallel_first_stage_less_layers,
-            parallelism.pipeline_parallel_last_stage_less_layers,
-        )
-        costs = [ends[0], *[1] * model.n_layers, 0, ends[1]]
+        first = parallelism.pipeline_parallel_first_stage_less_layers
+        costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
     else:
         layer, matrix = _layer_parameters(model), model.dim * model.vocab_size
         costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
-    return split_into_stages(names, costs, n_stages)
+    return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
 
 
 def _layer_parameters(model: Model) -> int:
@@ -448,6 +436,6 @@ def _layer_parameters(model: Model) -> int:
 
 
 def count_parameters(model: Model) -> int:
-    """Weights of the whole model."""
+    """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     return matrices * model.dim * model.vocab_size + model.n_layers * _layer_parameters(model) + model.dim

@@ -1,6 +1,6 @@
-"""Where documents come from: the built-in text, files, the Hugging Face hub.
+"""Datasets as documents of text: the built-in text, text, JSON lines and parquet files, Hugging Face datasets.
 
-To add a dataset, add its name to `config.Training.dataset` and its case to `_hub_options` (docs/data.md shows one).
+To add one, add its name to `config.schema.Training.dataset` and its case to `_hub_arguments` (see docs/data.md).
 """
 
 import dataclasses
@@ -13,182 +13,163 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.rules import FILES
+from titanlite.config.schema import Training
 
-ENDINGS = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
-"""What is taken from a folder."""
-
-BLOCK, BLOCKS = 2**16, 16
-"""Bytes and number of the samples that tell a large file from another; see _content."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Documents:
-    """Documents in a fixed order.
-
-    Attributes:
-        fingerprint: changes whenever the documents or their order do.
-        batches: starts an iteration over all texts, a list at a time.
-    """
-
-    fingerprint: str
-    batches: Callable[[], Iterator[list[str]]]
+# Suffixes of the files that are read from a folder, by dataset
+SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
+SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset as the options name it.
+    """This class names a dataset by its options: those of the config or, for a validation split, a changed copy."""
 
-    Attributes:
-        key: the option that names the path, for messages.
-        The others are options of the same name.
-    """
+    training: Training
+    path_option: str = "training.dataset_path"
+    """The option that names the path, for messages."""
 
-    dataset: str
-    dataset_path: str
-    dataset_config: str
-    split: str
-    text_key: str
-    text_sample_by: str
-    key: str = "training.dataset_path"
+    @property
+    def is_files(self) -> bool:
+        return self.training.dataset in FILES
+
+    def __str__(self) -> str:
+        """Return the option that names the dataset, with its value, for messages."""
+        if self.training.dataset_path:
+            return f"{self.path_option} = {show(self.training.dataset_path)}"
+        return f"training.dataset = {show(self.training.dataset)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """This class holds documents in a fixed order."""
+
+    fingerprint: str
+    """It changes whenever the documents or their order do."""
+    batches: Callable[[], Iterator[list[str]]]
+    """Starts an iteration over all texts, a list at a time."""
+    count: int | None = None
+    """Number of documents, where it is known before they are read."""
 
 
 def load_documents(source: Source) -> Documents:
-    """Open a dataset that is read whole.
-
-    Raises:
-        ConfigError: if there is no such file, dataset, split or column, or the hub cannot be reached; also by the
-            iteration, where something cannot be read.
-    """
-    if source.dataset == "pydoc_topics":
+    """Open a dataset to be tokenized before training. Raise ConfigError if there is no such file, dataset, split or
+    column, or the Hugging Face hub cannot be reached; the iteration raises it where something cannot be read."""
+    if source.training.dataset == "pydoc_topics":
         from pydoc_data.topics import topics
 
         texts = [topics[name] for name in sorted(topics)]
-        return Documents(hashlib.sha256("\0".join(texts).encode()).hexdigest(), lambda: iter([texts]))
+        fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        return Documents(fingerprint, lambda: iter([texts]), len(texts))
     # Files are read as a stream: `datasets` would copy them into a cache of its own, which trusts their times.
-    is_files = source.dataset in FILES
-    loaded, column = _load(source, streaming=is_files)
-    fingerprint = _content(source, with_times=True) if is_files else loaded._fingerprint
+    dataset, column = _load(source, streaming=source.is_files)
+    fingerprint = _content_hash(source, with_times=True) if source.is_files else dataset._fingerprint
 
     def batches() -> Iterator[list[str]]:
-        with_errors = reading(source, loaded.select_columns([column]).iter(batch_size=1000))
-        return ([text_of(source, column, value) for value in batch[column]] for batch in with_errors)
+        for batch in with_config_errors(source, dataset.select_columns([column]).iter(batch_size=1000)):
+            yield [text_of(source, column, value) for value in batch[column]]
 
-    return Documents(f"{fingerprint}/{column}/{source.text_sample_by}", batches)
+    fingerprint = f"{fingerprint}/{column}/{source.training.text_sample_by}"
+    return Documents(fingerprint, batches, None if source.is_files else len(dataset))
 
 
 def load_stream(source: Source) -> tuple[Any, str, str]:
-    """Open a dataset that is read while training: (datasets.IterableDataset, name of the text column, identity of its
-    documents and their order).
-
-    Raises:
-        ConfigError: as load_documents.
-    """
-    loaded, column = _load(source, streaming=True)
-    named = dataclasses.replace(source, dataset_path="") if source.dataset in FILES else source
-    content = _content(source, with_times=False) if source.dataset in FILES else ""
-    return loaded, column, hashlib.sha256(f"{named}/{content}".encode()).hexdigest()
+    """Open a dataset to be tokenized while training: a datasets.IterableDataset, the name of its text column, and the
+    identity of its documents and their order. Raise ConfigError as load_documents does."""
+    dataset, column = _load(source, streaming=True)
+    options = source.training
+    path, content = ("", _content_hash(source, with_times=False)) if source.is_files else (options.dataset_path, "")
+    identity = [options.dataset, path, options.dataset_config, options.dataset_split, column, options.text_sample_by]
+    return dataset, column, hashlib.sha256(f"{identity}/{content}".encode()).hexdigest()
 
 
 def text_of(source: Source, column: str, value: Any) -> str:
-    """A document's text, or a ConfigError if the column holds something else."""
+    """Return a document's text. Raise ConfigError if the column holds something else."""
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
-        raise ConfigError([f"{_where(source)}: column {show(column)} holds {what} where a document's text is expected"])
+        raise ConfigError([f"{source}: column {show(column)} holds {what} where a document's text is expected"])
     return value
 
 
-def _where(source: Source) -> str:
-    if source.dataset_path:
-        return f"{source.key} = {show(source.dataset_path)}"
-    return f"training.dataset = {show(source.dataset)}"
-
-
-def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
-    import datasets  # here, since a run on the built-in text does not need it
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it also raises
-    if source.dataset in FILES:
-        files = [glob.escape(str(file)) for file in _files(source)]  # `datasets` takes them for patterns
-        options: dict[str, Any] = {"path": source.dataset, "data_files": files, "split": "train"}
-        if source.dataset == "text":
-            options["sample_by"] = source.text_sample_by
-        column = "text" if source.dataset == "text" else source.text_key
-    else:
-        options, column = _hub_options(source), source.text_key
+def with_config_errors(source: Source, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items, and raise what reading them raises as a ConfigError of one line."""
     try:
-        loaded = datasets.load_dataset(**options, streaming=streaming)
-        columns = loaded.column_names or list(next(iter(loaded)))  # a stream may learn them from its first row
-    except StopIteration:
-        raise ConfigError([f"{_where(source)}: has no documents"]) from None
-    except Exception as error:  # the hub, the file system and every format raise their own
-        raise _refused(source, "cannot be loaded", error) from None
-    if column not in columns:
-        names = ", ".join(columns)
-        raise ConfigError(
-            [f"{_where(source)}: no column {show(column)}; set training.dataset_text_key to one of {names}"]
-        )
-    return loaded, column
+        yield from items
+    except Exception as error:  # every file format, the file system and the network raise their own
+        raise _config_error(source, "cannot be read", error) from None
 
 
-def _hub_options(source: Source) -> dict[str, Any]:
-    """Arguments of datasets.load_dataset for what is on the Hugging Face hub."""
-    if source.dataset == "c4":
-        return {"path": "allenai/c4", "name": "en", "split": source.split}
-    return {"path": source.dataset_path, "name": source.dataset_config or None, "split": source.split}
-
-
-def reading(source: Source, rows: Iterable[Any]) -> Iterator[Any]:
-    """Pass on what is read; turn what a file or the network raises into one line."""
-    try:
-        yield from rows
-    except Exception as error:
-        raise _refused(source, "cannot be read", error) from None
-
-
-def _refused(source: Source, what: str, error: BaseException) -> ConfigError:
-    while error.__cause__ is not None:  # `datasets` wraps what says something
+def _config_error(source: Source, what: str, error: BaseException) -> ConfigError:
+    while error.__cause__ is not None:  # `datasets` wraps the error that has the reason
         error = error.__cause__
     reason = " ".join(str(error).split()) or type(error).__name__
     reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
-    hint = (
-        ""
-        if source.dataset in FILES
-        else '; without a network, download its files elsewhere and name them with training.dataset = "json" or '
-        '"parquet" and training.dataset_path'
-    )
-    return ConfigError([f"{_where(source)}: {what}: {type(error).__name__}: {reason}{hint}"])
+    problem = f"{source}: {what}: {type(error).__name__}: {reason}"
+    if not source.is_files:
+        problem += "; without a network, download its files elsewhere and name them with training.dataset_path and "
+        problem += 'training.dataset = "json" or "parquet"'
+    return ConfigError([problem])
+
+
+def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
+    """Return a dataset of the `datasets` library and the name of its text column."""
+    import datasets  # here, since a run on the built-in text does not need it
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it also raises
+    options = source.training
+    column = "text" if options.dataset == "text" else options.dataset_text_key
+    if source.is_files:
+        files = [glob.escape(str(file)) for file in _files(source)]  # `datasets` takes them for patterns
+        arguments: dict[str, Any] = {"path": options.dataset, "data_files": files, "split": "train"}
+        if options.dataset == "text":
+            arguments["sample_by"] = options.text_sample_by
+    else:
+        arguments = _hub_arguments(options)
+    try:
+        dataset = datasets.load_dataset(**arguments, streaming=streaming)
+        columns = dataset.column_names or list(next(iter(dataset)))  # a stream may only know them from its first item
+    except StopIteration:
+        raise ConfigError([f"{source}: has no documents"]) from None
+    except Exception as error:  # the hub, the file system and every format raise their own
+        raise _config_error(source, "cannot be loaded", error) from None
+    if column not in columns:
+        names = ", ".join(columns)
+        raise ConfigError([f"{source}: no column {show(column)}; set training.dataset_text_key to one of {names}"])
+    return dataset, column
+
+
+def _hub_arguments(options: Training) -> dict[str, Any]:
+    """Return the arguments of datasets.load_dataset for a dataset on the Hugging Face hub."""
+    if options.dataset == "c4":
+        return {"path": "allenai/c4", "name": "en", "split": options.dataset_split}
+    return {"path": options.dataset_path, "name": options.dataset_config or None, "split": options.dataset_split}
 
 
 def _files(source: Source) -> list[Path]:
-    """The files that a path, folder or glob names, sorted so that their order is the same on every machine."""
-    path = Path(source.dataset_path).expanduser()
+    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order."""
+    path = Path(source.training.dataset_path).expanduser()
     if path.is_file():
         return [path]
-    endings = ENDINGS[source.dataset]
+    suffixes = SUFFIXES[source.training.dataset]
     if path.is_dir():
-        found = [file for file in path.rglob("*") if file.name.endswith(endings)]
+        files = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
     else:
-        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
-    if not found:
-        wanted = f"no file in it ends in {' or '.join(endings)}" if path.is_dir() else "no such file or folder"
-        raise ConfigError([f"{_where(source)}: {wanted}"])
-    return sorted(file for file in found if file.is_file())
+        files = [Path(file) for file in glob.glob(str(path), recursive=True)]
+    if not files:
+        reason = f"no file in it ends in {' or '.join(suffixes)}" if path.is_dir() else "no such file or folder"
+        raise ConfigError([f"{source}: {reason}"])
+    return sorted(file for file in files if file.is_file())
 
 
-def _content(source: Source, *, with_times: bool) -> str:
-    """A hash of the files' content and order, wherever they are: of small files all of it, of large ones their size and
-    evenly spaced samples.
-
-    Args:
-        with_times: also of the times of change, which differ between copies.
-    """
+def _content_hash(source: Source, *, with_times: bool) -> str:
+    """Return a hash of the files' content and order, wherever they are stored: all of a small file, the size and evenly
+    spaced samples of a large one. Modification times, which differ between copies, count only `with_times`."""
     content = hashlib.sha256()
-    for file in _files(source):
-        status = file.stat()
+    for path in _files(source):
+        status = path.stat()
         content.update(f"{status.st_size}/{status.st_mtime_ns if with_times else ''}/".encode())
-        with file.open("rb") as opened:
-            for block in range(BLOCKS):
-                opened.seek(max(status.st_size - BLOCK, 0) * block // (BLOCKS - 1))
-                content.update(opened.read(BLOCK))
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(status.st_size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
+                content.update(file.read(SAMPLE_BYTES))
     return content.hexdigest()

@@ -1,8 +1,9 @@
-"""Text to token numbers: bytes, or any Hugging Face tokenizer.json."""
+"""Tokenizers, from text to token ids: bytes, or any Hugging Face tokenizer.json."""
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from titanlite.config.loader import ConfigError, show
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; 256 begins a document and 257 ends it."""
+    """This tokenizer makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
 
     bos: int | None = 256
     eos: int = 257
@@ -18,17 +19,18 @@ class ByteTokenizer:
     identity = "bytes"
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token numbers of each text, uint32, without the marks of begin and end."""
+        """Return the token ids of each text, uint32, without BOS and EOS."""
         # surrogatepass: a text with a broken character is still bytes
         encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the `tokenizers` library on all cores.
+    """This tokenizer is a tokenizer.json, which the `tokenizers` library runs on all cores.
 
-    The begin and end marks are those that the tokenizer_config.json beside it names, else those that well-known models
-    use. Marks that a text spells out are encoded as ordinary text, so that a text cannot end its own document.
+    The special tokens BOS and EOS are those that the tokenizer_config.json beside it names, else those that well-known
+    models use; without EOS it raises ConfigError. Special tokens that a text spells out are encoded as ordinary text,
+    so a text cannot end its own document.
     """
 
     KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -38,55 +40,41 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer  # here, since a run on bytes does not need it
 
         file = path / "tokenizer.json" if path.is_dir() else path
-        settings = file.parent / "tokenizer_config.json"
+        settings_file = file.parent / "tokenizer_config.json"
         try:
             content = file.read_text(encoding="utf-8")
             self.tokenizer = Tokenizer.from_str(content)
-            marks = dict(json.loads(settings.read_text(encoding="utf-8"))) if settings.exists() else {}
+            settings = dict(json.loads(settings_file.read_text(encoding="utf-8"))) if settings_file.exists() else {}
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError([f"model.hf_assets_path: {file} cannot be read as a tokenizer: {error}"]) from None
         self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()  # what a tokenizer.json may say of other uses
+        self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
         self.tokenizer.no_padding()
-        self.bos = self._named_mark(marks, "bos_token", settings)
-        if "bos_token" not in marks:
-            self.bos = self._known_mark(self.KNOWN_BOS)
-        eos = self._named_mark(marks, "eos_token", settings)
-        eos = self._known_mark(self.KNOWN_EOS) if eos is None else eos
+        known_bos = () if "bos_token" in settings else self.KNOWN_BOS  # null: the model has none
+        self.bos = self._special_token("bos_token", settings, settings_file, known_bos)
+        eos = self._special_token("eos_token", settings, settings_file, self.KNOWN_EOS)
         if eos is None:
-            raise ConfigError(
-                [
-                    f"model.hf_assets_path: {file} has none of the known end marks {', '.join(self.KNOWN_EOS)}; name "
-                    f'its own as "eos_token" in {settings}'
-                ]
-            )
+            problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
+            raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
         self.eos = eos
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
 
-    def _named_mark(self, marks: dict[str, object], name: str, settings: Path) -> int | None:
-        """Number of the mark that the settings name (a string, or an object with its content); None where they do not.
-
-        Raises:
-            ConfigError: if the vocabulary does not have it.
-        """
-        mark = marks.get(name)
-        mark = mark.get("content") if isinstance(mark, dict) else mark
-        if mark is None:
-            return None
-        number = self.tokenizer.token_to_id(str(mark))
-        if number is None:
-            raise ConfigError(
-                [f"model.hf_assets_path: {settings} names {name} {show(mark)}, which the vocabulary lacks"]
-            )
-        return number
-
-    def _known_mark(self, known: tuple[str, ...]) -> int | None:
-        numbers = (self.tokenizer.token_to_id(mark) for mark in known)
-        return next((number for number in numbers if number is not None), None)
+    def _special_token(self, name: str, settings: dict[str, Any], file: Path, known: tuple[str, ...]) -> int | None:
+        """Return the id of the token that the settings name, as a string or an object with its content; else that of
+        the first known token that the vocabulary has. Raise ConfigError if the named one is not in the vocabulary."""
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            token_ids = (self.tokenizer.token_to_id(token) for token in known)
+            return next((token_id for token_id in token_ids if token_id is not None), None)
+        token_id = self.tokenizer.token_to_id(str(token))
+        if token_id is None:
+            raise ConfigError([f"model.hf_assets_path: {file} names {name} {show(token)}, which the vocabulary lacks"])
+        return token_id
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token numbers of each text, uint32, without the marks of begin and end."""
+        """Return the token ids of each text, uint32, without BOS and EOS."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -95,14 +83,12 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Raises ConfigError if the path holds no usable tokenizer."""
+    """Return the tokenizer of a path, or that of bytes for an empty one. Raise ConfigError if it cannot be used."""
     return HuggingFaceTokenizer(Path(hf_assets_path).expanduser()) if hf_assets_path else ByteTokenizer()
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Token numbers of each document with its marks: begin (if the tokenizer has one), text, end."""
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    return [
-        np.concatenate([np.array(begin, np.uint32), tokens, np.array([tokenizer.eos], np.uint32)])
-        for tokens in tokenizer.encode(texts)
-    ]
+    """Return the token ids of each document, uint32: BOS (if the tokenizer has one), the text, EOS."""
+    bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
+    eos = np.array([tokenizer.eos], np.uint32)
+    return [np.concatenate([bos, tokens, eos]) for tokens in tokenizer.encode(texts)]

@@ -21,10 +21,8 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class AttentionBackend(NamedTuple):
-    """Softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head h * G // H.
-
-    All tensors have the strides of slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory.
-    """
+    """This class is an implementation of softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
+    h * G // H. All tensors are slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     """(q_BHTK, k_BGSK, v_BGSK, causal) to (out_BHTK, lse_BHT): lse is the natural logarithm of the sum over keys of

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Compile
-from titanlite.loss import chunk_loss
+from titanlite.loss import linear_cross_entropy
 from titanlite.model import Llama
 
 
@@ -25,8 +25,8 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
             # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
             block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
     if model.output is not None and "loss" in compile.components:
-        compiled = torch.compile(chunk_loss, backend=compile.backend, fullgraph=True)
-        model.output.loss = functools.partial(model.output.loss, piece=compiled)
+        compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)
+        model.output.loss = functools.partial(model.output.loss, chunk_loss=compiled)
 
 
 def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:

@@ -45,9 +45,8 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
         raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"rank {rank} is not one of ring {ring} x ulysses {ulysses}")
-    ring_rank, ulysses_rank = divmod(rank, ulysses)
-    positions = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
-    return positions[_chunks(ring_rank, ring)].flatten().chunk(ulysses)[ulysses_rank]
+    chunks = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
+    return chunks[_chunks(rank // ulysses, ring)].flatten().chunk(ulysses)[rank % ulysses]
 
 
 class ContextAttention(nn.Module):

@@ -33,11 +33,11 @@ from titanlite import build
 from titanlite.checkpoint import Checkpointer
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load, loader
 from titanlite.config.schema import Comm
-from titanlite.data.packed import Sequence, positions_in_documents
+from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launcher import ranks_wanted
 from titanlite.loss import IGNORED, cross_entropy_sum
-from titanlite.optimizer import clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
+from titanlite.optimizer import build_loss_scale, clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
 from titanlite.parallel import mesh
 from titanlite.parity.process_pool import Pool
 
@@ -100,7 +100,7 @@ class Parts:
         self.model, stages = build.build_model(config, self.layout, device)
         self.work = build.build_step(config, self.layout, self.model, stages, device)
         self.optimizer = build.build_optimizer(config, self.model, stages.values())
-        saved = checkpointer.resume(-1, self.model, self.optimizer) if checkpointer else None
+        saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences = proof_sequences(config)
         self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
@@ -128,7 +128,7 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     """
     parts = Parts(config, mesh.device_of(launch), checkpointer)
     model, loader, pipeline = parts.model, parts.loader, parts.layout.mesh["pp"]
-    scale = build.build_loss_scale(config)
+    scale = build_loss_scale(config.training)
 
     def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of all pipeline stages."""
@@ -140,7 +140,7 @@ def run(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointe
     trace = Trace(initial=whole(dict(model.named_parameters())))
     last_step = parts.last_step + steps
     for step in range(parts.last_step + 1, last_step + 1):
-        set_lr(parts.optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
+        set_lr(parts.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
         loss_sum, valid = parts.work.forward_backward(loader.next(), scale.value)
         dist.all_reduce(loss_sum)
         norm = gradient_norm(parts.parameters, parts.device)
@@ -171,7 +171,7 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
     optimizer = build.build_optimizer(config, model)
     sequences, batch_size = proof_sequences(config), training.global_batch_size
     compute = getattr(torch, training.mixed_precision_param)
-    scale = build.build_loss_scale(config).value
+    scale = build_loss_scale(config.training).value
     parameters = list(model.parameters())
 
     def loss_of_step(step: int) -> Tensor:
@@ -185,7 +185,7 @@ def run_alone(config: Config, device: torch.device, *, steps: int) -> Trace:
 
     trace = Trace(initial=_whole(dict(model.named_parameters())))
     for step in range(1, steps + 1):
-        set_lr(optimizer, config.optimizer.lr * lr_factor(step, **config.lr_scheduler.model_dump()))
+        set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
         loss = loss_of_step(step)
         optimizer.zero_grad()
         (loss * scale).backward()

@@ -139,7 +139,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     Raises:
         ConfigError: with what train.py refuses it with.
     """
-    device = devices.find(loaded.config.plan.device)
+    device = devices.find_device(loaded.config.plan.device)
     n_devices = 0 if loaded.config.plan.device == "cpu" else devices_per_node(loaded.config, device)
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
     local = min(world, devices_per_node(loaded.config, device))

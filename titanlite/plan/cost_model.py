@@ -99,7 +99,7 @@ class CostModel:
 
     def _work(self, work: Work) -> tuple[str, float]:
         """What it counts as, and its seconds: the longer of its arithmetic and its memory."""
-        moving = (work.read + work.written) / (self.device.memory_rate * EFFICIENCY["memory"][0])
+        moving = (work.read + work.written) / (self.device.memory_bandwidth * EFFICIENCY["memory"][0])
         if not work.flops:
             return "memory", max(moving, KERNEL_SECONDS)
         attention = "attention" in work.name
@@ -116,7 +116,8 @@ class CostModel:
         """Seconds of one over these ranks, a ring: each of n ranks sends (n - 1) / n of the whole, twice to reduce it
         for all. A ring that spans hosts has as many adapters as it has ranks on a host."""
         n, hosts = len(ranks), len({rank // self.devices_per_node for rank in ranks})
-        link, network = self.device.link * EFFICIENCY["link"][0], self.device.network * EFFICIENCY["network"][0]
+        link = self.device.interconnect_bandwidth * EFFICIENCY["link"][0]
+        network = self.device.network_bandwidth * EFFICIENCY["network"][0]
         rate = link if hosts == 1 else min(link, network * max(n // hosts, 1))
         if name == "send":  # at a host's border one rank has one adapter
             moved, rate = float(size), link if hosts == 1 else network

@@ -1,0 +1,113 @@
+"""Documents of text, JSON lines and parquet files and of the Hugging Face hub, and their errors."""
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+from tests.data_helpers import rejections, source, texts_of, write
+from titanlite.data.documents import load_documents, load_stream
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def test_text_json_and_parquet_files(tmp_path):
+    write(tmp_path / "a.txt", ["one", "two", "", "three", ""])
+    write(tmp_path / "b.txt", ["four"])
+    assert texts_of("text", tmp_path) == ["one\ntwo\n\nthree\n", "four"]
+    assert texts_of("text", tmp_path, text_sample_by="paragraph") == ["one\ntwo", "three\n", "four"]
+    assert texts_of("text", tmp_path, text_sample_by="line") == ["one", "two", "", "three", "four"]
+    write(tmp_path / "lines.jsonl", ["one", "two\nlines"])
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "three", "other": "2!", "id": 0}]))
+    assert texts_of("json", tmp_path / "lines.jsonl") == ["one", "two\nlines"]
+    assert texts_of("json", tmp_path) == ["one", "two\nlines", "three"]
+    assert texts_of("json", tmp_path, dataset_text_key="other") == ["0!", "1!", "2!"]
+    write(tmp_path / "rows.parquet", [f"row {i}" for i in range(5)])
+    assert texts_of("parquet", tmp_path) == [f"row {i}" for i in range(5)]
+
+
+def test_folders_and_globs_are_read_in_sorted_order(tmp_path, monkeypatch):
+    for name in ("b/2", "b/10", "a/z", "c", "run[1]"):
+        write(tmp_path / f"{name}.txt", [name])
+    (tmp_path / "a" / "note.md").write_text("not one of them")
+    assert texts_of("text", tmp_path) == ["a/z", "b/10", "b/2", "c", "run[1]"]
+    assert texts_of("text", tmp_path / "b" / "*.txt") == ["b/10", "b/2"]
+    assert texts_of("text", tmp_path / "[ab]" / "?.txt") == ["a/z", "b/2"]
+    assert texts_of("text", f"{tmp_path}/**/z.txt") == ["a/z"]
+    assert texts_of("text", tmp_path / "run[1].txt") == ["run[1]"], "a file's name is no pattern"
+    monkeypatch.chdir(tmp_path)
+    assert texts_of("text", "b/1*.txt") == ["b/10"]
+    monkeypatch.setenv("HOME", str(tmp_path / "b"))
+    assert texts_of("text", "~/2.txt") == ["b/2"]
+
+
+@pytest.mark.parametrize("size", [10, 2**16 + 1, 2**20])
+def test_another_text_with_the_same_time_and_size_is_noticed(tmp_path, size):
+    """Unpacked archives and image layers have files of one fixed time."""
+    file = tmp_path / "a.txt"
+    identities = set()
+    for place in np.linspace(0, size - 1, 10, dtype=int):
+        text = "a" * place + "b" + "a" * (size - 1 - place)
+        os.utime(write(file, [text]), (1e9, 1e9))
+        assert texts_of("text", file) == [text]
+        identities |= {load_documents(source("text", file)).fingerprint, load_stream(source("text", file))[2]}
+    assert len(identities) == 20
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path", "reason"),
+    [("text", "nowhere", "no such file"), ("text", "*.txt", "no such file"), ("parquet", ".", "ends in .parquet")],
+)
+def test_missing_files_are_rejected(tmp_path, dataset, path, reason):
+    for line in rejections(dataset, tmp_path / path):
+        assert line.startswith(f'training.dataset_path = "{tmp_path / path}": no ')
+        assert reason in line
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize(
+    ("texts", "text_key", "reason"),
+    [
+        (["one"], "no", 'no column "no"; set training.dataset_text_key to one of text, other, id'),
+        (["one"], "id", 'column "id" holds a value of type int where a document\'s text is expected'),
+        (["one", "two", None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
+        ([None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
+        ([["one"]], "text", 'column "text" holds a value of type list where a document\'s text is expected'),
+    ],
+)
+def test_a_column_that_is_no_text_is_rejected(tmp_path, kind, texts, text_key, reason):
+    file = write(tmp_path / f"a.{kind}", texts)
+    assert (
+        list(rejections(kind, file, dataset_text_key=text_key)) == [f'training.dataset_path = "{file}": {reason}'] * 2
+    )
+
+
+def test_an_empty_file_is_rejected(tmp_path):
+    (tmp_path / "a.json").touch()
+    assert list(rejections("json", tmp_path)) == [f'training.dataset_path = "{tmp_path}": has no documents'] * 2
+
+
+@pytest.mark.parametrize("what", ["loaded", "read"])
+@pytest.mark.parametrize(("dataset", "reason"), [("json", "JSON"), ("parquet", "Parquet"), ("text", "utf-8")])
+def test_broken_files_are_rejected_with_the_reason(tmp_path, dataset, reason, what):
+    ending = "txt" if dataset == "text" else dataset
+    if what == "read":  # the first file can be
+        write(tmp_path / f"0.{ending}", ["good"])
+    (tmp_path / f"1.{ending}").write_bytes(b"{\xff\xfe")
+    for line in rejections(dataset, tmp_path):
+        assert line.startswith(f'training.dataset_path = "{tmp_path}": cannot be {what}: ')
+        assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path", "named"),
+    [("hub", "some/thing", 'training.dataset_path = "some/thing"'), ("c4", "", 'training.dataset = "c4"')],
+)
+def test_the_hub_without_a_network_is_one_clear_line(dataset, path, named):
+    began = time.monotonic()
+    for line in rejections(dataset, path):
+        assert line.startswith(f"{named}: cannot be loaded: ")
+        assert "without a network, download its files elsewhere" in line
+    assert time.monotonic() - began < 5

@@ -1,0 +1,176 @@
+"""The project speaks the field's language: retired words stay out, and the words that people search for are found."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("titanlite", "tests", "benchmarks", "configs", "docs")
+ENDINGS = (".py", ".md", ".toml", ".sh", ".yml", ".yaml")
+# This file lists the retired words; the page of renamed things and the change log must name the old ones.
+EXEMPT = ("tests/test_language.py", "docs/renamed.md", "CHANGELOG.md")
+
+RETIRED = {
+    r"micro-?steps?": "gradient accumulation step",
+    r"refus(e|es|ed|ing|als?)": "reject, unsupported",
+    r"by chance": "stochastic rounding",
+    r"(first|second|8-bit|int8|low-bit|two|4-bit) moments?": "optimizer states, exp_avg, exp_avg_sq",
+    r"loss in (\d+ )?parts": "chunked cross-entropy",
+    r"recomputation": "activation checkpointing",
+    r"every n-th block": "selective AC, every N layers",
+    r"held against": "compared with",
+    r"held[- _]out": "validation split",
+    r"(proof|proven) (sequences|in|by|against)": "parity test, verified",
+    r"goes? red|went red": "fails",
+    r"broken on purpose": "injected bug",
+    r"the house": "architecture",
+    r"without a word": "silently",
+    r"what travels|goes round|on its way": "is sent, is communicated",
+    r"rehears(e|es|ed|al|als|ing)": "dry run",
+    r"the tape|tapes?": "op trace",
+    r"passages?": "phase",
+    r"ledger": "MemoryTimeline",
+    r"pric(er|ed|ing)": "cost model",
+    r"economies": "optimization summary",
+    r"allowance": "non-tensor overhead",
+    r"key heads?": "KV heads",
+    r"head[ _]size": "head_dim",
+    r"attention[ _]kernels?": "attention backend",
+    r"rungs?|the ladder": "reference configs",
+    r"dealt|deals": "partitioned, assigned",
+    r"common guide|usual layout": "heuristic baseline",
+    r"pictures?": "figures",
+    r"lean(er)?": "memory-efficient",
+    r"speaks? for all": "contributes the loss",
+    r"(begin|end|ending) marks?|marks of": "special tokens: BOS, EOS",
+    r"hosts|per[_ ]host|devices_per_host|a host|one host|each host|several hosts": "node",
+}
+"""Regular expression of a word that may not come back, and what the field says instead."""
+
+TERMS = {
+    "gradient accumulation": "titanlite/train_step.py",
+    "activation checkpointing": "titanlite/parallel/activation_checkpoint.py",
+    "selective AC": "titanlite/parallel/activation_checkpoint.py",
+    "full AC": "titanlite/parallel/activation_checkpoint.py",
+    "chunked cross-entropy": "titanlite/loss.py",
+    "cross-entropy": "titanlite/loss.py",
+    "sequence packing": "titanlite/data/packed.py",
+    "packed sequence": "titanlite/data/packed.py",
+    "document mask": "titanlite/model.py",
+    "tokenizer": "titanlite/data/tokenizer.py",
+    "special tokens": "titanlite/data/tokenizer.py",
+    "streaming": "titanlite/data/streamed.py",
+    "Hugging Face": "titanlite/data/documents.py",
+    "JSON lines": "titanlite/config/schema.py",
+    "validation split": "titanlite/data/packed.py",
+    "out of memory": "titanlite/profiling.py",
+    "memory snapshot": "titanlite/profiling.py",
+    "Chrome trace": "titanlite/profiling.py",
+    "multi-node": "titanlite/launcher.py",
+    "torchrun": "titanlite/launcher.py",
+    "SLURM": "slurm.sh",
+    "HSDP": "titanlite/parallel/fsdp.py",
+    "FSDP2": "titanlite/parallel/fsdp.py",
+    "fully_shard": "titanlite/parallel/fsdp.py",
+    "ZeRO-3": "titanlite/parallel/fsdp.py",
+    "ZeRO-1": "titanlite/parallel/fsdp.py",
+    "CPU offload": "titanlite/parallel/fsdp.py",
+    "mixed precision": "titanlite/parallel/fsdp.py",
+    "prefetch": "titanlite/parallel/fsdp.py",
+    "tensor parallel": "titanlite/parallel/tensor.py",
+    "sequence parallel": "titanlite/parallel/tensor.py",
+    "loss parallel": "titanlite/parallel/tensor.py",
+    "parallelize_module": "titanlite/parallel/tensor.py",
+    "async tensor parallel": "titanlite/parallel/compile.py",
+    "torch.compile": "titanlite/parallel/compile.py",
+    "pipeline parallel": "titanlite/parallel/pipeline.py",
+    "microbatch": "titanlite/parallel/pipeline.py",
+    "zero-bubble": "titanlite/parallel/pipeline.py",
+    "1F1B": "titanlite/parallel/pipeline.py",
+    "pipeline bubble": "titanlite/plan/schedule.py",
+    "context parallel": "titanlite/parallel/context.py",
+    "ring attention": "titanlite/parallel/context.py",
+    "Ulysses": "titanlite/parallel/context.py",
+    "zig-zag": "titanlite/parallel/context.py",
+    "attention backend": "titanlite/parallel/attention.py",
+    "log-sum-exp": "titanlite/parallel/attention.py",
+    "DeviceMesh": "titanlite/parallel/mesh.py",
+    "flight recorder": "titanlite/parallel/mesh.py",
+    "float8": "titanlite/parallel/float8.py",
+    "8-bit optimizer states": "titanlite/low_bit_adam.py",
+    "stochastic rounding": "titanlite/low_bit_adam.py",
+    "AdamW": "titanlite/optimizer.py",
+    "learning-rate schedule": "titanlite/optimizer.py",
+    "gradient clipping": "titanlite/optimizer.py",
+    "gradient norm": "titanlite/optimizer.py",
+    "loss scaling": "titanlite/optimizer.py",
+    "resharding": "titanlite/checkpoint.py",
+    "distributed checkpoint": "titanlite/checkpoint.py",
+    "resume": "titanlite/checkpoint.py",
+    "MFU": "titanlite/metrics.py",
+    "TensorBoard": "titanlite/metrics.py",
+    "tokens per second": "titanlite/metrics.py",
+    "grouped-query attention": "titanlite/model.py",
+    "rotary": "titanlite/model.py",
+    "SwiGLU": "titanlite/model.py",
+    "RMSNorm": "titanlite/model.py",
+    "tied embeddings": "titanlite/config/schema.py",
+    "weight decay": "titanlite/config/schema.py",
+    "warmup": "titanlite/config/schema.py",
+    "global batch size": "titanlite/config/schema.py",
+    "DTensor": "titanlite/init.py",
+    "fake tensors": "titanlite/plan/op_trace.py",
+    "dry run": "titanlite/plan/dry_run.py",
+    "NVLink": "titanlite/devices.py",
+    "all-gather": "titanlite/plan/cost_model.py",
+    "layout search": "titanlite/advise/search.py",
+    "parity test": "titanlite/parity/compare.py",
+    "single-process reference": "titanlite/parity/reference.py",
+}
+"""Term of the field, and the file that does it."""
+
+
+def sources() -> list[Path]:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    files += [path for path in ROOT.iterdir() if path.is_file()]
+    files = [path for path in files if path.suffix in ENDINGS and "__pycache__" not in path.parts]
+    return sorted(path for path in files if str(path.relative_to(ROOT)) not in EXEMPT)
+
+
+def retired_words(text: str) -> list[str]:
+    """Return the lines of a text that hold a retired word, each with the word to use."""
+    return [
+        f"line {number}: {match[0]!r}: say {instead}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, instead in RETIRED.items()
+        if (match := re.search(rf"(?<![\w-])({pattern})(?![\w-])", line.replace("_", " "), re.IGNORECASE))
+    ]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_retired_word(path: Path):
+    assert retired_words(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("line", ["A microstep ends.", "def refuse(key):", "the n_microsteps", "is held against one"])
+def test_a_retired_word_is_found(line: str):
+    assert len(retired_words(f"a good line\n{line}")) == 1
+
+
+def normalized(text: str) -> str:
+    """Return a text on one line, in lower case and without the characters that break or decorate words."""
+    return re.sub(r"[\s#*`_-]+", " ", text).lower()
+
+
+PAGES = normalized("\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]))
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_of_the_field_is_found(term: str):
+    assert normalized(term) in PAGES, "README and docs"
+    assert normalized(term) in normalized((ROOT / TERMS[term]).read_text()), TERMS[term]
+
+
+def test_enough_terms_are_checked():
+    assert len(TERMS) >= 60

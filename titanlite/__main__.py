@@ -1,0 +1,6 @@
+"""Run `python -m titanlite`, which is the `titanlite` command."""
+
+from titanlite.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The `titanlite` command: one name, and a module for each of its subcommands."""
+
+import importlib
+import sys
+
+from titanlite import __version__
+
+COMMANDS = {
+    "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
+    "plan": ("titanlite.plan.command", "plan memory, communication and step time without the hardware"),
+    "advise": ("titanlite.advise.command", "search the layouts of a model on so many devices"),
+    "parity": ("titanlite.parity.command", "compare a config's layout with a single process"),
+    "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),
+}
+"""Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
+
+
+def usage() -> str:
+    """Return the text of `titanlite --help`."""
+    lines = ["usage: titanlite COMMAND [arguments]", "", "commands:"]
+    lines += [f"  {name:<8}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines += [
+        "",
+        "titanlite COMMAND --help tells more. CONFIG is a TOML file, or a name such as debug or 70b of a config",
+    ]
+    lines += ["that comes with titanlite."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        sys.exit(0)
+    if name == "--version":
+        print(f"titanlite {__version__}")
+        sys.exit(0)
+    if name not in COMMANDS:
+        print(f"error: titanlite {name}: unknown command; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
+    sys.exit(importlib.import_module(module).main(arguments))

@@ -1,0 +1,67 @@
+"""Every option with its type, default and meaning, for the terminal and for docs/reference/config.md."""
+
+import textwrap
+from typing import Any
+
+from titanlite.config import USAGE, Config
+from titanlite.config.loader import expectation, show
+
+
+def help_text() -> str:
+    """Return the options for the terminal."""
+    lines = [
+        *(USAGE, ""),
+        "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b.",
+        "Values are TOML; a string needs no quotes. A bare --section.key means true.",
+        "",
+    ]
+    for section, field in Config.model_fields.items():
+        lines.append(f"[{section}]")
+        for key, option in field.annotation.model_fields.items():
+            lines.append(f"  --{section}.{key}   {expectation(option)}; default {default_of(option)}")
+            lines.append(f"      {meaning_of(option)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def reference_markdown() -> str:
+    """Return the content of docs/reference/config.md: one section per [section], each option with its type, default and
+    meaning."""
+    lines = [
+        "# Config reference",
+        "",
+        "<!-- Written by `titanlite config --reference` from titanlite/config/schema.py. -->",
+        "",
+        *wrap(
+            "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
+            "`--training.steps=100`; a bare `--section.key` means true."
+        ),
+    ]
+    for section, field in Config.model_fields.items():
+        lines += ["", f"## [{section}]"]
+        if field.annotation.__doc__:
+            lines += ["", *wrap(field.annotation.__doc__)]
+        for key, option in field.annotation.model_fields.items():
+            kind = expectation(option)
+            lines += ["", f"### {section}.{key}", ""]
+            lines += [*wrap(f"{kind[0].upper()}{kind[1:]}. Default: {markdown_default(option)}."), ""]
+            lines += wrap(meaning_of(option))
+    return "\n".join(lines) + "\n"
+
+
+def default_of(option: Any) -> str:
+    """Return an option's default as TOML writes it."""
+    return "the flavor's" if option.is_required() else show(option.default)
+
+
+def markdown_default(option: Any) -> str:
+    return "the flavor's" if option.is_required() else f"`{show(option.default)}`"
+
+
+def meaning_of(option: Any) -> str:
+    return " ".join((option.description or "").split())
+
+
+def wrap(text: str) -> list[str]:
+    """Return the lines of a paragraph, at most 100 columns wide."""
+    return textwrap.wrap(" ".join(text.split()), width=100, break_long_words=False, break_on_hyphens=False)

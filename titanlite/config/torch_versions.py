@@ -1,0 +1,28 @@
+"""The rules for old versions of torch. A rule can go when pyproject.toml requires a version that works."""
+
+import importlib.metadata
+
+from titanlite.config.loader import Rejections, show
+from titanlite.config.rules import AC_MODE, SCHEDULE
+from titanlite.config.schema import Config
+from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
+
+
+def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
+    """Reject what the installed torch does wrong and a newer one does right."""
+    parallelism, schedule = config.parallelism, config.parallelism.pipeline_parallel_schedule
+    version = tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
+    torch = f"torch {version[0]}.{version[1]}"
+    if version < (2, 12) and parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED and not on_cuda:
+        message = f"{torch} lets a rank of a V-shaped schedule send to itself, which gloo cannot; "
+        reject(SCHEDULE, message + 'use a newer torch, or "InterleavedZeroBubble"')
+    has_budget = config.activation_checkpoint.mode == "memory_budget"
+    if version == (2, 12) and has_budget and parallelism.tensor_parallel_degree > 1:
+        message = f"{torch} cannot estimate the graphs of tensor parallelism; use another torch, or another mode"
+        reject(AC_MODE, message)
+    if version < (2, 13) and parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
+        message = f"{torch} fails in its split backward under {show(schedule)}; use torch 2.13, or another schedule"
+        if config.float8.enable:
+            reject("float8.enable", message)
+        if config.training.loss_chunks > 1:
+            reject("training.loss_chunks", message)

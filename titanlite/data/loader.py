@@ -1,0 +1,163 @@
+"""The data loader: per-device batches of packed sequences, prepared by a thread that runs ahead of the training."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config.schema import Training, Validation
+from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
+from titanlite.data.streaming import StreamingSequences
+
+Sequences = PackedSequences | StreamingSequences
+PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
+
+
+class Batch(NamedTuple):
+    """This class is a per-device batch: a rank's tokens of B sequences, int64 [B, T / context-parallel ranks] each."""
+
+    tokens: Tensor
+    targets: Tensor
+    """The tokens that follow, IGNORED where there is nothing to predict."""
+    positions: Tensor
+    """Position of each token in its sequence or, with a document mask, in its document."""
+    document_positions: Tensor | None = None
+    """With a document mask: positions in documents of all tokens of this rank's attention, [B, T / ring ranks]."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return a copy on a device. The copy does not wait if this batch is in pinned memory."""
+        return Batch(*(tensor if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
+
+
+class SequenceShard(NamedTuple):
+    """This class says which tokens of every sequence a context-parallel rank takes, as indices into the sequence."""
+
+    own: Any = slice(None)
+    """Tokens of this rank."""
+    ring: Any = slice(None)
+    """Tokens of this rank and its Ulysses group together."""
+
+
+def collate(sequences: list[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
+    """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
+    tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
+    positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    arrays = [array[:, shard.own] for array in (tokens, targets, positions)]
+    if document_mask:
+        arrays.append(document_positions[:, shard.ring])
+    tensors = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+    return Batch(*(tensor.pin_memory() if pin else tensor for tensor in tensors))
+
+
+class Loader:
+    """This class returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
+
+    Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. Data-parallel rank
+    `data_rank` = r of d takes every d-th of them, from r on. `pin` puts batches into pinned memory. `state` is what
+    `Loader.state` returned when the run was saved, on any number of ranks.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        training: Training,
+        *,
+        data_rank: int,
+        data_parallel_degree: int,
+        shard: SequenceShard,
+        pin: bool,
+        state: dict[str, Any] | None,
+    ):
+        self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
+        self.shard, self.pin = shard, pin
+        state = state or {"next_sequence": 0}
+        self.position = state["next_sequence"]
+        # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
+        self._shard_states: dict[int, Any] = {int(n): saved for n, saved in state.get("streaming_shards", {}).items()}
+        reader = sequences.read(self.position + data_rank, data_parallel_degree, dict(self._shard_states))
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=PREFETCH_STEPS)
+        self._closed = False
+        self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
+        self._thread.start()
+
+    def _prefetch(self, reader: Iterator[Any]) -> None:
+        size, document_mask = self.training.local_batch_size, self.training.document_mask
+        accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
+        try:
+            while not self._closed:
+                batches, shard_states = [], {}
+                for _ in range(accumulation_steps):
+                    sequences = []
+                    for _ in range(size):
+                        sequence, shard_state = next(reader)
+                        sequences.append(sequence)
+                        if shard_state is not None:
+                            shard_states[shard_state[0]] = shard_state[1]
+                    batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
+                self._ready.put((batches, shard_states))
+        except Exception as error:  # raised again where the training waits for the batch
+            self._ready.put(error)
+
+    def next(self) -> list[Batch]:
+        """Return the batches of the next optimizer step, one per gradient accumulation step."""
+        item = self._ready.get()
+        if isinstance(item, Exception):
+            self._ready.put(item)  # for the next call
+            raise item
+        batches, shard_states = item
+        self.position += self.training.global_batch_size
+        self._shard_states.update(shard_states)
+        return batches
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def state(self) -> dict[str, Any]:
+        """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""
+        shard_states = {}
+        if self._shard_states:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (self.data_rank, self._shard_states))
+            by_data_rank = dict(gathered)  # ranks that share a data-parallel rank have the same states
+            # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
+            for index in sorted({index for states in by_data_rank.values() for index in states}):
+                states = by_data_rank[(index - self.position) % self.data_parallel_degree]
+                if index in states:
+                    shard_states[str(index)] = states[index]
+        return {"next_sequence": self.position, "streaming_shards": shard_states}
+
+
+def n_validation_batches(
+    sequences: ValidationSequences, training: Training, validation: Validation, *, data_parallel_degree: int
+) -> int:
+    """Return how many batches each rank reads in a validation: the full split, or validation.steps if that is less."""
+    n_batches = -(-sequences.n_sequences // (data_parallel_degree * training.local_batch_size))
+    return n_batches if validation.steps == -1 else min(validation.steps, n_batches)
+
+
+def validation_batches(
+    sequences: ValidationSequences,
+    training: Training,
+    validation: Validation,
+    *,
+    data_rank: int,
+    data_parallel_degree: int,
+    shard: SequenceShard,
+) -> Iterator[Batch]:
+    """Yield this rank's n_validation_batches from the beginning of the validation split; the last ones are padded."""
+    size = data_parallel_degree * training.local_batch_size
+    n_batches = n_validation_batches(sequences, training, validation, data_parallel_degree=data_parallel_degree)
+    for batch in range(n_batches):
+        indices = range(batch * size + data_rank, (batch + 1) * size, data_parallel_degree)
+        yield collate([sequences[index] for index in indices], shard, document_mask=training.document_mask, pin=False)

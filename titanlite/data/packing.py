@@ -1,0 +1,107 @@
+"""Sequence packing: documents end to end, split into packed sequences that each have a global index.
+
+Packed sequence i is the tokens [i T, i T + T] of a flat array. So any rank can read any sequence, and one number says
+where a run stands in its data.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Training
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.loss import IGNORED
+
+
+class Sequence(NamedTuple):
+    """This class holds one packed sequence; each array is int64 [T]."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    """The token that follows each input, or IGNORED where there is nothing to predict."""
+    document_positions: np.ndarray
+    """Position of each token in its document, or in the part of the document that this sequence holds."""
+
+
+def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
+    """Split the T + 1 tokens of a packed sequence into inputs and targets. After the EOS of a document comes another
+    document, which nothing before it predicts: that target is ignored."""
+    inputs, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
+    ends = inputs == tokenizer.eos
+    if tokenizer.bos is not None:
+        ends &= targets == tokenizer.bos  # some tokenizers use one token for both: as BOS it ends no document
+    targets[ends] = IGNORED
+    return Sequence(inputs, targets, positions_in_documents(ends))
+
+
+def positions_in_documents(ends: np.ndarray) -> np.ndarray:
+    """Return positions, int64 [T], that restart at 0 after each token that ends a document (`ends`, bool [T])."""
+    indices = np.arange(len(ends))
+    begins = np.zeros(len(ends), np.int64)
+    begins[1:][ends[:-1]] = indices[1:][ends[:-1]]
+    return indices - np.maximum.accumulate(begins)
+
+
+class PackedSequences:
+    """This class is the training split as an endless order of packed sequences, the same for any number of ranks.
+
+    `tokens` is a flat array of token ids. With training.shuffle, each epoch has an order drawn from (seed, epoch). Too
+    few tokens for one sequence raise ConfigError.
+    """
+
+    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
+        self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, training.seq_len
+        self.shuffle, self.seed = training.shuffle, seed
+        self.n_sequences = max(len(tokens) - 1, 0) // self.seq_len
+        if not self.n_sequences:
+            problem = f"training.seq_len = {self.seq_len}: the dataset has {len(tokens):,} tokens, fewer than the "
+            raise ConfigError([problem + "seq_len + 1 of one packed sequence; set it lower or train on more text"])
+        self._epoch, self._order = -1, np.empty(0)
+
+    def __str__(self) -> str:
+        return f"{self.n_sequences:,} packed sequences per epoch"
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return the sequence with a global index 0, 1, 2, ...; epochs follow one another."""
+        epoch, position = divmod(index, self.n_sequences)
+        if self.shuffle:
+            if epoch != self._epoch:
+                # RandomState: numpy promises that its numbers never change, as it does not for newer generators.
+                generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self.seed, epoch))))
+                self._epoch, self._order = epoch, generator.permutation(self.n_sequences)
+            position = int(self._order[position])
+        start = position * self.seq_len
+        return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
+
+    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+        """Yield the sequences first, first + stride, ..., without end. The None beside each stands for the state of a
+        streaming shard (see StreamingSequences.read): here the index is all the state there is."""
+        while True:
+            yield self[first], None
+            first += stride
+
+
+class ValidationSequences:
+    """This class is the validation split, once and in order; the last sequence is padded with ignored targets."""
+
+    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, seq_len: int):
+        self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, seq_len
+        self.n_sequences = -(-max(len(tokens) - 1, 0) // seq_len)
+
+    def __str__(self) -> str:
+        return f"{self.n_sequences:,} packed sequences"
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return the sequence with this index; past the end, one of padding only, so that all ranks can take the same
+        number of batches. Padding continues the last document."""
+        start = index * self.seq_len
+        sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
+        n_padded = self.seq_len - len(sequence.inputs)
+        next_position = sequence.document_positions[-1] + 1 if len(sequence.inputs) else 0
+        return Sequence(
+            np.pad(sequence.inputs, (0, n_padded)),
+            np.pad(sequence.targets, (0, n_padded), constant_values=IGNORED),
+            np.append(sequence.document_positions, np.arange(next_position, next_position + n_padded)),
+        )

@@ -1,0 +1,104 @@
+"""The first lines of a run: which model trains on which data, in which precision, over which ranks."""
+
+import torch
+
+from titanlite import data
+from titanlite.config import Config
+from titanlite.config.schema import stage_modules
+
+
+def run_summary(
+    config: Config,
+    n_parameters: int,
+    sequences: data.Sequences,
+    validation: data.ValidationSequences | None,
+    peak_flops_source: str,
+) -> str:
+    """Return the lines that rank 0 prints before the first step.
+
+    Args:
+        n_parameters: weights of the full model.
+        peak_flops_source: the matrix rate that MFU refers to, and where it is from.
+    """
+    training, model = config.training, config.model
+    lines = [
+        f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
+        f"{model.n_kv_heads} KV heads, ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
+        f"{n_parameters:,} parameters",
+        f"precision  {describe_precision(config)}",
+        *optimization_summary(config),
+        f"mesh       {describe_mesh(config)}",
+        *pipeline_summary(config),
+        f"data       {training.dataset}: {sequences}; validation: {validation_summary(config, validation)}",
+        f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
+        f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
+        f"MFU        of {peak_flops_source}; 6N + 12LDT FLOPs per token",
+    ]
+    if config.job.description:
+        lines.insert(0, config.job.description)
+    return "\n".join(lines)
+
+
+def describe_mesh(config: Config) -> str:
+    """Return the degrees of parallelism, outermost first."""
+    parallelism = config.parallelism
+    ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
+    inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
+    return (
+        f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
+        f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
+        f"tp {parallelism.tensor_parallel_degree}"
+    )
+
+
+def describe_precision(config: Config) -> str:
+    """Return the dtypes of a run, and the bytes that a parameter takes over all ranks that it is sharded over.
+
+    The bytes count the weight, its gradient and its two optimizer states. With 8-bit optimizer states they do not count
+    that embeddings and norms keep theirs in full precision.
+    """
+    training, state = config.training, config.optimizer.state_dtype
+    state_dtype = training.dtype if state == "auto" else state
+    state_bytes = 1 + 4 / 256 if state == "int8" else getattr(torch, state_dtype).itemsize
+    size = 2 * getattr(torch, training.dtype).itemsize + 2 * state_bytes
+    rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
+    return (
+        f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "
+        f"reduced in {training.mixed_precision_reduce}, optimizer states {state_dtype}: {size:.4g} bytes per parameter"
+    )
+
+
+def optimization_summary(config: Config) -> list[str]:
+    """Return a line for each technique that saves time or memory."""
+    float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
+    lines = []
+    if float8.enable:
+        lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
+    if checkpointing.mode != "none":
+        option = {"selective": checkpointing.selective_ac_option, "memory_budget": checkpointing.memory_budget}
+        lines.append(f"AC         {checkpointing.mode} {option.get(checkpointing.mode, '')}".rstrip())
+    if chunks > 1:
+        lines.append(f"loss       chunked cross-entropy, {chunks} chunks")
+    if config.compile.enable:
+        lines.append(f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}")
+    return lines
+
+
+def pipeline_summary(config: Config) -> list[str]:
+    """Return a line with the pipeline schedule and the modules of each stage; without a pipeline, none."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return []
+    stages = [names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" for names in stage_modules(config)]
+    schedule = f"{parallelism.pipeline_parallel_schedule}, {config.n_microbatches} microbatch(es)"
+    return [f"pipeline   {schedule}, stages {' | '.join(stages)}"]
+
+
+def validation_summary(config: Config, validation: data.ValidationSequences | None) -> str:
+    """Return the size of the validation split, and how much of it validation.steps reads."""
+    if validation is None:
+        return "none"
+    sequences = config.validation.steps * config.training.local_batch_size * config.parallelism.data_parallel_degree
+    if config.validation.steps == -1 or sequences >= validation.n_sequences:
+        return str(validation)
+    return f"the first {sequences:,} of {validation} (validation.steps = {config.validation.steps})"
