@@ -137,7 +137,7 @@ class Output(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The full model, or a stage of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
+    """This is the full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
 
     Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
     constructor itself draws no weights.

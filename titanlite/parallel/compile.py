@@ -30,7 +30,7 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
 
 
 def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Private: torch._inductor.config._micro_pipeline_tp and symmetric memory (read in torch 2.11 and 2.13; run on
+    """Turn on torch's private _inductor.config._micro_pipeline_tp and symmetric memory (read in 2.11 and 2.13; run on
     neither, since both need CUDA)."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

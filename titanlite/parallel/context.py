@@ -50,7 +50,7 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
 
 
 class ContextAttention(nn.Module):
-    """model.ScaledDotProductAttention over sequences that are split by `local_positions`.
+    """This module is model.ScaledDotProductAttention over sequences that `local_positions` splits.
 
     Args:
         ring_group: ranks that send keys and values around a ring; None: only this one.

@@ -31,7 +31,7 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
         raise ConfigError([f"float8.enable = true: {name} has no float8 products; {advice}"])
 
     def converts(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name == "output" or any(part in name for part in float8.filter_fqns):
+        if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in float8.filter_fqns):
             return False
         return all(side % (16 * tensor_parallel_degree) == 0 for side in module.weight.shape)
 

@@ -69,7 +69,7 @@ tokens, either of other sequences (dp_shard) or of the same ones (context parall
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh of all ranks and this rank's place in it."""
+    """This class has the mesh of all ranks and this rank's place in it."""
 
     mesh: DeviceMesh
     ring_group: dist.ProcessGroup | None
