@@ -201,9 +201,9 @@ def message_sizes(ring: int, ulysses: int, batch: int, heads: int, kv_heads: int
         sent[phase] += [x.tensor.numel() for x in operations if x.op is dist.isend]
         return p2p(operations)
 
-    def count_all_to_all(received: Tensor, send: Tensor, **others: Any) -> Any:
+    def count_all_to_all(received: Tensor, send: Tensor, **arguments: Any) -> Any:
         sent[phase].append(send.numel())
-        return all_to_all(received, send, **others)
+        return all_to_all(received, send, **arguments)
 
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
     q, k, v, grad = (x[:, own].requires_grad_() for x in draw(batch, heads, kv_heads))
@@ -380,7 +380,7 @@ def test_compiled_without_a_graph_break(ranks, ring, ulysses, kind):
         ("documents", "across", "out"),
     ],
 )
-def test_injected_bug_is_detected(ranks, bug, kind, first):
+def test_injected_bug_fails(ranks, bug, kind, first):
     errors = ranks(2).run(differences, ring=2, ulysses=1, kind=kind, bug=bug)
     assert next(name for name in NAMES if max(each[name] for each in errors) > 1e-3) == first
 

@@ -50,15 +50,15 @@ def section(size: dict[str, Any]) -> Model:
     return Model.model_validate({name: value for name, value in size.items() if name != "max_seq_len"})
 
 
-def on_meta(**others: Any) -> Llama:
-    size = {**SMALL, **others}
+def on_meta(**options: Any) -> Llama:
+    size = {**SMALL, **options}
     with torch.device("meta"):
         return Llama(section(size), max_seq_len=size["max_seq_len"])
 
 
-def build(dtype: torch.dtype = torch.float64, **others: Any) -> Llama:
+def build(dtype: torch.dtype = torch.float64, **options: Any) -> Llama:
     """Build a small model with weights that are larger than initial ones, so that no layer of it is close to linear."""
-    llama = on_meta(**others).to(dtype)
+    llama = on_meta(**options).to(dtype)
     llama.materialize(CPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
     return value
 
 
-def hf_config(size: dict[str, Any], **others: Any) -> Any:
+def hf_config(size: dict[str, Any], **options: Any) -> Any:
     from transformers import LlamaConfig
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size["rope_theta"]}
@@ -188,7 +188,7 @@ def hf_config(size: dict[str, Any], **others: Any) -> Any:
         tie_word_embeddings=size["tie_embeddings"],
         max_position_embeddings=size["max_seq_len"],
         rope_parameters=rope,
-        **others,
+        **options,
     )
 
 

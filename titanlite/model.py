@@ -9,6 +9,7 @@ Shapes: B batch, T sequence, D model width, H query heads, G KV heads, K head_di
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,8 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Causal softmax(q k^T / sqrt K) v. It is a module of its own, so that it can be replaced: no other computation of
-    the model mixes positions."""
+    """This module computes causal softmax(q k^T / sqrt K) v, the one computation that mixes positions, so that it can
+    be replaced."""
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BT: Tensor | None = None
@@ -74,18 +75,11 @@ class ScaledDotProductAttention(nn.Module):
             return out_BHTK.transpose(1, 2)
         sequences = []
         for b, document_positions_T in enumerate(document_positions_BT):
-            documents = [
-                self(*(x[b : b + 1, start:end] for x in (q_BTHK, k_BTGK, v_BTGK)))
-                for start, end in document_bounds(document_positions_T)
-            ]
-            sequences.append(torch.cat(documents, dim=1))
+            starts = (document_positions_T[1:] == 0).nonzero().flatten() + 1
+            bounds = pairwise([0, *starts.tolist(), len(document_positions_T)])
+            qkv = q_BTHK[b : b + 1], k_BTGK[b : b + 1], v_BTGK[b : b + 1]
+            sequences.append(torch.cat([self(*(x[:, start:end] for x in qkv)) for start, end in bounds], dim=1))
         return torch.cat(sequences)
-
-
-def document_bounds(document_positions_T: Tensor) -> list[tuple[int, int]]:
-    """Return the first token and the end of each document of a sequence."""
-    starts = [0, *((document_positions_T[1:] == 0).nonzero().flatten() + 1).tolist()]
-    return list(zip(starts, [*starts[1:], len(document_positions_T)], strict=True))
 
 
 class Attention(nn.Module):
@@ -143,7 +137,7 @@ class Output(nn.Linear):
 
 
 class Llama(nn.Module):
-    """The full model, or a stage of it: `tok_embeddings`, `norm` and `output` may be None, `layers` may lack some.
+    """This is the full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
 
     Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
     constructor itself draws no weights.
@@ -159,8 +153,7 @@ class Llama(nn.Module):
         def has(name: str) -> bool:
             return modules is None or name in modules
 
-        self.max_seq_len, self.tied = max_seq_len, model.tie_embeddings
-        self.rope_frequencies = rope_frequencies(model)
+        self.max_seq_len, self.tied, self.rope_frequencies = max_seq_len, model.tie_embeddings, rope_frequencies(model)
         rope = torch.empty(max_seq_len, len(self.rope_frequencies), dtype=torch.complex64)
         self.register_buffer("rope", rope, persistent=False)
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
@@ -180,11 +173,7 @@ class Llama(nn.Module):
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
         """Leave the meta device by `to_empty`, and restore what that loses: the tied weight, and the rotary table,
-        which is no weight and in no checkpoint.
-
-        Args:
-            weights_on_cpu: for CPU offload, where weights are on `device` only while their layer computes.
-        """
+        which is no weight and in no checkpoint. `weights_on_cpu` is for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
         self.rope = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype).to(device)
@@ -217,14 +206,10 @@ class Llama(nn.Module):
 
 def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int:
     """Return the floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of
-    the PaLM paper (arXiv:2204.02311, appendix B).
+    the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
-    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
-    (a tied one is also the output head and counts). The second term is attention, counted without the causal mask.
-    Recomputed activations do not count.
-
-    Args:
-        sizes: number of elements of each parameter of the full model, by name.
+    N counts every weight that is multiplied with activations: all but the input embedding, which is a look-up (a tied
+    one is also the output head and counts). 12 L D T is attention without a mask. Recomputed activations do not count.
     """
     counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
     return 6 * sum(counted) + 12 * model.n_layers * model.dim * seq_len

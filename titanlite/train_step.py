@@ -1,5 +1,6 @@
 """The gradients of one optimizer step, and the loss without them. Training and the parity tests run this same code."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 import torch
@@ -31,34 +32,24 @@ class SingleStageRunner:
         return self.model(batch.tokens, batch.positions, batch.document_positions, batch.targets)
 
 
+@dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """This class computes losses and gradients on one rank.
+    """This class computes losses and gradients on one rank."""
 
-    Args:
-        model: all modules that this rank has.
-        runner: runs a batch through the model, or through the pipeline.
-        contributes_loss: whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only
-            one that has their loss contributes it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        runner: SingleStageRunner | PipelineRunner,
-        parallelism: Parallelism,
-        *,
-        device: torch.device,
-        contributes_loss: bool,
-    ):
-        self.model, self.runner, self.parallelism = model, runner, parallelism
-        self.device, self.contributes_loss = device, contributes_loss
+    model: nn.Module
+    """All modules that this rank has."""
+    runner: SingleStageRunner | PipelineRunner
+    parallelism: Parallelism
+    device: torch.device
+    contributes_loss: bool
+    """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
 
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global loss in the parameters.
 
         The global loss is the sum of all token losses over the number of valid tokens, both over all ranks and gradient
         accumulation steps. Tokens are counted first, so each accumulation step's sum is divided by the final count and
-        gradients are only ever summed.
+        gradients are only summed.
 
         Args:
             batches: one per gradient accumulation step.
@@ -80,12 +71,8 @@ class TrainStep:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch], advance: Callable[[int], None] = lambda amount: None) -> float:
-        """Return the loss by the same rule as in training: token losses over valid tokens of all ranks, nats.
-
-        Args:
-            batches: this rank's; every rank needs the same number of them.
-            advance: called with 1 after each batch.
-        """
+        """Return the loss in nats by the rule of training. Call `advance` with 1 after each batch, of which every rank
+        needs the same number."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             totals[0] += self.runner.forward(batch.to(self.device))

@@ -1,8 +1,7 @@
 """Activation checkpointing (AC): save less of a block's forward, and recompute the rest in its backward
 (arXiv:1604.06174; torch.utils.checkpoint). The numbers stay the same, bit for bit.
 
-A block's `forward` is replaced, not the block, so parameters keep their names. Hooks of the block itself, such as
-FSDP's, lie around `forward` and run once.
+A block's `forward` is replaced, not the block: parameters keep their names, and FSDP's hooks around it run once.
 """
 
 import functools
@@ -23,20 +22,17 @@ def _saved_operators() -> list[Any]:
     else (norms, rotary embedding, SwiGLU's product, casts) reads memory once and is recomputed. An all-gather is not
     saved: its result is as many times its input as there are ranks, which have just met for the layer's backward."""
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-    return [
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_attention_math.default,
-        torch.ops.titanlite.context_attention.default,
-        collectives.reduce_scatter_tensor.default,
-        collectives.all_reduce.default,
+    products = [aten.mm, aten.addmm, aten.bmm, aten._scaled_mm]
+    attention = [
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_attention_math,
+        torch.ops.titanlite.context_attention,
     ]
+    reductions = [collectives.reduce_scatter_tensor, collectives.all_reduce]
+    return [operator.default for operator in products + attention + reductions]
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
@@ -59,9 +55,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
 
 
 def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function rather than a partial one, so that it can be compiled."""
-
-    def checkpointed_forward(*args: Any) -> Any:
+    def checkpointed_forward(*args: Any) -> Any:  # no functools.partial, so that it can be compiled
         return recompute(forward, *args)
 
     return checkpointed_forward

@@ -1,7 +1,5 @@
-"""Attention backends that return the log-sum-exp with their output and take both back, as ring attention needs.
-
-The backward takes the output and log-sum-exp of a softmax over all keys together with only some of the keys: its
-gradients are these keys' contributions, which are summed.
+"""Attention backends for ring attention: they return the log-sum-exp with their output and take both back. Given the
+output and log-sum-exp over all keys but only some of the keys, their gradients are these keys' contributions to a sum.
 
 torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
 to them stands in this file. The three for CUDA ("flash", "cudnn", "efficient") were run on meta tensors only, on no GPU
@@ -23,20 +21,14 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class AttentionBackend(NamedTuple):
-    """Softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head h * G // H.
-
-    All tensors have the strides of slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory.
-    """
+    """This class is an implementation of softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
+    h * G // H. All tensors are slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     """(q_BHTK, k_BGSK, v_BGSK, causal) to (out_BHTK, lse_BHT): lse is the natural logarithm of the sum over keys of
     exp(q k / sqrt K), in float32 or, for float64, float64. causal: query t attends to keys 0 to t, and S is T."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
     """(grad_BHTK of out, q, k, v, out, lse, causal) to (dq, dk, dv), of the shapes and dtypes of q, k, v."""
-
-
-def float32_or_better(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -54,9 +46,9 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
     lse = lse.contiguous()  # the operator takes its memory to be dense
+    unpacked = None, None  # sequences are not packed one behind the other
     return aten._scaled_dot_product_flash_attention_backward(
-        # None: sequences are not packed one behind the other.
-        *(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, random, random)
+        grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random
     )
 
 
@@ -103,6 +95,10 @@ def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def _grouped(x_BHTK: Tensor, k: Tensor) -> Tensor:
     """Return [B, G, H / G, T, K]: the query heads of a KV head are adjacent."""
     return _precise(x_BHTK).unflatten(1, (k.shape[1], -1))
+
+
+def float32_or_better(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _precise(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
 
 
 def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Private: torch._inductor.config._micro_pipeline_tp and symmetric memory (read in torch 2.11 and 2.13; run on
+    """Turn on torch's private _inductor.config._micro_pipeline_tp and symmetric memory (read in 2.11 and 2.13; run on
     neither, since both need CUDA)."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -43,9 +43,8 @@ def _save_no_random_state() -> None:
     """Tell the compiler that nothing in a block is random; checkpoint's `preserve_rng_state` does not reach it.
 
     Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15). Attention counts as
-    random, for a dropout that is not there. The random state saved for it on a CPU comes after a DTensor's mesh among
-    the values saved for backward, where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor
-    parallel."""
+    random, for a dropout that is not there. Its random state on a CPU is saved for backward after a DTensor's mesh,
+    where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel."""
     from torch._functorch import partitioners
 
     partitioners.has_recomputable_rng_ops = lambda _: False

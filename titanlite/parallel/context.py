@@ -45,13 +45,12 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
         raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"rank {rank} is not one of ring {ring} x ulysses {ulysses}")
-    ring_rank, ulysses_rank = divmod(rank, ulysses)
-    positions = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
-    return positions[_chunks(ring_rank, ring)].flatten().chunk(ulysses)[ulysses_rank]
+    chunks = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
+    return chunks[_chunks(rank // ulysses, ring)].flatten().chunk(ulysses)[rank % ulysses]
 
 
 class ContextAttention(nn.Module):
-    """model.ScaledDotProductAttention over sequences that are split by `local_positions`.
+    """This module is model.ScaledDotProductAttention over sequences that `local_positions` splits.
 
     Args:
         ring_group: ranks that send keys and values around a ring; None: only this one.
@@ -80,16 +79,14 @@ class ContextAttention(nn.Module):
         sequence, kv_heads = tokens * self.ulysses_size, k_BTGK.shape[2]
         if heads % self.ulysses_size or kv_heads % self.ulysses_size:
             raise ValueError(
-                f"{heads} query heads and {kv_heads} KV heads cannot be split evenly over ulysses {self.ulysses_size}"
+                f"{heads} query heads and {kv_heads} KV heads cannot be split over {self.ulysses_size} ranks"
             )
         if self.ring_size > 1 and sequence % 2:
             raise ValueError(f"{sequence} tokens of a ring rank cannot be split into two chunks")
         positions = document_positions_BS
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
-            raise ValueError(
-                f"document_positions: expected [{batch}, {sequence}] in host memory, got {list(positions.shape)} on "
-                f"{positions.device}"
-            )
+            actual = f"{list(positions.shape)} on {positions.device}"
+            raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend)[0]
 
 
@@ -101,12 +98,11 @@ def apply_context_parallel(
         block.attention.inner_attention = ContextAttention(ring_group, ulysses_group, backend)
 
 
-# Process groups reach the operators by name, since arguments of operators are tensors, numbers and strings.
-_GROUPS: dict[str, dist.ProcessGroup | None] = {}
+_GROUPS: dict[str, dist.ProcessGroup | None] = {}  # by name: arguments of operators are tensors, numbers and strings
 
 
 def _register(group: dist.ProcessGroup | None) -> str:
-    """Return the name by which operators find a group; "" for this rank only."""
+    """Return the name by which operators find a process group; "" for this rank only."""
     name = group.group_name if group is not None and group.size() > 1 else ""
     _GROUPS[name] = group
     return name
@@ -117,8 +113,6 @@ def _rank_and_size(group: str) -> tuple[int, int]:
 
 
 # The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
-
-
 @torch.library.custom_op("titanlite::context_attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, ulysses: str, backend: str
@@ -126,8 +120,8 @@ def _attention(
     """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
     inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
-        out_BTHK, lse_BHS = _ring_forward(q, k, v, document_positions, ring, backend)
-        return out_BTHK, lse_BHS, q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+        empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+        return *_ring_forward(q, k, v, document_positions, ring, backend), *empty
     qkv_BSNK = _sequence_to_heads([q, k, v], ulysses)
     qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
     inner_BSHK, lse_BHS = _ring_forward(*qkv, document_positions, ring, backend)
@@ -150,7 +144,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
     grad_out = _sequence_to_heads([grad_out], ulysses) if ulysses else grad_out.contiguous()
-    grads = _ring_backward(grad_out, *saved, document_positions=document_positions, ring=ring, backend=backend)
+    grads = _ring_backward([grad_out, *saved], document_positions, ring, backend)
     return tuple(_heads_to_sequence(grads, ulysses)) if ulysses else grads
 
 
@@ -180,8 +174,6 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 # Ulysses --------------------------------------------------------------------------------------------------------------
-
-
 def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
     """Return the numbers of heads of q, k and v that a rank attends with."""
     return [x.shape[2] // _rank_and_size(ulysses)[1] for x in (q_BTHK, k_BTGK, k_BTGK)]
@@ -208,14 +200,12 @@ def _all_to_all(send: Tensor, group: str) -> Tensor:
 
 
 # Ring -----------------------------------------------------------------------------------------------------------------
-
-
 def _ring_forward(
     q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
-    dtype = _sum_dtype(q, ring)
+    dtype = float32_or_better(q) if ring else q.dtype  # in which results over other ranks' keys are merged
     for k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring):
         for tile in tiles:
             qkv = *_heads_first(tile.queries, q), *_heads_first(tile.keys, k_step, v_step)
@@ -229,11 +219,11 @@ def _ring_forward(
 
 
 def _ring_backward(
-    *saved: Tensor, document_positions: Tensor | None, ring: str, backend: str
+    saved: list[Tensor], document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
-    lse_BSH, dtype = lse_BHS.transpose(1, 2), _sum_dtype(q, ring)
+    lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring else q.dtype
     dq = dk = dv = None
     for step, (k_step, v_step, tiles) in enumerate(_ring_steps(k, v, document_positions, ring)):
         # The sums arrive from the previous rank while this rank computes what it adds to them.
@@ -275,8 +265,7 @@ def _ring_steps(
 
 
 def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Begin to send to the next ring rank and to receive as much from the previous one; the returned function waits for
-    what is received and returns it."""
+    """Start sending to the next ring rank and receiving from the previous; return a function that waits for it."""
     rank, size = _rank_and_size(ring)
     received = [torch.empty_like(buffer) for buffer in buffers]
     sends = [dist.P2POp(dist.isend, x, group=_GROUPS[ring], group_peer=(rank + 1) % size) for x in buffers]
@@ -291,13 +280,8 @@ def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
     return wait
 
 
-def _sum_dtype(x: Tensor, ring: str) -> torch.dtype:
-    """Return the dtype in which results over the keys of several ranks are summed; one rank has no such sum."""
-    return float32_or_better(x) if ring else x.dtype
-
-
 def _heads_first(index: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
-    """Slice [B, S, heads, ...] tensors, and transpose heads before tokens as attention backends take them."""
+    """Slice [B, S, heads, ...] tensors, with heads before tokens as attention backends take them."""
     return [x[index].transpose(1, 2) for x in tensors]
 
 
@@ -321,8 +305,6 @@ def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BS
 
 
 # Which queries attend to which keys -----------------------------------------------------------------------------------
-
-
 class _Tile(NamedTuple):
     """This class is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
 
@@ -346,8 +328,8 @@ def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | N
         return None
 
     def of_chunk(positions_C: Tensor) -> tuple[int, list[int]]:
-        begins = (positions_C[1:] == 0).nonzero().flatten().add(1).tolist()
-        return int(positions_C[0]), [0, *begins, len(positions_C)]
+        starts = (positions_C[1:] == 0).nonzero().flatten() + 1
+        return int(positions_C[0]), [0, *starts.tolist(), len(positions_C)]
 
     return [
         [of_chunk(chunk) for chunk in positions.chunk(len(_chunks(0, size)))] for positions in document_positions_BS

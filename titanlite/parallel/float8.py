@@ -31,7 +31,7 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
         raise ConfigError([f"float8.enable = true: {name} has no float8 products; {advice}"])
 
     def converts(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name == "output" or any(part in name for part in float8.filter_fqns):
+        if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in float8.filter_fqns):
             return False
         return all(side % (16 * tensor_parallel_degree) == 0 for side in module.weight.shape)
 
@@ -46,8 +46,7 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
 
 
 def precompute_scales(stages: Sequence[Llama], optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of all weights after each of the optimizer's steps, with one collective per stage instead of
-    one per weight in the next forward."""
+    """Compute the scales of all weights after each optimizer step, with one collective per stage, not per weight."""
 
     def after_step(*_: object) -> None:
         for stage in stages:

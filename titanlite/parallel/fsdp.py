@@ -26,9 +26,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
     }
-    reshard = parallelism.fsdp_reshard_after_forward
-    if not isinstance(reshard, int):
-        reshard = reshard == "always"
+    option = parallelism.fsdp_reshard_after_forward
+    reshard = option if isinstance(option, int) else option == "always"
     blocks = list(model.layers.values())
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **settings)
@@ -49,7 +48,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
         if backward:
             block.set_modules_to_backward_prefetch(blocks[max(index - backward, 0) : index][::-1])
     for module in _units(model):
-        # The loss is divided by the global number of tokens before the backward, so gradients are only summed: plain
+        # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

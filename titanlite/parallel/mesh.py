@@ -47,7 +47,7 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
 
 def retain_freed_memory() -> None:
     """Have glibc keep what the process frees for the next step, instead of returning every larger block to the kernel
-    and having each of its pages mapped and cleared anew. This does nothing where there is no glibc."""
+    and having each of its pages mapped and cleared anew. Without glibc this does nothing."""
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
@@ -69,7 +69,7 @@ tokens, either of other sequences (dp_shard) or of the same ones (context parall
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh of all ranks and this rank's place in it."""
+    """This class has the mesh of all ranks and this rank's place in it."""
 
     mesh: DeviceMesh
     ring_group: dist.ProcessGroup | None
@@ -80,17 +80,6 @@ class Layout:
     """Index of this rank among the data-parallel ones; context-, tensor- and pipeline-parallel ranks share one."""
     context_rank: int
     """Index of this rank among those that split its sequences: ring rank x ulysses + ulysses rank."""
-
-    def axes(self) -> dict[str, tuple[str, list[int]]]:
-        """Return the axis and the global ranks of each process group, by the group's name."""
-        # An axis with all ranks has the group of all, so it overwrites "all".
-        groups = {"all": dist.group.WORLD, **{axis: self.mesh[axis].get_group() for axis in AXES}}
-        groups |= {"ring": self.ring_group, "ulysses": self.ulysses_group}
-        return {
-            group.group_name: (axis, dist.get_process_group_ranks(group))
-            for axis, group in groups.items()
-            if group is not None
-        }
 
 
 def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
@@ -119,7 +108,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int]) -> L
 
 
 def forget_layouts() -> None:
-    """Forget all layouts, whose process groups are gone: `build_layout` makes new ones."""
+    """Forget all layouts, because their process groups are gone."""
     _layout.cache_clear()
 
 

@@ -49,9 +49,7 @@ class PipelineRunner:
 
     Args:
         stages: this rank's, by number, ascending.
-        n_microbatches: number of microbatches that a batch is split into.
-        hidden_shape: of the activations between stages, [sequences of a microbatch, tokens of this rank, D].
-        dtype: of the activations between stages.
+        hidden_shape, dtype: of the activations between stages, [sequences of a microbatch, tokens of this rank, D].
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class PipelineRunner:
 
     @property
     def order(self) -> dict[int, list]:
-        """Return each rank's actions, where the schedule runs from such a list (private to torch: pipeline_order)."""
+        """Return each rank's actions, where the schedule has such a list (private to torch: pipeline_order)."""
         return self._schedule.pipeline_order
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
@@ -96,14 +94,8 @@ class PipelineRunner:
         return loss / self._valid
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
-        """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages.
-
-        Args:
-            batch: the same on all ranks of the pipeline, on the device.
-
-        Returns:
-            Sum of the token losses, float64, on the rank with the last stage; 0 on the others.
-        """
+        """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
+        sum in float64 on the rank with the last stage, 0 on the others. All ranks of a pipeline need the same batch."""
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),

@@ -30,7 +30,7 @@ FULL = Replicate()
 
 
 class VocabularyParallel(ParallelStyle):
-    """The style of the output head: its weight is sharded by vocabulary. The sequence is gathered into a DTensor, from
+    """This style shards the output head's weight by vocabulary. The sequence is gathered into a DTensor, from
     which loss.chunked_cross_entropy takes what it needs; logits, where they are the output, are gathered."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -43,8 +43,8 @@ class VocabularyParallel(ParallelStyle):
 
     @staticmethod
     def _gather_sequence(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x_BTD, *others = inputs
-        return x_BTD.redistribute(placements=[FULL]), *others  # the norm before it returns a DTensor
+        x_BTD, *targets = inputs
+        return x_BTD.redistribute(placements=[FULL]), *targets  # the norm before it returns a DTensor
 
     @staticmethod
     def _gather_logits(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -52,7 +52,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 class VocabularyParallelEmbedding(ParallelStyle):
-    """The style of the embedding: its weight is sharded by vocabulary. Each rank looks up the tokens of its own shard,
+    """This style shards the embedding's weight by vocabulary. Each rank looks up the tokens of its own shard,
     and the sums over ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its backward
     allocates the gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
 
@@ -73,7 +73,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
 # fmt: off
 BLOCK: dict[str, ParallelStyle] = {
     "attention_norm":  SequenceParallel(),
-    # (x, rope, document_positions): the sequence is gathered, the others are full tensors on every rank.
+    # (x, rope, document_positions): the sequence is gathered, the rest are full tensors on every rank.
     "attention":       PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                           desired_input_layouts=(FULL, None, None)),
     "attention.wq":    ColwiseParallel(),
@@ -104,6 +104,6 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, BLOCK)
     model.tie()
     if model.tok_embeddings is not None:
-        # Its output is an AsyncCollectiveTensor, whose reduce-scatter is still in flight. From such a one a compiled
-        # block computes wrong gradients (torch 2.13); a copy has waited for it.
+        # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong
+        # gradients from it (torch 2.13), but not from a copy.
         model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -152,7 +153,7 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(pipeline_rank * ranks_of_a_stage, world))
         layout = build.build_layout(config, CPU)
-        axes = layout.axes()
+        axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, short.names, CPU)
         if config.optimizer.state_dtype == "int8":
             _make_tables()
@@ -193,6 +194,18 @@ def dry_run(
     rotary = sum(size for _, name, size in held if name == "rope")
     all_weights = whole["parameters"] - rotary
     return DryRun(whole, _passages(segments, short), axes, all_weights, rotary, all_weights / weights)
+
+
+def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
+    """Return the axis and the global ranks of each process group of a layout, by the group's name."""
+    # An axis with all ranks has the group of all, so it overwrites "all".
+    groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
+    groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
+    return {
+        group.group_name: (axis, dist.get_process_group_ranks(group))
+        for axis, group in groups.items()
+        if group is not None
+    }
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
