@@ -399,12 +399,33 @@ def test_no_launch(
         assert_rejected(count, settings, expected)
 
 
-def test_launcher_prints_the_ranks_of_a_node(tmp_path: Path):
+def test_launcher_rejects_ranks_that_the_nodes_cannot_share(tmp_path: Path):
     file = str(tmp_path / "run.toml")
     load(tmp_path, {})
-    count = ("-m", "titanlite.launcher", file)
-    assert python(*count, f"--{SHARD}=4", NNODES="2") == (0, "2\n", "")
-    assert python(*count, f"--{SHARD}=3", NNODES="2") == (2, "", f"error: {file}: 3 {UNEVEN} 2 nodes\n")
+    train = ("-m", "titanlite", "train", file)
+    assert python(*train, f"--{SHARD}=3", NNODES="2") == (2, "", f"error: {file}: 3 {UNEVEN} 2 nodes\n")
+
+
+def test_torchrun_of_one_node_needs_no_port():
+    assert launcher.torchrun_arguments(4, {}) == [
+        *("--standalone", "--nproc-per-node=4", "--local-ranks-filter=0", "--role=rank", "--tee=3"),
+    ]
+    assert "--local-ranks-filter=0,1" in launcher.torchrun_arguments(4, {"LOG_RANK": "0,1"})
+
+
+def test_torchrun_of_several_nodes_meets_at_the_first():
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+    arguments = launcher.torchrun_arguments(4, nodes)
+    assert {"--nnodes=2", "--node-rank=1", "--rdzv-endpoint=first:29500", "--nproc-per-node=4"} <= {*arguments}
+    assert "--rdzv-endpoint=first:1234" in launcher.torchrun_arguments(4, {**nodes, "MASTER_PORT": "1234"})
+
+
+def test_torchrun_of_several_nodes_needs_their_addresses():
+    with pytest.raises(ConfigError) as error:
+        launcher.torchrun_arguments(4, {"NNODES": "2"})
+    assert error.value.problems == [
+        f"environment: {name}: expected a value where NNODES is above 1" for name in ("NODE_RANK", "MASTER_ADDR")
+    ]
 
 
 def test_launcher_rejects_a_wrong_config(tmp_path: Path):
@@ -416,4 +437,4 @@ def test_launcher_rejects_a_wrong_config(tmp_path: Path):
         f'error: {file}: training.lr = "é": unknown key; did you mean optimizer.lr?\n'
         'error: command line: optimizer.lr = "high": expected a finite number > 0\n'
     )
-    assert python("-m", "titanlite.launcher", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)
+    assert python("-m", "titanlite", "train", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)

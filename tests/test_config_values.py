@@ -482,7 +482,9 @@ def test_a_config_prints_every_option(tmp_path: Path):
 
 
 def test_launcher_prints_help():
-    assert python("-m", "titanlite.launcher", "no-such-file.toml", "--help") == (0, help_text() + "\n", "")
+    status, out, error = python("-m", "titanlite", "train", "no-such-file.toml", "--help")
+    assert (status, error) == (0, "")
+    assert out.endswith(help_text() + "\n")
 
 
 HELP = {
