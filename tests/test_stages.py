@@ -1,4 +1,4 @@
-"""Stages are as equal as a cut can make them, in what the config says, and lie on the ranks where torch has them."""
+"""Stages are as balanced as a split can make them, by what the config names, and on the ranks that torch expects."""
 
 import itertools
 import random
@@ -18,18 +18,18 @@ from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, rank
 Stages = list[list[str]]
 
 
-def sums(costs: Sequence[int], parts: Stages) -> list[int]:
+def sums(costs: Sequence[int], stages: Stages) -> list[int]:
     """Cost of each stage."""
     left = iter(costs)
-    return [sum(itertools.islice(left, len(part))) for part in parts]
+    return [sum(itertools.islice(left, len(stage))) for stage in stages]
 
 
-def cuts(names: list[str], n_stages: int) -> Iterator[Stages]:
-    """Every cut that leaves each stage a layer."""
+def splits(names: list[str], n_stages: int) -> Iterator[Stages]:
+    """Every split that leaves each stage a layer."""
     for ends in itertools.combinations(range(1, len(names)), n_stages - 1):
-        parts = [names[start:end] for start, end in itertools.pairwise([0, *ends, len(names)])]
-        if all(any(name.startswith("layers.") for name in part) for part in parts):
-            yield parts
+        stages = [names[start:end] for start, end in itertools.pairwise([0, *ends, len(names)])]
+        if all(any(name.startswith("layers.") for name in stage) for stage in stages):
+            yield stages
 
 
 def random_cases(number: int) -> Iterator[tuple[list[int], int]]:
@@ -41,7 +41,7 @@ def random_cases(number: int) -> Iterator[tuple[list[int], int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cuts
+# Splits
 
 
 def test_module_names():
@@ -51,29 +51,29 @@ def test_module_names():
 def test_stages_are_the_modules_in_order_each_with_a_layer():
     for costs, n_stages in random_cases(2000):
         names = module_names(len(costs) - 3)
-        parts = split_into_stages(names, costs, n_stages)
-        assert len(parts) == n_stages
-        assert list(itertools.chain(*parts)) == names
-        assert all(any(name.startswith("layers.") for name in part) for part in parts)
+        stages = split_into_stages(names, costs, n_stages)
+        assert len(stages) == n_stages
+        assert list(itertools.chain(*stages)) == names
+        assert all(any(name.startswith("layers.") for name in stage) for stage in stages)
 
 
-def test_no_cut_has_a_smaller_largest_stage():
+def test_no_split_has_a_smaller_largest_stage():
     for costs, n_stages in random_cases(2000):
         names = module_names(len(costs) - 3)
-        least = min(max(sums(costs, parts)) for parts in cuts(names, n_stages))
+        least = min(max(sums(costs, stages)) for stages in splits(names, n_stages))
         assert max(sums(costs, split_into_stages(names, costs, n_stages))) == least, (costs, n_stages)
 
 
-def evenness(costs: Sequence[int], parts: Stages) -> tuple[int, int]:
-    return max(sums(costs, parts)), sum(cost**2 for cost in sums(costs, parts))
+def evenness(costs: Sequence[int], stages: Stages) -> tuple[int, int]:
+    return max(sums(costs, stages)), sum(cost**2 for cost in sums(costs, stages))
 
 
-def test_of_the_cuts_with_the_smallest_largest_stage_none_is_more_even():
+def test_of_the_splits_with_the_smallest_largest_stage_none_is_more_even():
     # 9 | 9 | 1 has the smallest largest of the first three stages, but the last is 17 whatever they are: 5 | 4 | 10.
     hard = [([3, 2, 4, 9, 1, 4, 6, 7], 4)]
     for costs, n_stages in [*hard, *random_cases(2000)]:
         names = module_names(len(costs) - 3)
-        best = min(evenness(costs, parts) for parts in cuts(names, n_stages))
+        best = min(evenness(costs, stages) for stages in splits(names, n_stages))
         assert evenness(costs, split_into_stages(names, costs, n_stages)) == best, (costs, n_stages)
 
 
@@ -94,7 +94,7 @@ def test_fewer_layers_than_stages(n_layers: int, n_stages: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the config makes equal
+# What the config balances
 
 Load = Callable[..., Config]
 
@@ -106,15 +106,15 @@ def load(tmp_path: Path) -> Load:
     file.touch()
 
     def load(n_layers: int, degree: int, *args: str, **parallelism: Any) -> Config:
-        given = {"pipeline_parallel_degree": degree, **parallelism}
-        options = [f"--parallelism.{key}={value}" for key, value in given.items()]
+        settings = {"pipeline_parallel_degree": degree, **parallelism}
+        options = [f"--parallelism.{key}={value}" for key, value in settings.items()]
         return config.load([str(file), f"--model.n_layers={n_layers}", *options, *args]).config
 
     return load
 
 
-def layers(parts: Stages) -> list[int]:
-    return [sum(name.startswith("layers.") for name in part) for part in parts]
+def layers(stages: Stages) -> list[int]:
+    return [sum(name.startswith("layers.") for name in stage) for stage in stages]
 
 
 # fmt: off
@@ -122,7 +122,7 @@ BALANCED = {  # layers, pipeline ranks, layers that embedding and head count as,
     "the ends count as one":     (6, 2, 1, 1, [3, 3]),
     "a short first stage":       (6, 2, 2, 0, [2, 4]),
     "a short last stage":        (6, 2, 0, 4, [5, 1]),
-    "the ends count nothing":    (6, 3, 0, 0, [2, 2, 2]),
+    "the ends count as none":    (6, 3, 0, 0, [2, 2, 2]),
     "shorter at the ends":       (6, 4, 1, 1, [1, 2, 2, 1]),
     "an end above all others":   (7, 3, 9, 0, [1, 3, 3]),
 }
@@ -132,12 +132,12 @@ BALANCED = {  # layers, pipeline ranks, layers that embedding and head count as,
 @pytest.mark.parametrize(("n_layers", "degree", "first", "last", "expected"), BALANCED.values(), ids=BALANCED)
 def test_balanced_by_layers(load: Load, n_layers: int, degree: int, first: int, last: int, expected: list[int]):
     ends = {"pipeline_parallel_first_stage_less_layers": first, "pipeline_parallel_last_stage_less_layers": last}
-    parts = config.schema.stage_modules(load(n_layers, degree, **ends))
-    assert list(itertools.chain(*parts)) == module_names(n_layers)
-    assert layers(parts) == expected
+    stages = config.schema.stage_modules(load(n_layers, degree, **ends))
+    assert list(itertools.chain(*stages)) == module_names(n_layers)
+    assert layers(stages) == expected
 
 
-def test_stages_are_those_of_all_ranks(load: Load):
+def test_stages_of_all_ranks(load: Load):
     options = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_stages_per_rank": 3}
     assert layers(config.schema.stage_modules(load(10, 2, **options))) == [1, 2, 2, 2, 2, 1]
 
@@ -162,16 +162,16 @@ def test_balanced_by_parameters(load: Load, monkeypatch: pytest.MonkeyPatch, fla
         return split_into_stages(names, costs, n_stages)
 
     monkeypatch.setattr(config.schema, "split_into_stages", record)
-    parts, sizes = config.schema.stage_modules(settings), module_sizes(settings)
+    stages, sizes = config.schema.stage_modules(settings), module_sizes(settings)
     assert costed == sizes
     names = module_names(8)
     costs = [sizes[name] for name in names]
-    assert list(itertools.chain(*parts)) == names
-    assert evenness(costs, parts) == min(evenness(costs, others) for others in cuts(names, degree))
+    assert list(itertools.chain(*stages)) == names
+    assert evenness(costs, stages) == min(evenness(costs, split) for split in splits(names, degree))
 
 
 def test_parameters_and_layers_balance_differently(load: Load):
-    """A vocabulary of some layers' size, at both ends."""
+    """A vocabulary that is as large as some layers, at both ends."""
     args = ("--model.vocab_size=8192",)
     assert layers(config.schema.stage_modules(load(10, 4, *args))) == [2, 3, 3, 2]
     assert layers(config.schema.stage_modules(load(10, 4, *args, pipeline_parallel_balance="parameters"))) == [
@@ -183,14 +183,14 @@ def test_parameters_and_layers_balance_differently(load: Load):
 
 
 def test_modules_by_name_are_the_stages(load: Load):
-    parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
-    assert config.schema.stage_modules(load(3, 2, module_fqns_per_model_part=parts)) == parts
+    stages = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "output"]]
+    assert config.schema.stage_modules(load(3, 2, module_fqns_per_model_part=stages)) == stages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
-STYLES = {  # in which torch's schedules lay stages on ranks
+STYLES = {  # in which torch's schedules assign stages to ranks
     **dict.fromkeys(("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"), "loop"),
     **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "v"),
 }

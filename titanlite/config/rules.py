@@ -93,7 +93,7 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     dataset, streaming, validation = config.training.dataset, config.training.streaming, config.validation
     if dataset in (*FILES, "hub") and not config.training.dataset_path:
         path = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
-        reject("training.dataset_path", f"training.dataset = {show(dataset)} needs {path}", DATASET)
+        reject("training.dataset_path", f"training.dataset = {show(dataset)} needs {path}")
     if streaming and dataset == "pydoc_topics":
         reject(STREAMING, "the built-in text is in memory; set false", DATASET)
     if streaming and config.training.shuffle:

@@ -49,7 +49,7 @@ class Model(Section):
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
-    """Rows of the embedding and of the output head; at least the tokenizer's vocabulary."""
+    """Size of the vocabulary in the embedding and the output head; at least the tokenizer's."""
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
@@ -247,7 +247,8 @@ class Float8(Section):
     enable: bool = False
     """Compute the matrix products of linear layers in 8-bit floating point."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale per tensor; or per row (more accurate); or rowwise with weight gradients in the model's data type."""
+    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
+    gradients in the model's data type."""
     emulate: bool = False
     """Round to float8 but multiply in the model's data type, for hardware without float8."""
     filter_fqns: list[str] = Field(default=[])
