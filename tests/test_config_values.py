@@ -467,7 +467,7 @@ def test_debug_is_the_default_flavor(tmp_path: Path):
 
 
 def test_validation_is_capped_by_default():
-    assert Config().validation.steps == 64
+    assert Config().validation.steps == 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ HELP = {
     "  --activation_checkpoint.memory_budget   a finite number >= 0 and <= 1; default 0.5",
     "  --profiling.profile_freq   an integer >= 4; default 10",
     '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',
-    "  --validation.steps   -1, or an integer >= 1; default 64",
+    "  --validation.steps   -1, or an integer >= 1; default 16",
 }
 
 

@@ -203,10 +203,18 @@ def test_validation_is_capped_by_its_steps():
         assert [len(validate(sequences, rank, 2, steps, local_batch_size=2)) for rank in range(2)] == [expected] * 2
 
 
+@pytest.mark.parametrize(("n_ranks", "size"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
+def test_a_capped_validation_reads_the_same_sequences_under_every_layout(n_ranks: int, size: int):
+    sequences = ValidationSequences(np.arange(1, 20 * T + 2), NO_SPECIAL_TOKENS, T)
+    batches = [validate(sequences, rank, n_ranks, steps=3, local_batch_size=size) for rank in range(n_ranks)]
+    first_tokens = [row[0] for own in batches for batch in own for row in batch.tokens.tolist()]
+    assert sorted(first_tokens) == [1 + T * number for number in range(3 * 4)]
+
+
 def test_validation_ends_documents_and_stops_after_some_steps():
     tokens = np.array(flat(some_texts(20)), np.uint16)
     sequences = ValidationSequences(tokens, BYTES, T)
-    every, first = (validate(sequences, steps=steps, local_batch_size=2) for steps in (-1, 2))
+    every, first = (validate(sequences, steps=steps, local_batch_size=2, global_batch_size=2) for steps in (-1, 2))
     assert len(every) == -(-(len(tokens) - 1) // (2 * T))
     n_targets = sum(int((batch.targets != IGNORED).sum()) for batch in every)
     assert n_targets == len(tokens) - 20, "every token is a target but the first of each document"

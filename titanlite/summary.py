@@ -98,7 +98,7 @@ def validation_summary(config: Config, validation: data.ValidationSequences | No
     """Return the size of the validation split, and how much of it validation.steps reads."""
     if validation is None:
         return "none"
-    sequences = config.validation.steps * config.training.local_batch_size * config.parallelism.data_parallel_degree
+    sequences = config.validation.steps * config.training.global_batch_size
     if config.validation.steps == -1 or sequences >= validation.n_sequences:
         return str(validation)
     return f"the first {sequences:,} of {validation} (validation.steps = {config.validation.steps})"

@@ -311,9 +311,9 @@ class Validation(Section):
     """Compute the loss on the validation split."""
     freq: Count = 100
     """Steps between validations; the last step is always validated."""
-    steps: Union[Literal[-1], Count] = 64
-    """Maximum number of batches of local_batch_size per rank and validation; -1: the full validation split. The default
-    is a cap because 20,000 validation sequences after the last step were four silent minutes."""
+    steps: Union[Literal[-1], Count] = 16
+    """Global batches that a validation reads at most: as many sequences as so many training steps, under every layout.
+    -1: the full validation split. The first lines of a run say how much is read."""
     fraction: Fraction = 0.05
     """Fraction of documents that form the validation split if no split or path is set. Training never reads them, so
     that enabling validation does not change its data."""

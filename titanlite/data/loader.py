@@ -141,9 +141,10 @@ class Loader:
 def n_validation_batches(
     sequences: ValidationSequences, training: Training, validation: Validation, *, data_parallel_degree: int
 ) -> int:
-    """Return how many batches each rank reads in a validation: the full split, or validation.steps if that is less."""
-    n_batches = -(-sequences.n_sequences // (data_parallel_degree * training.local_batch_size))
-    return n_batches if validation.steps == -1 else min(validation.steps, n_batches)
+    """Return how many batches each rank reads in a validation: of the full split, or of validation.steps global batches
+    if that is less. Which sequences these are does not depend on the layout."""
+    cap = sequences.n_sequences if validation.steps == -1 else validation.steps * training.global_batch_size
+    return -(-min(sequences.n_sequences, cap) // (data_parallel_degree * training.local_batch_size))
 
 
 def validation_batches(
