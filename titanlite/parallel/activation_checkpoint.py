@@ -39,7 +39,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     """Checkpoint the blocks of a model or a pipeline stage in place, before they are compiled.
 
     Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
-    operators; N: every N-th block saves its inputs only, the others everything. Memory budget: the compiler decides.
+    operators; N: of every N layers, one saves its inputs only. Memory budget: the compiler decides what is saved.
     """
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     _set_memory_budget(activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0)
