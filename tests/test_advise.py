@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 
 from titanlite import devices, plan
+from titanlite.plan.find_device import find_device
 from titanlite.advise import Candidate, Mesh, Planned, Search, Task
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
 from titanlite.plan import __main__ as command
 from titanlite.plan import advise
 
-H100 = devices.find_device("h100")
+H100 = find_device("h100")
 GIB = 2**30
 
 

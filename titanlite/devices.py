@@ -4,12 +4,11 @@ The plan and the MFU of a run read the same table. To add a device, add a line w
 TOML file with the keys of `Device`, named by `plan.device`.
 """
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from titanlite.config.loader import ConfigError, Section, expectation, read_toml, show
+from titanlite.config.loader import Section
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -82,30 +81,3 @@ DEVICES: dict[str, Device] = {
 def find_by_gpu_name(name: str) -> Device | None:
     """Return the device whose name torch.cuda.get_device_name reports, or None; narrower patterns stand first."""
     return next((device for device in DEVICES.values() if device.name_pattern and device.name_pattern in name), None)
-
-
-def find_device(name: str) -> Device:
-    """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
-
-    Raises:
-        ConfigError: if there is none, or a key of the file is missing, unknown or wrong.
-    """
-    if name in DEVICES:
-        return DEVICES[name]
-    file = Path(name).expanduser()
-    if file.suffix != ".toml":
-        raise ConfigError([f'plan.device = "{name}": expected one of {", ".join(DEVICES)}, or a TOML file'])
-    try:
-        return Device.model_validate(read_toml(str(file)))
-    except ValidationError as error:
-        raise ConfigError([_problem(file, entry) for entry in error.errors()]) from None
-
-
-def _problem(file: Path, entry: Any) -> str:
-    key = entry["loc"][0]
-    if entry["type"] == "extra_forbidden":
-        return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
-    expected = f"expected {expectation(Device.model_fields[key])}"
-    if entry["type"] == "missing":
-        return f"{file}: missing key {key}: {expected}"
-    return f"{file}: {key} = {show(entry['input'])}: {expected}"

@@ -50,12 +50,6 @@ def progress(
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
     """Return the line of some work after so many seconds: "validation: 10 of 40 batches, 0:00:20, 0:01:00 left"."""
-    parts = []
-    if total is not None:
-        parts.append(f"{done:,} of {total:,} {unit}")
-    elif done:
-        parts.append(f"{done:,} {unit}")
-    parts.append(str(timedelta(seconds=round(seconds))))
-    if total is not None and done:
-        parts.append(f"{timedelta(seconds=round(seconds / done * (total - done)))} left")
-    return f"{description}: {', '.join(parts)}"
+    amount = [f"{done:,} of {total:,} {unit}"] if total is not None else [f"{done:,} {unit}"] if done else []
+    left = [f"{timedelta(seconds=round(seconds / done * (total - done)))} left"] if total and done else []
+    return f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"

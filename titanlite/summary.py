@@ -14,12 +14,7 @@ def run_summary(
     validation: data.ValidationSequences | None,
     peak_flops_source: str,
 ) -> str:
-    """Return the lines that rank 0 prints before the first step.
-
-    Args:
-        n_parameters: weights of the full model.
-        peak_flops_source: the matrix rate that MFU refers to, and where it is from.
-    """
+    """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model = config.training, config.model
     lines = [
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "

@@ -40,6 +40,7 @@ from titanlite.config.schema import (
 from titanlite.config.schema import Plan as PlanOptions
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.plan.cost_model import EFFICIENCY, EXPOSED, CostModel
+from titanlite.plan.find_device import find_device
 from titanlite.plan.report import time_shares
 
 GIB = 2**30
@@ -855,7 +856,7 @@ def make_task(arguments: argparse.Namespace) -> Task:
     sequences = max(1, tokens // arguments.seq_len)
     if sequences > n:  # so that it can be dealt evenly to any data-parallel degree
         sequences -= sequences % n
-    device, float8 = devices.find_device(device_name), bool(arguments.float8)
+    device, float8 = find_device(device_name), bool(arguments.float8)
     return Task(arguments.model, arguments.seq_len, sequences, n, device_name, device, float8)
 
 

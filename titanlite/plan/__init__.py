@@ -36,6 +36,7 @@ from titanlite.plan.dry_run import (
     layers_of,
     layers_of_pattern,
 )
+from titanlite.plan.find_device import find_device
 from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.plan.schedule import Action, Span, all_actions, idle_share, simulate
 
@@ -139,7 +140,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     Raises:
         ConfigError: with what train.py refuses it with.
     """
-    device = devices.find_device(loaded.config.plan.device)
+    device = find_device(loaded.config.plan.device)
     n_devices = 0 if loaded.config.plan.device == "cpu" else devices_per_node(loaded.config, device)
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
     local = min(world, devices_per_node(loaded.config, device))

@@ -1,0 +1,36 @@
+"""Find the device that a plan is for: by its name, or in a user's TOML file."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titanlite.config.loader import ConfigError, expectation, read_toml, show
+from titanlite.devices import DEVICES, Device
+
+
+def find_device(name: str) -> Device:
+    """Return a device by its name in DEVICES, or from a TOML file with the keys and units of `Device`.
+
+    Raises:
+        ConfigError: if there is none, or a key of the file is missing, unknown or wrong.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    file = Path(name).expanduser()
+    if file.suffix != ".toml":
+        raise ConfigError([f'plan.device = "{name}": expected one of {", ".join(DEVICES)}, or a TOML file'])
+    try:
+        return Device.model_validate(read_toml(str(file)))
+    except ValidationError as error:
+        raise ConfigError([_problem(file, entry) for entry in error.errors()]) from None
+
+
+def _problem(file: Path, entry: Any) -> str:
+    key = entry["loc"][0]
+    if entry["type"] == "extra_forbidden":
+        return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
+    expected = f"expected {expectation(Device.model_fields[key])}"
+    if entry["type"] == "missing":
+        return f"{file}: missing key {key}: {expected}"
+    return f"{file}: {key} = {show(entry['input'])}: {expected}"
