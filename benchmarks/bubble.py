@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.data import Batch
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
 from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -166,7 +166,7 @@ def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def compare(pool: Pool, schedule: Schedule, n_microbatches: int, whole: Sleeps, steps: int) -> str:
+def compare(pool: ProcessPool, schedule: Schedule, n_microbatches: int, whole: Sleeps, steps: int) -> str:
     """Measure one case, print its raw samples, and return its line of the table."""
     n_ranks, per_rank = pool.world_size, 1 if schedule in ONE_STAGE else 2
     sleeps, n_stages = Sleeps(*(seconds / per_rank for seconds in whole)), n_ranks * per_rank
@@ -204,7 +204,7 @@ def main() -> None:
     print(f"torch {torch.__version__}; a rank's milliseconds for a microbatch: {[1000 * seconds for seconds in whole]}")
     table = []
     for n_ranks in options.ranks:
-        pool = Pool(n_ranks, timeout_seconds=600)
+        pool = ProcessPool(n_ranks, timeout_seconds=600)
         for schedule in options.schedules:
             table += [compare(pool, schedule, count, whole, options.steps) for count in options.microbatches]
         pool.close()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.loss import chunked_cross_entropy
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
 
 WAYS = ("all at once", "loss_chunks = 8", "loss_chunks = 16", "torch's own, chunked")
 
@@ -63,7 +63,7 @@ def main() -> None:
     shape, threads = (options.tokens, options.dim, options.vocabulary), os.cpu_count() or 1
     map_each_tensor()  # each process is forked from a server that begins after this
     print(f"torch {torch.__version__}, {threads} threads, tokens x dim x vocabulary {shape}", flush=True)
-    pools = {way: Pool(1, timeout_seconds=600) for way in WAYS}
+    pools = {way: ProcessPool(1, timeout_seconds=600) for way in WAYS}
     lines = []
     for dtype in (torch.float32, torch.bfloat16):
         turns: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}

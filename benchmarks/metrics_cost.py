@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from titanlite import build, metrics, parity
+from titanlite import build, metrics
 from titanlite.config import Launch, check, load
 from titanlite.parallel import mesh
+from titanlite.parity.training_run import TrainingRun
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 
@@ -37,7 +38,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         mesh.process_group(launch, timeout_seconds=600, trace_buf_size=0, dump_folder=""),
     ):
-        parts = parity.Parts(config, device)
+        run = TrainingRun(config, device)
         reporter = metrics.MetricsLogger(Path(folder), tb_folder="tb", last_step=0, steps=rounds, config="")
         meter = metrics.ThroughputMeter(
             device,
@@ -47,7 +48,7 @@ def main() -> None:
         )
         for step in range(1, rounds + 1):
             began = time.perf_counter()
-            parts.step(parts.loader.next())
+            run.step(run.loader.next())
             meter.step_done()
             stepped = time.perf_counter()
             values = {"loss_metrics/global_avg_loss": 5.0, "loss_metrics/global_max_loss": 5.0, "grad_norm": 1.0}
@@ -56,7 +57,7 @@ def main() -> None:
                 reporter.report(step, values, meter.seconds_per_step)
             steps.append(stepped - began)
             reports.append(time.perf_counter() - stepped)
-        parts.loader.close()
+        run.loader.close()
     step, report = statistics.median(steps), statistics.median(reports)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {rounds} steps of {len(values)} values")
     print(f"a step {step * 1000:.1f} ms, a report {report * 1000:.2f} ms: {report / step:.3%} of a step")

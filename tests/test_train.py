@@ -16,10 +16,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
-from titanlite import build, config, metrics, parity
+from titanlite import build, config, metrics
 from titanlite.build import meta_model
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, init_optimizer
+from titanlite.parity.training_run import TrainingRun
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -288,14 +289,14 @@ def kept(argv: list[str]) -> tuple[str, float]:
     """What a run's first lines say of its precision; and bytes a parameter of the blocks' matrices as they are."""
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
-    parts = parity.Parts(job, device)
-    parts.work.forward_backward(parts.loader.next())
-    parts.optimizer.step()
-    parts.loader.close()
+    run = TrainingRun(job, device)
+    run.train_step.forward_backward(run.loader.next())
+    run.optimizer.step()
+    run.loader.close()
     size, elements = 0, 0
-    for name, weight in parts.model.named_parameters():
+    for name, weight in run.model.named_parameters():
         if "feed_forward" in name:
-            moments = [parts.optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
+            moments = [run.optimizer.state[weight][moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
             held = [weight.to_local(), weight.grad.to_local()]
             held += [part for m in moments for part in ([m.codes, m.scale] if hasattr(m, "codes") else [m])]
             size += sum(part.numel() * part.itemsize for part in held)
