@@ -136,7 +136,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         training__global_batch_size=global_batch_size,
-        training__attention_kernel=kernel,
+        training__attention_backend=kernel,
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=reduce,
         lr_scheduler__total_steps=training.steps if horizon == -1 else horizon,

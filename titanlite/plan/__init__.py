@@ -211,7 +211,7 @@ def rehearsable(config: Config) -> Config:
         recomputed = "selective"
         config = config.replace(activation_checkpoint__selective_ac_option="op")
     return config.replace(
-        training__attention_kernel=kernel,
+        training__attention_backend=kernel,
         training__enable_cpu_offload=False,
         compile__enable=False,
         activation_checkpoint__mode=recomputed,
