@@ -50,10 +50,10 @@ ONE_ACCUMULATION_STEP = {"accumulation_steps": 1}
 AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
 
 
-def schedule(name: str, **others: Any) -> dict[str, Any]:
+def schedule(name: str, **kwargs: Any) -> dict[str, Any]:
     """Return a pipeline of two ranks whose stages have at least one layer each."""
     four = {"model__n_layers": 5, "training__local_batch_size": 4}
-    return PP | four | {"pipeline_parallel_schedule": name} | others
+    return PP | four | {"pipeline_parallel_schedule": name} | kwargs
 
 
 def product(*names: str) -> dict[str, Any]:
@@ -244,12 +244,12 @@ def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
 
 def assert_matches_reference(ranks: Any, tmp_path: Any, layout: dict[str, Any]) -> None:
     options = with_batches(layout)
-    found = compare(ranks, tmp_path, world_size(layout), options)
-    assert {name: d for name, d in found.items() if d > TOLERANCE} == {}
-    assert all(d == 0 for name, d in found.items() if name.startswith("initial weight")), "not bit for bit"
-    n_parameters = len([name for name in found if name.startswith("initial weight")])
+    actual = compare(ranks, tmp_path, world_size(layout), options)
+    assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
+    n_parameters = len([name for name in actual if name.startswith("initial weight")])
     assert n_parameters == 2 + options["model__n_layers"] * 9 + (not options.get("model__tie_embeddings"))
-    assert len(found) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+    assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -257,9 +257,9 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     assert_matches_reference(ranks, tmp_path, LAYOUTS[name])
 
 
-def largest(found: dict[str, float]) -> float:
+def largest(actual: dict[str, float]) -> float:
     """Return the largest difference of the final weights."""
-    return max(difference for name, difference in found.items() if name.startswith("final weight"))
+    return max(difference for name, difference in actual.items() if name.startswith("final weight"))
 
 
 @pytest.fixture(scope="module")
@@ -290,8 +290,8 @@ def test_low_precision_layout_matches_reference(ranks, references, tmp_path, nam
     job = resolve(tmp_path, n, with_batches(options | ONE_ACCUMULATION_STEP))
     reference, allowed, full_precision = references(job)
     layout, *_ = ranks(n).run(trace, job=job)
-    found = differences(reference, layout)
-    assert {name: (d, allowed[name]) for name, d in found.items() if d > allowed[name]} == {}
+    actual = differences(reference, layout)
+    assert {name: (d, allowed[name]) for name, d in actual.items() if d > allowed[name]} == {}
     by_option = largest(differences(full_precision, reference))
     assert 0.2 * by_option < largest(differences(full_precision, layout)) < 5 * by_option
 
@@ -323,10 +323,10 @@ def first_tokens_only(rank: int = 0) -> Any:
 @pytest.mark.parametrize("layout", [{"context_parallel_degree": 4}, USP], ids=["ring 4", "ring 2 x ulysses 2"])
 def test_rank_without_valid_targets(ranks, tmp_path, layout):
     job = resolve(tmp_path, 4, MODEL | layout)
-    (found, *_) = ranks(4).run(trace, job=job, bug=first_tokens_only)
+    (layout_trace, *_) = ranks(4).run(trace, job=job, bug=first_tokens_only)
     with first_tokens_only():
         reference = run_reference(job, CPU, steps=STEPS)
-    assert {name: d for name, d in differences(reference, found).items() if d > TOLERANCE} == {}
+    assert {name: d for name, d in differences(reference, layout_trace).items() if d > TOLERANCE} == {}
 
 
 # Injected bugs -------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def _no_sum_over_context(rank: int) -> Any:
     """Gradients are not summed over context-parallel ranks."""
     single = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "single"))["single"]
     real = fsdp.fully_shard
-    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=single, **others))
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=single, **kwargs))
 
 
 def _gradients_scaled_by_microbatches(rank: int) -> Any:
@@ -411,8 +411,8 @@ def _document_mask_ignored(rank: int) -> Any:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_injected_bug_fails(ranks, tmp_path, bug, layout, first):
-    found = compare(ranks, tmp_path, 2, MODEL | layout, bug)
-    assert next(name for name, d in found.items() if d > 10 * TOLERANCE) == first
+    actual = compare(ranks, tmp_path, 2, MODEL | layout, bug)
+    assert next(name for name, d in actual.items() if d > 10 * TOLERANCE) == first
 
 
 def test_invalid_tensor_parallel_plan_raises(ranks, tmp_path):
@@ -420,7 +420,7 @@ def test_invalid_tensor_parallel_plan_raises(ranks, tmp_path):
         compare(ranks, tmp_path, 2, MODEL | TP, _colwise_instead_of_rowwise)
 
 
-def computed(job: config.Config) -> tuple[int, int, int]:
+def operator_counts(job: config.Config) -> tuple[int, int, int]:
     """Count the matrix products, attentions and SwiGLU's silus of a step's forward and backward."""
     counted = CountCalls("aten")
     forward_backward(job, counted)
@@ -438,9 +438,9 @@ def test_recomputed_operators(ranks, tmp_path, options, products, attentions, si
     which recomputes only what the backward asks for, does not recompute it."""
     layers = 4
     job = resolve(tmp_path, 1, MODEL | options | {"model__n_layers": layers})
-    (found,) = ranks(1).run(computed, job=job)
+    (counts,) = ranks(1).run(operator_counts, job=job)
     once = layers * 21 + 3, layers, layers
-    assert found == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
+    assert counts == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
 
 
 def prefetched(job: config.Config) -> list[tuple[int, int]]:
@@ -500,11 +500,11 @@ def saved_elements(job: config.Config) -> int:
 
 
 def test_larger_memory_budget_saves_more_for_backward(ranks, tmp_path):
-    found = []
+    counts = []
     for budget in 0.0, 0.5, 1.0:
         job = resolve(tmp_path, 1, MODEL | BUDGET | {"activation_checkpoint__memory_budget": budget})
-        found += ranks(1).run(saved_elements, job=job)
-    least, half, most = found
+        counts += ranks(1).run(saved_elements, job=job)
+    least, half, most = counts
     assert least < half < most
 
 
@@ -551,9 +551,9 @@ def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> Trace 
     """Resume from the checkpoint of a folder, if there is one, take some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
     checkpointer = Checkpointer(folder, identity={}, keep_latest_k=0, async_mode="disabled")
-    found = run_layout(job, launch, steps=steps, checkpointer=checkpointer)
+    result = run_layout(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
-    return found if launch.rank == 0 else None
+    return result if launch.rank == 0 else None
 
 
 def two_steps(ranks: Any, tmp_path: Any, layout: dict[str, Any], folder: Any) -> tuple[config.Config, Trace]:
@@ -561,8 +561,8 @@ def two_steps(ranks: Any, tmp_path: Any, layout: dict[str, Any], folder: Any) ->
     n = world_size(layout)
     same = {"model__n_layers": 4, "training__local_batch_size": 2, "training__global_batch_size": 8}
     job = resolve(tmp_path, n, MODEL | layout | same)
-    found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=folder, steps=2)
-    return job, found
+    result, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=folder, steps=2)
+    return job, result
 
 
 def values_of_steps(trace: Trace, name: str) -> list[float]:
@@ -591,8 +591,8 @@ def test_resume_under_another_layout(ranks, saved, tmp_path, name):
     for name in ("loss", "norm"):
         resumed = values_of_steps(before, name) + values_of_steps(after, name)
         assert resumed == pytest.approx(values_of_steps(reference, name), abs=TOLERANCE)
-    found = differences(final_weights(reference), final_weights(after))
-    assert {name: difference for name, difference in found.items() if difference > TOLERANCE} == {}
+    actual = differences(final_weights(reference), final_weights(after))
+    assert {name: difference for name, difference in actual.items() if difference > TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
@@ -605,5 +605,5 @@ def test_low_bit_optimizer_states_resume_under_another_layout(ranks, tmp_path, s
     allowed = tolerances(job, reference, CPU, steps=4)
     losses = values_of_steps(before, "loss") + values_of_steps(after, "loss")
     assert losses == pytest.approx(values_of_steps(reference, "loss"), abs=allowed["step 4 loss"])
-    found = differences(final_weights(reference), final_weights(after))
-    assert {name: d for name, d in found.items() if d > allowed[name]} == {}
+    actual = differences(final_weights(reference), final_weights(after))
+    assert {name: d for name, d in actual.items() if d > allowed[name]} == {}

@@ -92,13 +92,13 @@ def _seed_depends_on_rank(rank: int) -> Any:
 def _sequences_overlap(rank: int) -> Any:
     """Sequences are assigned to ranks so that some are read twice and some never."""
     real = RandomSequences.read
-    return mock.patch.object(RandomSequences, "read", lambda self, first, *others: real(self, first + rank, *others))
+    return mock.patch.object(RandomSequences, "read", lambda self, first, *args: real(self, first + rank, *args))
 
 
 def _no_sum_over_replicas(rank: int) -> Any:
     """Gradients are not summed over replicas, which diverge."""
     real = fsdp.fully_shard
-    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=mesh["fsdp"], **others))
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=mesh["fsdp"], **kwargs))
 
 
 def _mean_of_means(rank: int) -> Any:
@@ -180,10 +180,10 @@ TEST_CASES = [
 @pytest.mark.parametrize(("world_size", "options"), TEST_CASES)
 def test_layout_matches_reference(ranks, tmp_path, world_size, options, accumulation_steps):
     batch = {"training__global_batch_size": 2 * world_size * accumulation_steps}
-    found = compare(ranks, tmp_path, world_size, options | batch)
-    assert {name: d for name, d in found.items() if d > TOLERANCE} == {}
-    assert all(d == 0 for name, d in found.items() if name.startswith("initial weight")), "not bit for bit"
-    assert len(found) == len({name.split()[-1] for name in found if "weight" in name}) * (STEPS + 2) + 2 * STEPS + 1
+    actual = compare(ranks, tmp_path, world_size, options | batch)
+    assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
+    assert len(actual) == len({name.split()[-1] for name in actual if "weight" in name}) * (STEPS + 2) + 2 * STEPS + 1
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_layout_matches_reference(ranks, tmp_path, world_size, options, accumula
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_injected_bug_fails(ranks, tmp_path, bug, world_size, options, first):
-    found = compare(ranks, tmp_path, world_size, options, bug)
-    assert next(name for name, d in found.items() if d > 1e-6) == first
+    actual = compare(ranks, tmp_path, world_size, options, bug)
+    assert next(name for name, d in actual.items() if d > 1e-6) == first
 
 
 UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output head
@@ -218,8 +218,8 @@ def test_collectives_of_three_accumulation_steps(ranks, tmp_path, layout, gather
     """As in the table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
     job = resolve(tmp_path, 2, LAYOUTS[layout](2) | {"training__global_batch_size": 12})
     expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
-    for found in ranks(2).run(collectives, job=job):
-        assert found == {name: count for name, count in expected.items() if count}
+    for counts in ranks(2).run(collectives, job=job):
+        assert counts == {name: count for name, count in expected.items() if count}
 
 
 def test_gradients_are_clipped(tmp_path):

@@ -108,8 +108,8 @@ def test_missing_parameter_is_different():
 
 
 def test_difference_ends_in_status_1(capsys):
-    def off(*arguments: Any, **others: Any) -> Trace:
-        trace = run_reference(*arguments, **others)
+    def off(*arguments: Any, **kwargs: Any) -> Trace:
+        trace = run_reference(*arguments, **kwargs)
         trace["step 1 loss"] += 1e-9
         return trace
 

@@ -54,10 +54,10 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
 
 def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, float]) -> bool:
     """Print the table and the verdict, and return whether every difference is within its tolerance."""
-    found = differences(reference, layout)
+    actual = differences(reference, layout)
     # Initial weights must agree bit for bit. An entry that only the layout has is in no tolerance.
-    allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in found}
-    wrong = [name for name, difference in found.items() if difference > allowed[name]]
+    allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
+    wrong = [name for name, difference in actual.items() if difference > allowed[name]]
 
     def verdict(*names: str) -> str:
         return "DIFFERS" if any(name in wrong for name in names) else "equal"
@@ -65,19 +65,19 @@ def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, floa
     print(f"{'':40} {'single process':>18} {'layout':>18} {'difference':>11} {'allowed':>9}")
     for name in [name for name, tensor in reference.items() if tensor.dim() == 0]:  # losses and norms
         values = f"{reference[name].item():18.12f} {layout[name].item():18.12f}"
-        print(f"{name:40} {values} {found[name]:11.1e} {allowed[name]:9.1e}  {verdict(name)}")
+        print(f"{name:40} {values} {actual[name]:11.1e} {allowed[name]:9.1e}  {verdict(name)}")
     print(f"\n{'largest difference':40} {'initial weight':>18} {'gradients':>18} {'final weight':>11}")
     for initial in [name for name in reference if name.startswith("initial weight ")]:
         parameter = initial.removeprefix("initial weight ")
         final = f"final weight {parameter}"
-        gradients = [name for name in found if name.endswith(f" gradient {parameter}")]
-        largest = max(found[name] for name in gradients)
-        values = f"{found[initial]:18.1e} {largest:18.1e} {found[final]:11.1e}"
+        gradients = [name for name in actual if name.endswith(f" gradient {parameter}")]
+        largest = max(actual[name] for name in gradients)
+        values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
         print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
     if wrong:
         name = wrong[0]
-        print(f"\nDIFFERENT: first in {name}, by {found[name]:.1e} where {allowed[name]:.1e} is rounding")
+        print(f"\nDIFFERENT: first in {name}, by {actual[name]:.1e} where {allowed[name]:.1e} is rounding")
     else:
-        name = max(found, key=lambda name: found[name] / (allowed[name] or 1))
-        print(f"\nequal: the largest difference, in {name}, is {found[name]:.1e} of {allowed[name]:.1e} allowed")
+        name = max(actual, key=lambda name: actual[name] / (allowed[name] or 1))
+        print(f"\nequal: the largest difference, in {name}, is {actual[name]:.1e} of {allowed[name]:.1e} allowed")
     return not wrong

@@ -50,7 +50,7 @@ class RandomSequences:
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
 
-    def read(self, first: int, stride: int, streams: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
         """Yield every stride-th sequence from index `first` on, like data.PackedSequences.read."""
         while True:
             yield self[first], None
@@ -66,15 +66,15 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
     sequences, batch_size = RandomSequences(config), training.global_batch_size
-    compute_dtype = getattr(torch, training.mixed_precision_param)
-    scale = build.build_loss_scale(config).value
+    compute_dtype, scale = getattr(torch, training.mixed_precision_param), build.build_loss_scale(config).value
     parameters = dict(model.named_parameters())
 
     def loss_of_step(step: int) -> Tensor:
         """Return the mean over the valid tokens of the full global batch."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
-        tokens, targets, documents = (torch.from_numpy(np.stack(rows)).to(device) for rows in zip(*batch, strict=True))
-        positions = (documents, documents) if training.document_mask else (None, None)
+        tensors = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*batch, strict=True))
+        tokens, targets, document_positions = tensors
+        positions = [document_positions if training.document_mask else None] * 2
         weights = {name: parameter.to(compute_dtype) for name, parameter in parameters.items()}
         logits = torch.func.functional_call(model, weights, (tokens, *positions))
         return cross_entropy_sum(logits, targets) / (targets != IGNORED).sum()
