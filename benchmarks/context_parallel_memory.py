@@ -27,9 +27,9 @@ import psutil
 import torch
 from resident_memory import map_each_tensor, reset_peak, resident_bytes
 
-from titanlite import parity
 from titanlite.config import Config, Launch, check, load
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
+from titanlite.parity.training_run import TrainingRun
 
 SHORTEST = 4096
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
@@ -38,13 +38,13 @@ DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 def growth_gib(config: Config, threads: int) -> tuple[float, float]:
     """Return the GiB resident before the step and the growth at its peak. Every rank of the group must call it."""
     torch.set_num_threads(threads)
-    parts = parity.Parts(config, torch.device("cpu"))
-    batch = parts.loader.next()
+    run = TrainingRun(config, torch.device("cpu"))
+    batch = run.loader.next()
     reset_peak()
     before = resident_bytes("VmRSS")
-    parts.work.forward_backward(batch)
+    run.train_step.forward_backward(batch)
     peak = resident_bytes("VmHWM")
-    parts.loader.close()
+    run.loader.close()
     return before / 2**30, (peak - before) / 2**30
 
 
@@ -59,7 +59,7 @@ def measure(length: int, degree: int, ulysses: int, n_layers: int) -> list[tuple
     }
     loaded = load([str(DEBUG), *(f"--{key}={value}" for key, value in options.items())])
     config = check(loaded, Launch(0, 0, degree, degree, n_devices=0))
-    pool = Pool(degree, timeout_seconds=3600)
+    pool = ProcessPool(degree, timeout_seconds=3600)
     ranks = pool.run(growth_gib, config=config, threads=max((os.cpu_count() or 1) // degree, 1))
     pool.close()
     print(json.dumps({"length": length, "cp": degree, "ulysses": ulysses, "before, growth GiB": ranks}), flush=True)

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-from titanlite import build, metrics, parity
+from titanlite import build, metrics
 from titanlite.config import Launch, check, load
 from titanlite.config.schema import Comm
 from titanlite.parallel import mesh
+from titanlite.parity.training_run import TrainingRun
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 
@@ -38,7 +39,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
-        parts = parity.Parts(config, device)
+        run = TrainingRun(config, device)
         logger = metrics.MetricsLogger(Path(folder), config.metrics, last_step=0, steps=rounds, config="")
         meter = metrics.ThroughputMeter(
             device,
@@ -48,7 +49,7 @@ def main() -> None:
         )
         for step in range(1, rounds + 1):
             start = time.perf_counter()
-            parts.step(parts.loader.next())
+            run.step(run.loader.next())
             meter.step_done()
             stepped = time.perf_counter()
             values = {"loss_metrics/global_avg_loss": 5.0, "loss_metrics/global_max_loss": 5.0, "grad_norm": 1.0}
@@ -57,7 +58,7 @@ def main() -> None:
                 logger.log(step, values, meter.seconds_per_step)
             step_seconds.append(stepped - start)
             log_seconds.append(time.perf_counter() - stepped)
-        parts.loader.close()
+        run.loader.close()
     step, log = statistics.median(step_seconds), statistics.median(log_seconds)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {rounds} steps of {len(values)} values")
     print(f"step {step * 1000:.1f} ms, metrics logging {log * 1000:.2f} ms: {log / step:.3%} of a step")

@@ -46,10 +46,10 @@ from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite import parity
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.schema import Comm
 from titanlite.parallel import mesh
+from titanlite.parity.training_run import TrainingRun
 
 HERE = Path(__file__).resolve().parent
 Options = dict[str, str | int]
@@ -82,14 +82,14 @@ class OneBatch:
     """A trainer that repeats its step on one batch."""
 
     def __init__(self, config: Config, device: torch.device):
-        self.parts, self.device = parity.Parts(config, device), device
-        self.batch = self.parts.loader.next()
-        self.parts.loader.close()
+        self.run, self.device = TrainingRun(config, device), device
+        self.batch = self.run.loader.next()
+        self.run.loader.close()
 
     def step(self) -> float:
         """Run a training step and return its seconds."""
         start = time.perf_counter()
-        self.parts.step(self.batch)
+        self.run.step(self.batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
@@ -101,8 +101,8 @@ class OneBatch:
             persistent = torch.cuda.memory_allocated(self.device)
             self.step()
             return persistent / 2**20, (torch.cuda.max_memory_allocated(self.device) - persistent) / 2**20
-        states = [value for state in self.parts.optimizer.state.values() for value in state.values()]
-        persistent = sum(n_bytes(value) for value in [*self.parts.parameters, *states] if isinstance(value, Tensor))
+        states = [value for state in self.run.optimizer.state.values() for value in state.values()]
+        persistent = sum(n_bytes(value) for value in [*self.run.parameters.values(), *states] if isinstance(value, Tensor))
         reset_peak()
         before = resident_bytes("VmRSS")
         self.step()

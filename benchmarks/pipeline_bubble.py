@@ -36,7 +36,7 @@ from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.data import Batch
 from titanlite.parallel.pipeline import PipelineRunner
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
 from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -173,7 +173,7 @@ def formula(schedule: Schedule, n_ranks: int, per_rank: int, n_microbatches: int
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def compare(pool: Pool, schedule: Schedule, n_microbatches: int, rank_sleeps: Sleeps, steps: int) -> str:
+def compare(pool: ProcessPool, schedule: Schedule, n_microbatches: int, rank_sleeps: Sleeps, steps: int) -> str:
     """Measure one case, print its raw samples, and return its line of the table.
 
     Args:
@@ -215,7 +215,7 @@ def main() -> None:
     print(f"torch {torch.__version__}; milliseconds per rank and microbatch: {milliseconds}")
     table = []
     for n_ranks in options.ranks:
-        pool = Pool(n_ranks, timeout_seconds=600)
+        pool = ProcessPool(n_ranks, timeout_seconds=600)
         for schedule in options.schedules:
             table += [compare(pool, schedule, count, rank_sleeps, options.steps) for count in options.microbatches]
         pool.close()

@@ -36,10 +36,11 @@ import torch.distributed as dist
 from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor, nn
 
-from titanlite import parity, plan
+from titanlite import plan
 from titanlite.config import Config, Launch, check, load
 from titanlite.parallel import mesh
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
+from titanlite.parity.training_run import TrainingRun
 
 HERE = Path(__file__).resolve().parent
 DEBUG = HERE.parent / "configs" / "debug.toml"
@@ -170,15 +171,15 @@ def measure(options: dict[str, Any]) -> int:
     """Bytes at the peak of this rank's third step. Every rank must call it."""
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
-    parts = parity.Parts(config, mesh.device_of(launch))
+    run = TrainingRun(config, mesh.device_of(launch))
     for _ in range(3):
-        batch = parts.loader.next()
+        batch = run.loader.next()
         gc.collect()
         held, before = held_bytes(), resident_bytes("VmRSS")
         reset_peak()
-        parts.step(batch)
+        run.step(batch)
         peak = held + resident_bytes("VmHWM") - before
-    parts.loader.close()
+    run.loader.close()
     dist.barrier()
     return peak
 
@@ -199,7 +200,7 @@ def against_real_runs() -> list[str]:
     for name, (ranks, changed) in LAYOUTS.items():
         options = MODEL | changed
         if ranks not in pools:
-            pools[ranks] = Pool(ranks, timeout_seconds=300)
+            pools[ranks] = ProcessPool(ranks, timeout_seconds=300)
         measured = max(pools[ranks].run(measure, options=options))
         planned = plan.make_plan(config_of(options, ranks)[0], world_size=ranks).worst.peak.total
         off = planned / measured - 1
@@ -246,7 +247,7 @@ def against_measured_bubbles() -> list[str]:
     """Lines of pipeline_bubble.py's table: idle shares by the formula, as simulated, and as measured."""
     lines, whole = [pipeline_bubble.HEAD], pipeline_bubble.Sleeps(0.04, 0.04, 0.04)
     for n_ranks in (2, 4):
-        pool = Pool(n_ranks, timeout_seconds=600)
+        pool = ProcessPool(n_ranks, timeout_seconds=600)
         lines += [pipeline_bubble.compare(pool, schedule, 8, whole, steps=3) for schedule in pipeline_bubble.SCHEDULES]
         pool.close()
     return lines

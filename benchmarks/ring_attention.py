@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.parallel.context import ContextAttention
 from titanlite.parallel.mesh import retain_freed_memory
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
 
 RING_SIZES = (2, 4)
 CUDA_BACKENDS = {
@@ -101,7 +101,7 @@ def seconds_of_rank(length: int, shape: Shape) -> float:
 
 def compare_rings(lengths: list[int], shape: Shape, cores: int, repeats: int) -> None:
     """Print the samples, then a line of medians for each length and ring."""
-    pools = {size: Pool(size, timeout_seconds=600) for size in (1, *RING_SIZES)}
+    pools = {size: ProcessPool(size, timeout_seconds=600) for size in (1, *RING_SIZES)}
     table = []
     for length in lengths:
         samples = []

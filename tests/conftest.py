@@ -1,4 +1,4 @@
-"""Pools of ranks: real processes on gloo, started once per world size and fed cases."""
+"""Pools of ranks: real processes on gloo, started once per world size, which run many test cases."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.data_helpers import Assets, built_in_texts
-from titanlite.parity.process_pool import Pool, RankDied
+from titanlite.parity.process_pool import ProcessPool, RankDied
 
-CALLS_OF_A_POOL = 30
+MAX_CALLS_PER_POOL = 30
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,22 +32,22 @@ def ranks() -> Iterator["RankPools"]:
 
 
 class RankPools:
-    """ranks(2) is the pool of two ranks, started when a test first asks for it."""
+    """The pools of all world sizes: ranks(2) is that of two ranks, started when a test first asks for it."""
 
     def __init__(self) -> None:
-        self.pools: dict[int, Pool] = {}
+        self.pools: dict[int, ProcessPool] = {}
 
     def __call__(self, world_size: int) -> "Retrying":
         return Retrying(self, world_size)
 
-    def pool(self, world_size: int) -> Pool:
-        """Started anew after some calls: groups of every layout that it had remain, and gloo has a thread for each that
-        wakes a hundred times a second."""
+    def pool(self, world_size: int) -> ProcessPool:
+        """Return the pool of this world size, a new one after some calls: the process groups of all its layouts remain,
+        and gloo has a thread for each that wakes a hundred times a second."""
         pool = self.pools.get(world_size)
-        if pool and not pool.broken and pool.calls >= CALLS_OF_A_POOL:
+        if pool and not pool.broken and pool.calls >= MAX_CALLS_PER_POOL:
             pool.close()
         if not pool or pool.broken:
-            self.pools[world_size] = Pool(world_size, timeout_seconds=60 if world_size <= 8 else 900)
+            self.pools[world_size] = ProcessPool(world_size, timeout_seconds=60 if world_size <= 8 else 900)
         return self.pools[world_size]
 
     def close(self) -> None:
@@ -56,10 +56,10 @@ class RankPools:
 
 
 class Retrying:
-    """A pool that runs a call again, once and with a warning, if a rank's process died in it.
+    """This class runs a call of a pool again, once and with a warning, if a rank's process died in it.
 
     About one call in three hundred of a long-lived pool ends with a process killed by a corrupted heap, in a thread of
-    gloo, under heavy load only (docs/support.md). A wrong result or an exception is never tried again.
+    gloo, under heavy load only (docs/support.md). A wrong result or an exception never leads to a retry.
     """
 
     def __init__(self, pools: RankPools, world_size: int):

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 
-from titanlite import devices, plan
-from titanlite.plan.find_device import find_device
+from titanlite import plan
 from titanlite.advise import Candidate, Mesh, Planned, Search, Task
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
 from titanlite.plan import __main__ as command
 from titanlite.plan import advise
+from titanlite.plan.find_device import find_device
 
 H100 = find_device("h100")
 GIB = 2**30

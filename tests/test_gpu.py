@@ -13,10 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite import config, parity
+from titanlite import config
 from titanlite.metrics import PeakFlops
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS
+from titanlite.parity.compare import FLOAT64_TOLERANCE, differences
+from titanlite.parity.reference import run_reference
+from titanlite.parity.training_run import TrainingRun, run_layout
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda", 0)
@@ -76,9 +79,8 @@ def test_equals_the_single_process_reference_in_float64(folder, alone, option):
     arguments = ["--training.dtype=float64", f"--training.{option}"]
     job = config.check(config.load([str(folder / "gpu.toml"), *arguments]), alone)
     assert job.training.attention_backend == "math"
-    trace = parity.run(job, alone, steps=3)
-    differences = parity.differences(trace, parity.run_alone(job, DEVICE, steps=3))
-    assert {name: d for name, d in differences.items() if d > parity.ALLOWED_IN_FLOAT64} == {}
+    found = differences(run_reference(job, DEVICE, steps=3), run_layout(job, alone, steps=3))
+    assert {name: d for name, d in found.items() if d > FLOAT64_TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("option", ["document_mask=false", "document_mask=true"])
@@ -108,16 +110,16 @@ def test_compiled_trains_as_eager_does(folder, monkeypatch):
 def test_a_step_does_not_synchronize_with_the_device(folder, alone, options):
     """A step synchronizes once, when train.py reads its loss, which is not part of this: see docs/architecture.md."""
     job = config.check(config.load([str(folder / "gpu.toml"), *options]), alone)
-    parts = parity.Parts(job, DEVICE)
+    run = TrainingRun(job, DEVICE)
     try:
         for step in range(4):
-            batch = parts.loader.next()
+            batch = run.loader.next()
             if step == 2:  # after the first allocations and compilations
                 torch.cuda.set_sync_debug_mode("error")
-            parts.step(batch)
+            run.step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        parts.loader.close()
+        run.loader.close()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

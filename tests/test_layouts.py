@@ -1,6 +1,6 @@
-"""The table of layouts: pipeline x replicate x shard x context x tensor in every combination, with every schedule, each
-against one process: loss, norm, every gradient, every weight after three steps in float64 to 1e-11; initial weights bit
-for bit; the validation loss."""
+"""Parity tests of all layouts: pipeline x replicate x shard x context x tensor parallel in every combination, with
+every schedule. Each is compared with the single-process reference over three steps in float64: loss, norm, every
+gradient, every weight and the validation loss to 1e-11; initial weights bit for bit."""
 
 import itertools
 import shutil
@@ -14,17 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
-from titanlite import build, config, data, loss, optimizer, parity
+from titanlite import build, config, data, loss, optimizer
 from titanlite.checkpoint import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.parallel import fsdp, pipeline, tensor
+from titanlite.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.parity.process_pool import RankError
+from titanlite.parity.reference import RandomSequences, Trace, run_reference
+from titanlite.parity.training_run import run_layout
 
-TOLERANCE = parity.ALLOWED_IN_FLOAT64
+TOLERANCE = FLOAT64_TOLERANCE
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SIMPLEST = ("GPipe", "LoopedBFS")
 
-# Four key heads are as many as the largest tensor-parallel degree; three layers do not split_into_stages evenly to two stages.
+# Four KV heads are as many as the largest tensor-parallel degree. Three layers cannot be split evenly into two stages.
 MODEL = {"model__n_heads": 8, "model__n_kv_heads": 4, "model__n_layers": 2, "training__local_batch_size": 4}
 PP = {"pipeline_parallel_degree": 2, "model__n_layers": 3, "training__local_batch_size": 2}
 REPLICATE = {"data_parallel_replicate_degree": 2}
@@ -40,20 +43,21 @@ COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
 BUDGET = COMPILED | {"activation_checkpoint__mode": "memory_budget"}
-EVERY_SECOND = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
-LOSS_IN_PARTS = {"training__loss_chunks": 3}
+EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
+CHUNKED_LOSS = {"training__loss_chunks": 3}
 PREFETCH = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}
-ONE_MICROSTEP = {"microsteps": 1}
+ONE_ACCUMULATION_STEP = {"accumulation_steps": 1}
 AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
 
 
-def schedule(name: str, **others: Any) -> dict[str, Any]:
-    """A pipeline of two ranks whose stages have a layer each, or more."""
+def schedule(name: str, **kwargs: Any) -> dict[str, Any]:
+    """Return a pipeline of two ranks whose stages have at least one layer each."""
     four = {"model__n_layers": 5, "training__local_batch_size": 4}
-    return PP | four | {"pipeline_parallel_schedule": name} | others
+    return PP | four | {"pipeline_parallel_schedule": name} | kwargs
 
 
 def product(*names: str) -> dict[str, Any]:
+    """Return the options of several axes together."""
     return {key: value for name in names for key, value in AXES[name].items()}
 
 
@@ -67,16 +71,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" not in names},
     # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others, of which the simplest are nightly
     **{f"{name} {degree}": schedule(name, pipeline_parallel_degree=degree, training__local_batch_size=8,
-                                    model__n_layers=9, microsteps=4 // degree)
+                                    model__n_layers=9, accumulation_steps=4 // degree)
        for name in SCHEDULES for degree in (2, 4)},
-    **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_MICROSTEP for name in SCHEDULES
+    **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_ACCUMULATION_STEP for name in SCHEDULES
        for other in ("shard", "cp", "tp") if name not in SIMPLEST},
     "GPipe, one microbatch": schedule("GPipe", pipeline_parallel_microbatch_size=4),
     "GPipe, reshard always": schedule("GPipe", fsdp_reshard_after_forward="always") | SHARD,
     "1F1B, reshard always": schedule("1F1B", fsdp_reshard_after_forward="always") | SHARD,
     "Interleaved1F1B, reshard always": schedule("Interleaved1F1B", fsdp_reshard_after_forward="always") | SHARD,
     "LoopedBFS, reshard always": schedule("LoopedBFS", fsdp_reshard_after_forward="always") | SHARD,
-    "Interleaved1F1B, three stages a rank": schedule("Interleaved1F1B", pipeline_parallel_stages_per_rank=3,
+    "Interleaved1F1B, 3 stages per rank": schedule("Interleaved1F1B", pipeline_parallel_stages_per_rank=3,
                                                      model__n_layers=7),
     "pp, balanced by parameters": PP | {"pipeline_parallel_balance": "parameters", "model__vocab_size": 600},
     "pp, stages by name": PP | {"module_fqns_per_model_part": '[["tok_embeddings", "layers.0"], ["layers.1", '
@@ -84,12 +88,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp, CPU offload": PP | OFFLOAD,
     "ZBVZeroBubble, CPU offload": schedule("ZBVZeroBubble") | OFFLOAD,
     # Tensor parallel
-    "tp, logits gathered": TP | {"disable_loss_parallel": True},
-    "pp x tp, logits gathered": PP | TP | {"disable_loss_parallel": True},
+    "tp, no loss parallel": TP | {"disable_loss_parallel": True},
+    "pp x tp, no loss parallel": PP | TP | {"disable_loss_parallel": True},
     "tp, tied embeddings": TP | TIED,
     "shard x tp, tied embeddings": SHARD | TP | TIED,
     "tp, CPU offload": TP | OFFLOAD,
-    "tp, one key head a head": TP | {"model__n_kv_heads": 8},
+    "tp, as many KV heads as heads": TP | {"model__n_kv_heads": 8},
     "tp, ZeRO-1": SHARD | TP | ZERO_1,
     "tp, ZeRO-2": SHARD | TP | ZERO_2,
     # Context parallel
@@ -98,244 +102,248 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ring 2 x ulysses 2": USP,
     "ulysses x tp": ULYSSES | TP,
     "pp x ulysses": PP | ULYSSES,
-    "cp, math kernel": CP | {"training__attention_backend": "math"},
-    "shard, cpu kernel": SHARD | {"training__attention_backend": "cpu"},
-    "tp, math kernel": TP | {"training__attention_backend": "math"},
-    "cp, one key head a head": CP | {"model__n_kv_heads": 8},
+    "cp, math backend": CP | {"training__attention_backend": "math"},
+    "shard, cpu backend": SHARD | {"training__attention_backend": "cpu"},
+    "tp, math backend": TP | {"training__attention_backend": "math"},
+    "cp, as many KV heads as heads": CP | {"model__n_kv_heads": 8},
     "cp, tied embeddings": CP | TIED,
     "cp, CPU offload": CP | OFFLOAD,
     "cp, ZeRO-1": CP | ZERO_1,
     "cp, ZeRO-2": CP | ZERO_2,
     "HSDP, reshard to groups of 2": REPLICATE | {"data_parallel_shard_degree": 4, "fsdp_reshard_after_forward": 2},
     "cp 4, reshard to groups of 2": {"context_parallel_degree": 4, "fsdp_reshard_after_forward": 2},
-    # Documents
-    "documents": DOCUMENTS,
-    "documents, tp": DOCUMENTS | TP,
-    "documents, cp 2": DOCUMENTS | CP,
-    "documents, cp 4": DOCUMENTS | {"context_parallel_degree": 4},
-    "documents, ulysses 2": DOCUMENTS | ULYSSES,
-    "documents, ring 2 x ulysses 2": DOCUMENTS | USP,
-    "documents, pp": DOCUMENTS | PP,
-    "documents, cp x tp": DOCUMENTS | CP | TP,
-    # Recomputed activations
-    **{f"{mode} recomputation, {name}": {"activation_checkpoint__mode": mode} | AXES[name]
+    # Document mask
+    "document mask": DOCUMENTS,
+    "document mask, tp": DOCUMENTS | TP,
+    "document mask, cp 2": DOCUMENTS | CP,
+    "document mask, cp 4": DOCUMENTS | {"context_parallel_degree": 4},
+    "document mask, ulysses 2": DOCUMENTS | ULYSSES,
+    "document mask, ring 2 x ulysses 2": DOCUMENTS | USP,
+    "document mask, pp": DOCUMENTS | PP,
+    "document mask, cp x tp": DOCUMENTS | CP | TP,
+    # Activation checkpointing (AC)
+    **{f"{mode} AC, {name}": {"activation_checkpoint__mode": mode} | AXES[name]
        for mode in ("full", "selective") for name in ("pp", "shard", "cp", "tp")},
-    "every second block recomputed, tp": EVERY_SECOND | TP,
-    "every second block recomputed, pp": EVERY_SECOND | PP,
-    "full recomputation, ulysses, documents": FULL | ULYSSES | DOCUMENTS,
-    "selective recomputation, ulysses, documents": SELECTIVE | ULYSSES | DOCUMENTS,
-    "full recomputation, ZBVZeroBubble": FULL | schedule("ZBVZeroBubble"),
-    "every second block recomputed, DualPipeV": EVERY_SECOND | schedule("DualPipeV"),
-    # The loss in parts
-    **{f"loss in 3 parts, {name}": LOSS_IN_PARTS | AXES[name] for name in ("pp", "shard", "cp", "tp")},
-    "loss in 3 parts, tp, logits gathered": LOSS_IN_PARTS | TP | {"disable_loss_parallel": True},
-    "loss in 3 parts, shard, tied embeddings": LOSS_IN_PARTS | SHARD | TIED,
-    "loss in 3 parts, InterleavedZeroBubble": LOSS_IN_PARTS | schedule("InterleavedZeroBubble"),
+    "selective AC, every 2 layers, tp": EVERY_2_LAYERS | TP,
+    "selective AC, every 2 layers, pp": EVERY_2_LAYERS | PP,
+    "full AC, ulysses, document mask": FULL | ULYSSES | DOCUMENTS,
+    "selective AC, ulysses, document mask": SELECTIVE | ULYSSES | DOCUMENTS,
+    "full AC, ZBVZeroBubble": FULL | schedule("ZBVZeroBubble"),
+    "selective AC, every 2 layers, DualPipeV": EVERY_2_LAYERS | schedule("DualPipeV"),
+    # Chunked cross-entropy
+    **{f"chunked cross-entropy, 3 chunks, {name}": CHUNKED_LOSS | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "chunked cross-entropy, 3 chunks, tp, no loss parallel": CHUNKED_LOSS | TP | {"disable_loss_parallel": True},
+    "chunked cross-entropy, 3 chunks, shard, tied embeddings": CHUNKED_LOSS | SHARD | TIED,
+    "chunked cross-entropy, 3 chunks, InterleavedZeroBubble": CHUNKED_LOSS | schedule("InterleavedZeroBubble"),
     # Explicit prefetch
     "prefetch 2, shard": PREFETCH | SHARD,
     "prefetch 2, pp": PREFETCH | PP,
     "prefetch 2, cp x tp": PREFETCH | CP | TP,
-    # Compiled, a block at a time
-    "compiled, full recomputation, tp": COMPILED | FULL | TP,
-    "compiled, selective recomputation, cp": COMPILED | SELECTIVE | CP,
+    # Compiled blocks
+    "compiled, full AC, tp": COMPILED | FULL | TP,
+    "compiled, selective AC, cp": COMPILED | SELECTIVE | CP,
     "compiled, memory budget, tp": BUDGET | TP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
-    "only the loss compiled, tp, logits gathered":
+    "compiled loss only, tp, no loss parallel":
         COMPILED | TP | {"compile__components": '["loss"]', "disable_loss_parallel": True},
     "compiled, cp": COMPILED | CP,
-    "compiled, ulysses, documents": COMPILED | ULYSSES | DOCUMENTS,
+    "compiled, ulysses, document mask": COMPILED | ULYSSES | DOCUMENTS,
     "compiled, pp": COMPILED | PP,
     "compiled, Interleaved1F1B": COMPILED | schedule("Interleaved1F1B"),
 }  # fmt: skip
-# What rounds, each against one process that rounds alike: scales of float8 belong to a rank's tokens and channels,
-# blocks of 8-bit moments to its shard. All sides of weights are multiples of 16 on two ranks.
+# Low precision, each compared with a reference in the same precision. Scales of float8 belong to a rank's tokens and
+# channels, blocks of 8-bit optimizer states to its shard. All sides of weights are multiples of 16 on two ranks.
 WIDE = {"model__dim": 64, "model__ffn_dim": 96, "model__n_kv_heads": 8, "optimizer__lr": 1e-4}
 FLOAT8 = WIDE | {"float8__enable": True, "float8__emulate": True}
-GATHERED = {"float8__enable_fsdp_float8_all_gather": True, "float8__precompute_float8_dynamic_scale_for_fsdp": True}
+FLOAT8_ALL_GATHER = {
+    "float8__enable_fsdp_float8_all_gather": True,
+    "float8__precompute_float8_dynamic_scale_for_fsdp": True,
+}
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
 INT8 = IN_FLOAT32 | {"optimizer__state_dtype": "int8", "model__dim": 128}  # fewer than 4096 elements are left alone
 HALF = IN_FLOAT32 | {"training__mixed_precision_param": "float16"}
 STOCHASTIC = WIDE | {"training__dtype": "bfloat16", "optimizer__stochastic_rounding": True}
-PLAIN = {
+FULL_PRECISION = {
     "float8__enable": False,
     "optimizer__state_dtype": "auto",
     "optimizer__stochastic_rounding": False,
     "training__mixed_precision_param": "float32",
 }
-ROUNDING: dict[str, dict[str, Any]] = {
+LOW_PRECISION: dict[str, dict[str, Any]] = {
     **{f"float8 {recipe}, {name}": FLOAT8 | {"float8__recipe": recipe} | AXES[name]
        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp") for name in ("pp", "shard", "cp", "tp")},
-    "float8 gathered, shard": FLOAT8 | GATHERED | SHARD,
-    "float8 gathered, shard x tp": FLOAT8 | GATHERED | SHARD | TP,
-    "float8 gathered, pp x shard": FLOAT8 | GATHERED | PP | SHARD,
+    "float8 all-gather, shard": FLOAT8 | FLOAT8_ALL_GATHER | SHARD,
+    "float8 all-gather, shard x tp": FLOAT8 | FLOAT8_ALL_GATHER | SHARD | TP,
+    "float8 all-gather, pp x shard": FLOAT8 | FLOAT8_ALL_GATHER | PP | SHARD,
     "float8, cp x tp": FLOAT8 | CP | TP,
-    "float8, selective recomputation, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
+    "float8, selective AC, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
     "float8, compiled, tp": FLOAT8 | COMPILED | TP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
-    **{f"int8 moments, {name}": INT8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
-    "int8 moments, CPU offload": INT8 | SHARD | OFFLOAD,
-    "bfloat16 moments, shard x tp": IN_FLOAT32 | {"optimizer__state_dtype": "bfloat16"} | SHARD | TP,
+    **{f"8-bit optimizer states, {name}": INT8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "8-bit optimizer states, CPU offload": INT8 | SHARD | OFFLOAD,
+    "bfloat16 optimizer states, shard x tp": IN_FLOAT32 | {"optimizer__state_dtype": "bfloat16"} | SHARD | TP,
     "stochastic rounding, shard x tp": STOCHASTIC | SHARD | TP,
-    "stochastic rounding, float32 moments, shard x tp":
+    "stochastic rounding, float32 optimizer states, shard x tp":
         STOCHASTIC | {"optimizer__state_dtype": "float32"} | SHARD | TP,
-    "stochastic rounding, int8 moments, pp x shard": INT8 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
+    "stochastic rounding, 8-bit optimizer states, pp x shard": INT8 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
     **{f"float16, {name}": HALF | AXES[name] for name in ("pp", "shard", "cp", "tp")},
-    "float16, loss in 3 parts, shard x tp": HALF | LOSS_IN_PARTS | SHARD | TP,
+    "float16, chunked cross-entropy, 3 chunks, shard x tp": HALF | CHUNKED_LOSS | SHARD | TP,
 }  # fmt: skip
-ROUNDING_NIGHTLY: dict[str, dict[str, Any]] = {
+LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     "float8, shard x cp x tp": FLOAT8 | SHARD | CP | TP,
     "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
 }
 NIGHTLY = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" in names},
-    **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_MICROSTEP for name in SIMPLEST
+    **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_ACCUMULATION_STEP for name in SIMPLEST
        for other in ("shard", "cp", "tp")},
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 4)},
     "all five axes": product(*AXES),
-    "all five axes, ZBVZeroBubble, documents": product(*AXES) | schedule("ZBVZeroBubble") | DOCUMENTS,
+    "all five axes, ZBVZeroBubble, document mask": product(*AXES) | schedule("ZBVZeroBubble") | DOCUMENTS,
     "pp x ring x ulysses x tp": PP | USP | TP,
     "compiled, pp x cp x tp": COMPILED | PP | CP | TP,
-    "full recomputation, pp x cp x tp": FULL | PP | CP | TP,
-    "selective recomputation, pp x cp x tp": SELECTIVE | PP | CP | TP,
-    "compiled, full recomputation, cp x tp": COMPILED | FULL | CP | TP,
-    "compiled, selective recomputation, cp x tp": COMPILED | SELECTIVE | CP | TP,
-    **{f"compiled, {mode} recomputation, {name}": COMPILED | {"activation_checkpoint__mode": mode} | AXES[name]
+    "full AC, pp x cp x tp": FULL | PP | CP | TP,
+    "selective AC, pp x cp x tp": SELECTIVE | PP | CP | TP,
+    "compiled, full AC, cp x tp": COMPILED | FULL | CP | TP,
+    "compiled, selective AC, cp x tp": COMPILED | SELECTIVE | CP | TP,
+    **{f"compiled, {mode} AC, {name}": COMPILED | {"activation_checkpoint__mode": mode} | AXES[name]
        for mode in ("full", "selective") for name in ("pp", "shard")},
     **{f"compiled, memory budget, {name}": BUDGET | product(*name.split(" x "))
        for name in ("pp", "shard x tp", "cp x tp")},
-    "compiled, memory budget of nothing, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
-    "compiled, tp, logits gathered": COMPILED | TP | {"disable_loss_parallel": True},
-    "loss in 3 parts, compiled, tp": LOSS_IN_PARTS | COMPILED | TP,
-    "loss in 3 parts, InterleavedZeroBubble x tp": LOSS_IN_PARTS | schedule("InterleavedZeroBubble") | TP,
-    "documents, pp x cp x tp": DOCUMENTS | PP | CP | TP,
+    "compiled, memory budget 0, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
+    "compiled, tp, no loss parallel": COMPILED | TP | {"disable_loss_parallel": True},
+    "chunked cross-entropy, 3 chunks, compiled, tp": CHUNKED_LOSS | COMPILED | TP,
+    "chunked cross-entropy, 3 chunks, InterleavedZeroBubble x tp":
+        CHUNKED_LOSS | schedule("InterleavedZeroBubble") | TP,
+    "document mask, pp x cp x tp": DOCUMENTS | PP | CP | TP,
 }  # fmt: skip
 
 
 def world_size(layout: dict[str, Any]) -> int:
-    """How many ranks a layout has."""
+    """Return the number of ranks of a layout."""
     return int(np.prod([value for key, value in layout.items() if key.endswith("_degree") and "ulysses" not in key]))
 
 
 def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
-    """A layout's options, with two microsteps unless it says otherwise."""
+    """Return a layout's options, with two gradient accumulation steps unless it sets another number."""
     options = MODEL | layout
     order = options.get("pipeline_parallel_schedule")
     if order in V_SHAPED and torch.__version__ < "2.12":
-        pytest.skip("refused on a CPU with torch 2.11")
+        pytest.skip("unsupported on a CPU with torch 2.11")
     functions = {"float8__enable", "training__loss_chunks"} & set(options)
     budget = options.get("activation_checkpoint__mode") == "memory_budget" and "tensor_parallel_degree" in options
-    in_halves = functions and order in SPLIT_BACKWARD
-    if (budget and torch.__version__.startswith("2.12.")) or (in_halves and torch.__version__ < "2.13"):
-        pytest.skip("refused with this torch")
+    split_backward = functions and order in SPLIT_BACKWARD
+    if (budget and torch.__version__.startswith("2.12.")) or (split_backward and torch.__version__ < "2.13"):
+        pytest.skip("unsupported with this torch")
     data_ranks = options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1)
-    microsteps = options.pop("microsteps", 2)
-    options["training__global_batch_size"] = options["training__local_batch_size"] * data_ranks * microsteps
+    accumulation_steps = options.pop("accumulation_steps", 2)
+    options["training__global_batch_size"] = options["training__local_batch_size"] * data_ranks * accumulation_steps
     return options
 
 
-def assert_equal(ranks: Any, tmp_path: Any, layout: dict[str, Any]) -> None:
+def assert_matches_reference(ranks: Any, tmp_path: Any, layout: dict[str, Any]) -> None:
     options = with_batches(layout)
-    found = compare(ranks, tmp_path, world_size(layout), options)
-    assert {what: d for what, d in found.items() if d > TOLERANCE} == {}
-    assert all(d == 0 for what, d in found.items() if what.startswith("initial weight")), "not bit for bit"
-    n_parameters = len([what for what in found if what.startswith("initial weight")])
+    actual = compare(ranks, tmp_path, world_size(layout), options)
+    assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
+    n_parameters = len([name for name in actual if name.startswith("initial weight")])
     assert n_parameters == 2 + options["model__n_layers"] * 9 + (not options.get("model__tie_embeddings"))
-    assert len(found) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+    assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process(ranks, tmp_path, name):
-    assert_equal(ranks, tmp_path, LAYOUTS[name])
+def test_layout_matches_reference(ranks, tmp_path, name):
+    assert_matches_reference(ranks, tmp_path, LAYOUTS[name])
 
 
-def largest(differences: dict[str, float]) -> float:
-    """Of the final weights."""
-    return max(difference for what, difference in differences.items() if what.startswith("final weight"))
+def largest(actual: dict[str, float]) -> float:
+    """Return the largest difference of the final weights."""
+    return max(difference for name, difference in actual.items() if name.startswith("final weight"))
 
 
 @pytest.fixture(scope="module")
-def by_one_process() -> Any:
-    """A trace, what may differ from it, and a trace without the options that round, of a job; computed once for all
-    rows that differ in their layout only."""
-    found: dict[str, Any] = {}
+def references() -> Any:
+    """A function of a config: its reference, the tolerances, and the reference without the low-precision options. It
+    computes them once for all test cases that differ in their layout only."""
+    computed: dict[str, Any] = {}
 
-    def compute(job: config.Config) -> tuple[parity.Trace, dict[str, float], parity.Trace]:
-        key = "".join(part.model_dump_json() for part in (job.model, job.training, job.optimizer, job.float8))
-        if key not in found:
-            alone = parity.run_alone(job, CPU, steps=STEPS)
-            bounds = parity.allowed(job, alone, CPU, steps=STEPS)
-            found[key] = alone, bounds, parity.run_alone(job.replace(**PLAIN), CPU, steps=STEPS)
-        return found[key]
+    def compute(job: config.Config) -> tuple[Trace, dict[str, float], Trace]:
+        key = "".join(section.model_dump_json() for section in (job.model, job.training, job.optimizer, job.float8))
+        if key not in computed:
+            reference = run_reference(job, CPU, steps=STEPS)
+            allowed = tolerances(job, reference, CPU, steps=STEPS)
+            computed[key] = reference, allowed, run_reference(job.replace(**FULL_PRECISION), CPU, steps=STEPS)
+        return computed[key]
 
     return compute
 
 
 @pytest.mark.parametrize(
-    "name", [*ROUNDING, *(pytest.param(name, marks=pytest.mark.nightly) for name in ROUNDING_NIGHTLY)]
+    "name", [*LOW_PRECISION, *(pytest.param(name, marks=pytest.mark.nightly) for name in LOW_PRECISION_NIGHTLY)]
 )
-def test_rounds_as_one_process_does(ranks, by_one_process, tmp_path, name):
-    """No farther from it than a few times what rounding alone does to it; and as far as it from one that does not
-    round so, or the layout has ignored the option."""
-    options = (ROUNDING | ROUNDING_NIGHTLY)[name]
+def test_low_precision_layout_matches_reference(ranks, references, tmp_path, name):
+    """A layout differs from the reference by no more than a few times the reference's own rounding error. It also
+    differs from a reference in full precision as much as the reference does, or it has ignored the option."""
+    options = (LOW_PRECISION | LOW_PRECISION_NIGHTLY)[name]
     n = world_size(options)
-    job = resolve(tmp_path, n, with_batches(options | ONE_MICROSTEP))
-    alone, bounds, plain = by_one_process(job)
+    job = resolve(tmp_path, n, with_batches(options | ONE_ACCUMULATION_STEP))
+    reference, allowed, full_precision = references(job)
     layout, *_ = ranks(n).run(trace, job=job)
-    found = parity.differences(alone, layout)
-    wrong = {what: (d, bounds[what]) for what, d in found.items() if d > bounds[what]}
-    assert wrong == {}
-    by_option = largest(parity.differences(plain, alone))
-    assert 0.2 * by_option < largest(parity.differences(plain, layout)) < 5 * by_option
+    actual = differences(reference, layout)
+    assert {name: (d, allowed[name]) for name, d in actual.items() if d > allowed[name]} == {}
+    by_option = largest(differences(full_precision, reference))
+    assert 0.2 * by_option < largest(differences(full_precision, layout)) < 5 * by_option
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NIGHTLY)
-def test_large_layout_equals_one_process(ranks, tmp_path, name):
-    assert_equal(ranks, tmp_path, NIGHTLY[name])
+def test_large_layout_matches_reference(ranks, tmp_path, name):
+    assert_matches_reference(ranks, tmp_path, NIGHTLY[name])
 
 
 @pytest.mark.parametrize("layout", [CP, ULYSSES, PP, TP], ids=["ring", "ulysses", "pp", "tp"])
-def test_one_microstep(ranks, tmp_path, layout):
-    assert_equal(ranks, tmp_path, layout | ONE_MICROSTEP)
+def test_one_accumulation_step(ranks, tmp_path, layout):
+    assert_matches_reference(ranks, tmp_path, layout | ONE_ACCUMULATION_STEP)
 
 
 def first_tokens_only(rank: int = 0) -> Any:
-    """Sequences of which only the first two tokens have a target, so that of a ring only rank 0 has any."""
-    real = parity.ProofSequences.__getitem__
+    """Let only the first two tokens of a sequence have a target, so that only rank 0 of a ring has valid targets."""
+    real = RandomSequences.__getitem__
 
-    def only_first(self: parity.ProofSequences, index: int) -> Any:
+    def only_first(self: RandomSequences, index: int) -> Any:
         sequence = real(self, index)
         sequence.targets[:2] = sequence.inputs[1:3]
         sequence.targets[2:] = -100
         return sequence
 
-    return mock.patch.object(parity.ProofSequences, "__getitem__", only_first)
+    return mock.patch.object(RandomSequences, "__getitem__", only_first)
 
 
 @pytest.mark.parametrize("layout", [{"context_parallel_degree": 4}, USP], ids=["ring 4", "ring 2 x ulysses 2"])
-def test_a_rank_without_a_valid_target(ranks, tmp_path, layout):
+def test_rank_without_valid_targets(ranks, tmp_path, layout):
     job = resolve(tmp_path, 4, MODEL | layout)
-    (found, *_) = ranks(4).run(trace, job=job, broken=first_tokens_only)
+    (layout_trace, *_) = ranks(4).run(trace, job=job, bug=first_tokens_only)
     with first_tokens_only():
-        alone = parity.run_alone(job, CPU, steps=STEPS)
-    assert {what: d for what, d in parity.differences(found, alone).items() if d > TOLERANCE} == {}
+        reference = run_reference(job, CPU, steps=STEPS)
+    assert {name: d for name, d in differences(reference, layout_trace).items() if d > TOLERANCE} == {}
 
 
-# Broken on purpose ---------------------------------------------------------------------------------------------------
+# Injected bugs -------------------------------------------------------------------------------------------------------
 
 
-def _parts_of_the_vocabulary_taken_for_all(rank: int) -> Any:
+def _vocabulary_shard_taken_for_full(rank: int) -> Any:
+    """Each rank takes its shard of the vocabulary for all of it."""
     real = loss.cross_entropy_sum
     return mock.patch.object(loss, "cross_entropy_sum", lambda logits, targets, group: real(logits, targets % 30))
 
 
-def _norm_left_out_of_the_plan(rank: int) -> Any:
-    """The sequence reaches it cut, and each rank keeps the gradient of its piece."""
+def _norm_missing_in_plan(rank: int) -> Any:
+    """The norm gets a sharded sequence, and each rank keeps the gradient of its shard."""
     return mock.patch.dict(tensor.BLOCK, {"ffn_norm": tensor.PrepareModuleInput()})
 
 
-def _rows_for_columns(rank: int) -> Any:
+def _colwise_instead_of_rowwise(rank: int) -> Any:
     return mock.patch.dict(tensor.BLOCK, {"feed_forward.w2": ColwiseParallel()})
 
 
@@ -349,10 +357,10 @@ def _zig_zag_off_by_one(rank: int) -> Any:
 
 
 def _no_sum_over_context(rank: int) -> Any:
-    """Each rank keeps its own weights and gradients, as if its piece of a sequence were a sequence of its own."""
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))["alone"]
+    """Gradients are not summed over context-parallel ranks."""
+    single = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "single"))["single"]
     real = fsdp.fully_shard
-    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=alone, **others))
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=single, **kwargs))
 
 
 def _gradients_scaled_by_microbatches(rank: int) -> Any:
@@ -366,7 +374,7 @@ def _gradients_scaled_by_microbatches(rank: int) -> Any:
     return mock.patch.object(pipeline, "get_schedule_class", scaling)
 
 
-def _copies_counted_each(rank: int) -> Any:
+def _replicated_gradients_counted_twice(rank: int) -> Any:
     return mock.patch.object(optimizer, "n_replicas", return_value=1)
 
 
@@ -380,7 +388,8 @@ def _positions_not_offset(rank: int) -> Any:
     return mock.patch.object(data.loader, "collate", local)
 
 
-def _documents_ignored(rank: int) -> Any:
+def _document_mask_ignored(rank: int) -> Any:
+    """Attention crosses document boundaries."""
     real = data.loader.collate
 
     def without_document_positions(*arguments: Any, **options: Any) -> data.Batch:
@@ -389,37 +398,34 @@ def _documents_ignored(rank: int) -> Any:
     return mock.patch.object(data.loader, "collate", without_document_positions)
 
 
-CP_DOCUMENTS = CP | DOCUMENTS
-
-
 @pytest.mark.parametrize(
-    ("broken", "layout", "first"),
+    ("bug", "layout", "first"),
     [
-        (_parts_of_the_vocabulary_taken_for_all, TP, "step 1 loss"),
-        (_norm_left_out_of_the_plan, TP, "step 1 norm"),
+        (_vocabulary_shard_taken_for_full, TP, "step 1 loss"),
+        (_norm_missing_in_plan, TP, "step 1 norm"),
         (_zig_zag_off_by_one, CP, "step 1 loss"),
         (_no_sum_over_context, CP, "step 1 norm"),
         (_gradients_scaled_by_microbatches, PP, "step 1 norm"),
         (_gradients_scaled_by_microbatches, schedule("InterleavedZeroBubble"), "step 1 norm"),
-        (_copies_counted_each, TP, "step 1 norm"),
+        (_replicated_gradients_counted_twice, TP, "step 1 norm"),
         (_positions_not_offset, CP, "step 1 loss"),
         (_positions_not_offset, ULYSSES, "step 1 loss"),
-        (_documents_ignored, CP_DOCUMENTS, "step 1 loss"),
+        (_document_mask_ignored, CP | DOCUMENTS, "step 1 loss"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, layout, first):
-    found = compare(ranks, tmp_path, 2, MODEL | layout, broken)
-    assert next(what for what, d in found.items() if d > 10 * TOLERANCE) == first
+def test_injected_bug_fails(ranks, tmp_path, bug, layout, first):
+    actual = compare(ranks, tmp_path, 2, MODEL | layout, bug)
+    assert next(name for name, d in actual.items() if d > 10 * TOLERANCE) == first
 
 
-def test_a_plan_that_does_not_fit_raises(ranks, tmp_path):
+def test_invalid_tensor_parallel_plan_raises(ranks, tmp_path):
     with pytest.raises(RankError, match="reduction dim"):
-        compare(ranks, tmp_path, 2, MODEL | TP, _rows_for_columns)
+        compare(ranks, tmp_path, 2, MODEL | TP, _colwise_instead_of_rowwise)
 
 
-def computed(job: config.Config) -> tuple[int, int, int]:
-    """How many matrix products, attentions and SwiGLU's silus a step's forward and backward compute."""
+def operator_counts(job: config.Config) -> tuple[int, int, int]:
+    """Count the matrix products, attentions and SwiGLU's silus of a step's forward and backward."""
     counted = CountCalls("aten")
     forward_backward(job, counted)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
@@ -428,22 +434,22 @@ def computed(job: config.Config) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("options", "products", "attentions", "silus"),
-    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_SECOND, 3, 0.5, 0.5)],
-    ids=["none", "full", "selective", "every second"],
+    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_2_LAYERS, 3, 0.5, 0.5)],
+    ids=["no AC", "full AC", "selective AC", "selective AC, every 2 layers"],
 )
-def test_what_is_computed_again(ranks, tmp_path, options, products, attentions, silus):
-    """In a block, beside 7 products and their 14 gradients. The last product is needed for no gradient, so it is not
-    computed again in full recomputation, which ends with what the backward asks for."""
+def test_recomputed_operators(ranks, tmp_path, options, products, attentions, silus):
+    """Without AC, a block computes 7 products and their 14 gradients. No gradient needs the last product, so full AC,
+    which recomputes only what the backward asks for, does not recompute it."""
     layers = 4
     job = resolve(tmp_path, 1, MODEL | options | {"model__n_layers": layers})
-    (found,) = ranks(1).run(computed, job=job)
+    (counts,) = ranks(1).run(operator_counts, job=job)
     once = layers * 21 + 3, layers, layers
-    assert found == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
+    assert counts == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
 
 
 def prefetched(job: config.Config) -> list[tuple[int, int]]:
-    """How many units each block has gathered ahead of it, forward and backward (private to FSDP, as of 2.13)."""
-    model, _ = build.build_model(job, build.build_layout(job, CPU), CPU)
+    """Return how many units each block prefetches, in forward and backward (private to FSDP, as of torch 2.13)."""
+    model, _ = build.build_model(job, mesh.build_layout(job.parallelism, CPU), CPU)
     states = [block._get_fsdp_state() for block in model.layers.values()]
     return [(len(s._states_to_forward_prefetch), len(s._states_to_backward_prefetch)) for s in states]
 
@@ -454,17 +460,17 @@ def test_prefetch_reaches_fsdp(ranks, tmp_path):
 
 
 def graphs(job: config.Config) -> int:
-    """How many graphs dynamo makes of a step."""
+    """Count the graphs that dynamo makes of a step."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    parity.run(job, config.Launch.from_environment(n_devices=0), steps=1)
+    run_layout(job, config.Launch.from_environment(n_devices=0), steps=1)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, FULL, SELECTIVE, LOSS_IN_PARTS], ids=["", "full", "selective", "loss in parts"]
+    "options", [{}, FULL, SELECTIVE, CHUNKED_LOSS], ids=["", "full AC", "selective AC", "chunked cross-entropy"]
 )
-def test_blocks_that_are_alike_are_compiled_once(ranks, tmp_path, options):
+def test_repeated_blocks_are_compiled_once(ranks, tmp_path, options):
     counts = []
     for n_layers in (2, 5):
         job = resolve(tmp_path, 1, MODEL | COMPILED | options | {"model__n_layers": n_layers})
@@ -483,8 +489,8 @@ def test_only_the_named_components_are_compiled(ranks, tmp_path):
     assert of_both == of_blocks + of_loss
 
 
-def kept(job: config.Config) -> int:
-    """How many elements a step's forward keeps for its backward."""
+def saved_elements(job: config.Config) -> int:
+    """Count the elements that a step's forward saves for its backward."""
     torch.compiler.reset()
     elements = 0
 
@@ -497,47 +503,47 @@ def kept(job: config.Config) -> int:
     return elements
 
 
-def test_a_larger_memory_budget_keeps_more(ranks, tmp_path):
-    found = []
-    for share in 0.0, 0.5, 1.0:
-        job = resolve(tmp_path, 1, MODEL | BUDGET | {"activation_checkpoint__memory_budget": share})
-        found += ranks(1).run(kept, job=job)
-    nothing, half, all_of_it = found
-    assert nothing < half < all_of_it
+def test_larger_memory_budget_saves_more_for_backward(ranks, tmp_path):
+    counts = []
+    for budget in 0.0, 0.5, 1.0:
+        job = resolve(tmp_path, 1, MODEL | BUDGET | {"activation_checkpoint__memory_budget": budget})
+        counts += ranks(1).run(saved_elements, job=job)
+    least, half, most = counts
+    assert least < half < most
 
 
-# The plan and the traffic --------------------------------------------------------------------------------------------
+# The tensor-parallel plan --------------------------------------------------------------------------------------------
 
 
-def test_the_plan_covers_every_parameter_of_a_block():
-    """By the module that holds it: one that the plan forgot would be a plain tensor, whole on each rank."""
+def test_plan_covers_every_parameter_of_a_block():
+    """Each module with parameters is in the plan: one that it lacks would stay a plain tensor, unsharded."""
     job = config.Config()
     (block, *_) = build.meta_model(job).layers.values()
-    holders = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
-    assert holders <= set(tensor.BLOCK)
-    assert set(tensor.BLOCK) - holders == {"attention", "feed_forward"}, "the other entries gather the sequence"
+    modules = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
+    assert modules <= set(tensor.BLOCK)
+    assert set(tensor.BLOCK) - modules == {"attention", "feed_forward"}, "the other entries gather the sequence"
     ends = {name for name, _ in build.meta_model(job).named_children()} - {"layers"}
     assert ends == set(tensor.ENDS)
 
 
-def held(job: config.Config) -> dict[str, float]:
-    """What share of each parameter's elements this rank has."""
-    layout = build.build_layout(job, CPU)
+def local_fractions(job: config.Config) -> dict[str, float]:
+    """Return which fraction of each parameter's elements this rank has."""
+    layout = mesh.build_layout(job.parallelism, CPU)
     model, _ = build.build_model(job, layout, CPU)
     return {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters()}
 
 
-def test_each_rank_holds_its_share_of_every_matrix(ranks, tmp_path):
-    for shares in ranks(4).run(held, job=resolve(tmp_path, 4, MODEL | TP | SHARD)):
-        assert {share for name, share in shares.items() if "norm" not in name} == {1 / 4}
-        assert {share for name, share in shares.items() if "norm" in name} == {1 / 2}, "norms are whole over tp"
+def test_each_rank_has_one_shard_of_every_matrix(ranks, tmp_path):
+    for fractions in ranks(4).run(local_fractions, job=resolve(tmp_path, 4, MODEL | TP | SHARD)):
+        assert {fraction for name, fraction in fractions.items() if "norm" not in name} == {1 / 4}
+        assert {fraction for name, fraction in fractions.items() if "norm" in name} == {1 / 2}, "replicated over tp"
 
 
 # Resume under another layout -----------------------------------------------------------------------------------------
 
 FROM = PP | SHARD | CP
 TO = {
-    "one process": {},
+    "single process": {},
     "tp 4": {"tensor_parallel_degree": 4},
     "pp x tp, zero-bubble": schedule("InterleavedZeroBubble") | TP,
     "HSDP x cp": REPLICATE | SHARD | CP,
@@ -545,52 +551,63 @@ TO = {
 }
 
 
-def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> parity.Trace | None:
-    """Go on from what is in a folder for some steps, and save."""
+def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> Trace | None:
+    """Resume from the checkpoint of a folder, if there is one, take some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
     checkpointer = Checkpointer(folder, config.schema.Checkpoint(folder=".", keep_latest_k=0), identity={})
-    found = parity.run(job, launch, steps=steps, checkpointer=checkpointer)
+    result = run_layout(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
-    return found if launch.rank == 0 else None
+    return result if launch.rank == 0 else None
 
 
-def two_steps(ranks: Any, tmp_path: Any, layout: dict[str, Any], folder: Any) -> tuple[config.Config, parity.Trace]:
-    """Two more steps from what is in the folder, saved there again."""
+def two_steps(ranks: Any, tmp_path: Any, layout: dict[str, Any], folder: Any) -> tuple[config.Config, Trace]:
+    """Take two more steps from the folder's checkpoint, and save there again."""
     n = world_size(layout)
     same = {"model__n_layers": 4, "training__local_batch_size": 2, "training__global_batch_size": 8}
     job = resolve(tmp_path, n, MODEL | layout | same)
-    found, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=folder, steps=2)
-    return job, found
+    result, *_ = ranks(n).run(trace_with_checkpoint, job=job, folder=folder, steps=2)
+    return job, result
+
+
+def values_of_steps(trace: Trace, name: str) -> list[float]:
+    """Return the loss or the norm of each step."""
+    return [value.item() for key, value in trace.items() if key.startswith("step ") and key.endswith(f" {name}")]
+
+
+def final_weights(trace: Trace) -> Trace:
+    return {name: weight for name, weight in trace.items() if name.startswith("final weight ")}
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Any, tmp_path_factory: Any) -> tuple[Any, parity.Trace]:
-    """A checkpoint after two steps, and their trace."""
+def saved(ranks: Any, tmp_path_factory: Any) -> tuple[Any, Trace]:
+    """The folder of a checkpoint after two steps, and their trace."""
     folder = tmp_path_factory.mktemp("saved")
     return folder / "checkpoint", two_steps(ranks, folder, FROM, folder / "checkpoint")[1]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "tp 4")) for name in TO])
 def test_resume_under_another_layout(ranks, saved, tmp_path, name):
-    """Two steps under one layout, two under another, as four in one process."""
+    """Two steps under one layout and two under another match four of the single-process reference."""
     checkpoint, before = saved
     shutil.copytree(checkpoint, tmp_path / "checkpoint")
     job, after = two_steps(ranks, tmp_path, TO[name], tmp_path / "checkpoint")
-    alone = parity.run_alone(job, CPU, steps=4)
-    assert before.losses + after.losses == pytest.approx(alone.losses, abs=TOLERANCE)
-    assert before.norms + after.norms == pytest.approx(alone.norms, abs=TOLERANCE)
-    found = {name: (after.weights[name] - weight).abs().max().item() for name, weight in alone.weights.items()}
-    assert {name: difference for name, difference in found.items() if difference > TOLERANCE} == {}
+    reference = run_reference(job, CPU, steps=4)
+    for name in ("loss", "norm"):
+        resumed = values_of_steps(before, name) + values_of_steps(after, name)
+        assert resumed == pytest.approx(values_of_steps(reference, name), abs=TOLERANCE)
+    actual = differences(final_weights(reference), final_weights(after))
+    assert {name: difference for name, difference in actual.items() if difference > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("moments", ["int8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_low_bit_moments_resume_under_another_layout(ranks, tmp_path, moments):
-    """Saved as they are on two shards; blocks of 8-bit ones are others on two tensor-parallel ranks."""
-    low_bit = INT8 | {"optimizer__state_dtype": moments}
+@pytest.mark.parametrize("state_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_low_bit_optimizer_states_resume_under_another_layout(ranks, tmp_path, state_dtype):
+    """Two FSDP shards save their own optimizer states. The blocks of 8-bit ones differ on two tensor-parallel ranks."""
+    low_bit = INT8 | {"optimizer__state_dtype": state_dtype}
     _, before = two_steps(ranks, tmp_path, low_bit | SHARD, tmp_path / "checkpoint")
     job, after = two_steps(ranks, tmp_path, low_bit | TP, tmp_path / "checkpoint")
-    alone = parity.run_alone(job, CPU, steps=4)
-    bounds = parity.allowed(job, alone, CPU, steps=4)
-    assert before.losses + after.losses == pytest.approx(alone.losses, abs=bounds["step 4 loss"])
-    found = {name: (after.weights[name] - weight).abs().max().item() for name, weight in alone.weights.items()}
-    assert {name: d for name, d in found.items() if d > bounds[f"final weight {name}"]} == {}
+    reference = run_reference(job, CPU, steps=4)
+    allowed = tolerances(job, reference, CPU, steps=4)
+    losses = values_of_steps(before, "loss") + values_of_steps(after, "loss")
+    assert losses == pytest.approx(values_of_steps(reference, "loss"), abs=allowed["step 4 loss"])
+    actual = differences(final_weights(reference), final_weights(after))
+    assert {name: d for name, d in actual.items() if d > allowed[name]} == {}

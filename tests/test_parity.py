@@ -1,4 +1,5 @@
-"""The table of layouts: each computes what one process computes, in float64 to 1e-12."""
+"""Parity tests of data parallelism: each layout computes what the single-process reference computes, in float64 to
+1e-12."""
 
 import contextlib
 from collections import Counter
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite import config, init, parity
+from titanlite import config, init
 from titanlite.parallel import fsdp
+from titanlite.parity.compare import differences
+from titanlite.parity.reference import RandomSequences, Trace, run_reference
+from titanlite.parity.training_run import TrainingRun, run_layout
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -48,7 +52,8 @@ ZERO_3 = {"fsdp_reshard_after_forward": "always"}
 
 
 def resolve(tmp_path: Any, world_size: int, options: dict[str, Any]) -> config.Config:
-    """The small config with some options (section__key, or the key alone in [parallelism]), held against a launch."""
+    """Return the small config with some options (section__key, or the key alone in [parallelism]), resolved for a
+    launch."""
     file = tmp_path / "config.toml"
     file.write_text(SMALL)
     names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
@@ -57,69 +62,67 @@ def resolve(tmp_path: Any, world_size: int, options: dict[str, Any]) -> config.C
     return config.check(config.load([str(file), *arguments]), config.Launch(0, 0, world_size, world_size, 0))
 
 
-# A case runs on every rank of a pool. -------------------------------------------------------------------------------
+# Functions that run on every rank of a pool --------------------------------------------------------------------------
 
 
-Break = Callable[[int], contextlib.AbstractContextManager[Any]]
-"""Breaks a part on purpose, on the rank with this number."""
+Bug = Callable[[int], contextlib.AbstractContextManager[Any]]
+"""Injects a bug on the rank with this number (mutation testing)."""
 
 
-def trace(job: config.Config, broken: Break | None = None) -> parity.Trace | None:
-    """The trace of a layout, from rank 0, with a part broken or none."""
+def trace(job: config.Config, bug: Bug | None = None) -> Trace | None:
+    """Return the trace of a layout on rank 0, with a bug injected or none."""
     launch = config.Launch.from_environment(n_devices=0)
-    torch.compiler.reset()  # what earlier cases compiled counts towards a limit
-    with broken(launch.rank) if broken else contextlib.nullcontext():
-        result = parity.run(job, launch, steps=STEPS)
+    torch.compiler.reset()  # what earlier test cases compiled counts towards a limit
+    with bug(launch.rank) if bug else contextlib.nullcontext():
+        result = run_layout(job, launch, steps=STEPS)
     return result if launch.rank == 0 else None
 
 
 def _mean_instead_of_sum(rank: int) -> Any:
-    """Gradients divided by the number of ranks, as FSDP does unless told otherwise."""
+    """Divide gradients by the number of ranks, which is FSDP's default."""
     return mock.patch.object(fsdp.FSDPModule, "set_gradient_divide_factor")
 
 
-def _rank_in_the_seed(rank: int) -> Any:
-    """Initial weights that depend on who draws them."""
+def _seed_depends_on_rank(rank: int) -> Any:
+    """Initial weights depend on the rank that draws them."""
     real = init.parameter_seed
     return mock.patch.object(init, "parameter_seed", lambda seed, name: real(seed + rank, name))
 
 
-def _neighbours_instead_of_strides(rank: int) -> Any:
-    """Sequences dealt to ranks so that some are read twice and some never."""
-    real = parity.ProofSequences.read
-    return mock.patch.object(
-        parity.ProofSequences, "read", lambda self, first, *others: real(self, first + rank, *others)
-    )
+def _sequences_overlap(rank: int) -> Any:
+    """Sequences are assigned to ranks so that some are read twice and some never."""
+    real = RandomSequences.read
+    return mock.patch.object(RandomSequences, "read", lambda self, first, *args: real(self, first + rank, *args))
 
 
 def _no_sum_over_replicas(rank: int) -> Any:
-    """Each replica keeps its own gradients and drifts away, as if there were no others."""
+    """Gradients are not summed over replicas, which diverge."""
     real = fsdp.fully_shard
-    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **others: real(m, mesh=mesh["fsdp"], **others))
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=mesh["fsdp"], **kwargs))
 
 
 def _mean_of_means(rank: int) -> Any:
-    """Each rank's loss divided by its own tokens: right only if all ranks have as many."""
+    """Each rank's loss is divided by its own number of tokens: right only if all ranks have as many."""
     return mock.patch("titanlite.train_step.dist.all_reduce", lambda tensor: tensor.mul_(2))
 
 
 def collectives(job: config.Config) -> dict[str, int]:
-    """How many collectives of each kind the forward and backward of one step start on this rank."""
+    """Count the collectives of each kind that the forward and backward of one step start on this rank."""
     counted = CountCalls("c10d")
     forward_backward(job, counted)
     return dict(counted.calls)
 
 
 def forward_backward(job: config.Config, watch: contextlib.AbstractContextManager[Any]) -> None:
-    """Those of one step on this rank, while a context holds."""
-    parts = parity.Parts(job, CPU)
+    """Run the forward and backward of one step on this rank within a context."""
+    run = TrainingRun(job, CPU)
     with watch:
-        parts.work.forward_backward(parts.loader.next())
-    parts.loader.close()
+        run.train_step.forward_backward(run.loader.next())
+    run.loader.close()
 
 
 class CountCalls(TorchDispatchMode):
-    """Of the operators of a namespace, by name."""
+    """This mode counts the calls of the operators of a namespace, by name."""
 
     def __init__(self, namespace: str) -> None:
         super().__init__()
@@ -136,11 +139,12 @@ class CountCalls(TorchDispatchMode):
 
 
 def compare(
-    ranks: Any, tmp_path: Any, world_size: int, options: dict[str, Any], broken: Break | None = None
+    ranks: Any, tmp_path: Any, world_size: int, options: dict[str, Any], bug: Bug | None = None
 ) -> dict[str, float]:
+    """Return the differences between the single-process reference and a layout on a pool, with or without a bug."""
     job = resolve(tmp_path, world_size, options)
-    (found, *_) = ranks(world_size).run(trace, job=job, broken=broken)
-    return parity.differences(found, parity.run_alone(job, CPU, steps=STEPS))
+    (layout, *_) = ranks(world_size).run(trace, job=job, bug=bug)
+    return differences(run_reference(job, CPU, steps=STEPS), layout)
 
 
 LAYOUTS = {
@@ -148,7 +152,9 @@ LAYOUTS = {
     "ZeRO-1": lambda n: ZERO_1,
     "ZeRO-2": lambda n: ZERO_2,
     "ZeRO-3": lambda n: ZERO_3,
-    "ZeRO-3, gradients in the last microstep": lambda n: ZERO_3 | {"fsdp_reduce_gradients": "last_accumulation_step"},
+    "ZeRO-3, reduce-scatter in the last accumulation step": lambda n: (
+        ZERO_3 | {"fsdp_reduce_gradients": "last_accumulation_step"}
+    ),
     "ZeRO-3, CPU offload": lambda n: ZERO_3 | {"training__enable_cpu_offload": True},
     "ZeRO-2, CPU offload": lambda n: ZERO_2 | {"training__enable_cpu_offload": True},
     "ZeRO-3, tied embeddings": lambda n: ZERO_3 | {"model__tie_embeddings": True},
@@ -165,35 +171,35 @@ LAYOUTS_OF_4 = {
     "HSDP, tied embeddings": HYBRID | {"model__tie_embeddings": True},
     "reshard to groups of 2": {"fsdp_reshard_after_forward": 2},
 }
-ROWS = [pytest.param(n, layout(n), id=f"{n} ranks, {name}") for n in (1, 2, 4) for name, layout in LAYOUTS.items()] + [
-    pytest.param(4, layout, id=f"4 ranks, {name}") for name, layout in LAYOUTS_OF_4.items()
-]
+TEST_CASES = [
+    pytest.param(n, layout(n), id=f"{n} ranks, {name}") for n in (1, 2, 4) for name, layout in LAYOUTS.items()
+] + [pytest.param(4, layout, id=f"4 ranks, {name}") for name, layout in LAYOUTS_OF_4.items()]
 
 
-@pytest.mark.parametrize("microsteps", [1, 3], ids=["1 microstep", "3 microsteps"])
-@pytest.mark.parametrize(("world_size", "options"), ROWS)
-def test_equals_one_process(ranks, tmp_path, world_size, options, microsteps):
-    batch = {"training__global_batch_size": 2 * world_size * microsteps}
-    found = compare(ranks, tmp_path, world_size, options | batch)
-    assert {what: d for what, d in found.items() if d > TOLERANCE} == {}
-    assert all(d == 0 for what, d in found.items() if what.startswith("initial weight")), "not bit for bit"
-    assert len(found) == len({what.split()[-1] for what in found if "weight" in what}) * (STEPS + 2) + 2 * STEPS + 1
+@pytest.mark.parametrize("accumulation_steps", [1, 3], ids=["1 accumulation step", "3 accumulation steps"])
+@pytest.mark.parametrize(("world_size", "options"), TEST_CASES)
+def test_layout_matches_reference(ranks, tmp_path, world_size, options, accumulation_steps):
+    batch = {"training__global_batch_size": 2 * world_size * accumulation_steps}
+    actual = compare(ranks, tmp_path, world_size, options | batch)
+    assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
+    assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
+    assert len(actual) == len({name.split()[-1] for name in actual if "weight" in name}) * (STEPS + 2) + 2 * STEPS + 1
 
 
 @pytest.mark.parametrize(
-    ("broken", "world_size", "options", "first"),
+    ("bug", "world_size", "options", "first"),
     [
         (_mean_instead_of_sum, 2, ZERO_3, "step 1 norm"),
-        (_rank_in_the_seed, 2, ZERO_3, "initial weight tok_embeddings.weight"),
-        (_neighbours_instead_of_strides, 2, ZERO_3, "step 1 loss"),
+        (_seed_depends_on_rank, 2, ZERO_3, "initial weight tok_embeddings.weight"),
+        (_sequences_overlap, 2, ZERO_3, "step 1 loss"),
         (_no_sum_over_replicas, 4, HYBRID, "step 1 norm"),
         (_mean_of_means, 2, ZERO_3, "step 1 loss"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_broken_on_purpose_goes_red(ranks, tmp_path, broken, world_size, options, first):
-    found = compare(ranks, tmp_path, world_size, options, broken)
-    assert next(what for what, d in found.items() if d > 1e-6) == first
+def test_injected_bug_fails(ranks, tmp_path, bug, world_size, options, first):
+    actual = compare(ranks, tmp_path, world_size, options, bug)
+    assert next(name for name, d in actual.items() if d > 1e-6) == first
 
 
 UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output head
@@ -208,25 +214,27 @@ UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output h
         ("ZeRO-3", 3 * (2 * UNITS - 1), 3 * UNITS, 0),  # the last unit is not gathered again for its backward
     ],
 )
-def test_traffic_of_three_microsteps(ranks, tmp_path, layout, gathers, scatters, reduces):
-    """The table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
+def test_collectives_of_three_accumulation_steps(ranks, tmp_path, layout, gathers, scatters, reduces):
+    """As in the table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
     job = resolve(tmp_path, 2, LAYOUTS[layout](2) | {"training__global_batch_size": 12})
     expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
-    for found in ranks(2).run(collectives, job=job):
-        assert found == {name: count for name, count in expected.items() if count}
+    for counts in ranks(2).run(collectives, job=job):
+        assert counts == {name: count for name, count in expected.items() if count}
 
 
-def test_the_clip_is_at_work(tmp_path):
-    """The rows above prove clipping only if their norms exceed max_norm."""
+def test_gradients_are_clipped(tmp_path):
+    """The test cases above verify clipping only if their norms exceed max_norm."""
     job = resolve(tmp_path, 1, {})
-    assert all(norm > job.training.max_norm for norm in parity.run_alone(job, CPU, steps=STEPS).norms)
+    norms = [value for name, value in run_reference(job, CPU, steps=STEPS).items() if name.endswith(" norm")]
+    assert len(norms) == STEPS
+    assert all(norm > job.training.max_norm for norm in norms)
 
 
-def test_bfloat16_policy(ranks, tmp_path):
+def test_bfloat16_mixed_precision(ranks, tmp_path):
     """Weights in float32, compute in bfloat16, gradients reduced in float32: two ranks against one, both in bfloat16.
 
     A bfloat16 product is off by about 2^-9 of its size; gradients are compared by their relative error over all
-    weights, and one rank in bfloat16 must be farther from float32 than two ranks are from it."""
+    weights, and one rank in bfloat16 must differ more from float32 than from two ranks in bfloat16."""
     options = {"training__dtype": "float32", "training__global_batch_size": 4}
     half = options | {"training__mixed_precision_param": "bfloat16"}
     traces = {}
@@ -235,8 +243,9 @@ def test_bfloat16_policy(ranks, tmp_path):
         key = world_size, job.training.mixed_precision_param
         traces[key] = ranks(world_size).run(trace, job=job)[0]
 
-    def error(one: parity.Trace, other: parity.Trace) -> float:
-        flat = [torch.cat([g.flatten() for g in t.gradients[0].values()]) for t in (one, other)]
+    def error(one: Trace, other: Trace) -> float:
+        names = [name for name in one if name.startswith("step 1 gradient ")]
+        flat = [torch.cat([trace[name].flatten() for name in names]) for trace in (one, other)]
         return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
     rounding = error(traces[1, "bfloat16"], traces[1, "float32"])

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import build, config, devices, launcher, parity, plan
+from titanlite import build, config, devices, launcher, plan
 from titanlite.config.stage_split import module_names
 from titanlite.parallel import mesh
+from titanlite.parity.training_run import TrainingRun
 from titanlite.plan import __main__ as plan_command
 from titanlite.plan.dry_run import period_of, shorten
 from titanlite.plan.report import verdict
@@ -118,11 +119,11 @@ def real_peak(argv: list[str]) -> int:
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        parts = parity.Parts(job, device)
+        run = TrainingRun(job, device)
         for _ in range(3):
-            batch, began = parts.loader.next(), time.time_ns()
-            parts.step(batch)
-        parts.loader.close()
+            batch, began = run.loader.next(), time.time_ns()
+            run.step(batch)
+        run.loader.close()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     level = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

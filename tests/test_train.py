@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from titanlite import config, metrics, parity, summary, train
+from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
+from titanlite.parity.training_run import TrainingRun
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -290,16 +291,16 @@ def measured_precision(argv: list[str]) -> tuple[str, float]:
     """Return the run summary's line on precision, and the measured bytes per parameter of feed-forward matrices."""
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
-    parts = parity.Parts(job, device)
-    parts.work.forward_backward(parts.loader.next())
-    parts.optimizer.step()
-    parts.loader.close()
+    run = TrainingRun(job, device)
+    run.train_step.forward_backward(run.loader.next())
+    run.optimizer.step()
+    run.loader.close()
     size, elements = 0, 0
-    for name, weight in parts.model.named_parameters():
+    for name, weight in run.model.named_parameters():
         if "feed_forward" in name:
             tensors = [weight.to_local(), weight.grad.to_local()]
             for key in ("exp_avg", "exp_avg_sq"):
-                state = parts.optimizer.state[weight][key].to_local()
+                state = run.optimizer.state[weight][key].to_local()
                 tensors += [state.codes, state.scale] if hasattr(state, "codes") else [state]
             size += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
             elements += weight.to_local().numel()

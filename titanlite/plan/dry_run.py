@@ -152,7 +152,7 @@ def dry_run(
     mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(pipeline_rank * ranks_of_a_stage, world))
-        layout = build.build_layout(config, CPU)
+        layout = mesh.build_layout(config.parallelism, CPU)
         axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, short.names, CPU)
         if config.optimizer.state_dtype == "int8":

@@ -1,0 +1,85 @@
+"""A smaller model under the same layout, and the options that a CPU lacks."""
+
+import dataclasses
+import math
+from typing import Any
+
+from titanlite.config import Config, LoadedConfig
+
+
+def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
+    """Make the model, the sequence and the batch of a resolved config as small as its layout allows.
+
+    The degrees, the schedule, stages given by name, gradient accumulation, grouped-query attention, tied embeddings,
+    the document mask and the optimizer stay as they are. Also return the changed sizes, as "section.key old -> new".
+    """
+    config, changes = loaded.config, []
+    sizes = _smaller_sizes(config)
+    for option, size in sizes.items():
+        section, key = option.split("__")
+        old = getattr(getattr(config, section), key)
+        if old != size:
+            changes.append(f"{section}.{key} {old} -> {size}")
+    config = config.replace(**sizes, **_numeric_options(config, dtype))
+    return dataclasses.replace(loaded, config=config), changes
+
+
+def _smaller_sizes(config: Config) -> dict[str, Any]:
+    """Return the least sizes with which every rank has work, as keywords of `Config.replace`."""
+    model, training, parallelism = config.model, config.training, config.parallelism
+    tensor, ulysses = parallelism.tensor_parallel_degree, parallelism.context_parallel_ulysses_degree
+    context, pipeline = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
+    n_kv_heads = tensor * ulysses * min(2, model.n_kv_heads // (tensor * ulysses))
+    n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
+    n_layers = model.n_layers
+    if not parallelism.module_fqns_per_model_part:
+        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2))
+    local_batch_size = min(training.local_batch_size, 2)
+    if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
+        local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
+    accumulation_steps = min(config.gradient_accumulation_steps, 2)
+    return {
+        "model__n_layers": n_layers,
+        "model__n_heads": n_heads,
+        "model__n_kv_heads": n_kv_heads,
+        # Float8 leaves smaller layers alone.
+        "model__dim": (16 if config.float8.enable else 8) * n_heads,
+        "model__ffn_dim": (16 if config.float8.enable else 12) * max(tensor, 2),
+        "model__vocab_size": tensor * math.ceil(60 / tensor),
+        "training__seq_len": min(training.seq_len, math.lcm(2 * context, context * tensor) * 4),
+        "training__local_batch_size": local_batch_size,
+        "training__global_batch_size": local_batch_size * parallelism.data_parallel_degree * accumulation_steps,
+        "parallelism__pipeline_parallel_microbatch_size": 1,
+    }
+
+
+def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
+    """Return the options with which steps in `dtype` can be compared, as keywords of `Config.replace`."""
+    options = {
+        "training__dtype": "float64" if dtype == "float64" else "float32",
+        "training__mixed_precision_param": dtype if dtype in ("bfloat16", "float16") else "auto",
+        "training__mixed_precision_reduce": "auto",
+        "training__attention_backend": "auto" if dtype != "bfloat16" else config.training.attention_backend,
+        "training__steps": 100,
+        "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
+        # Adam's first steps have the size of lr wherever the gradient is rounding only, in either direction. In low
+        # precision they must stay small against the weights (0.02), or the runs diverge though the layout is right.
+        "optimizer__lr": 1e-2 if dtype == "float64" and not config.float8.enable else 1e-4,
+        "lr_scheduler__warmup_steps": 2,
+        "lr_scheduler__total_steps": -1,
+    }
+    if dtype == "float64":  # in which low-bit optimizer states have no meaning
+        options |= {"optimizer__state_dtype": "auto", "optimizer__stochastic_rounding": False}
+    return options
+
+
+def adapt_to_cpu(loaded: LoadedConfig[Config]) -> LoadedConfig[Config]:
+    """Replace the options that a CPU does not support, so that a config for GPUs can be verified on one."""
+    config = loaded.config.replace(
+        training__attention_backend="auto",
+        parallelism__enable_async_tensor_parallel=False,
+        float8__emulate=loaded.config.float8.enable,
+        compile__backend="aot_eager",  # the same graphs, without the minutes that a C++ compiler takes
+        profiling__enable_memory_snapshot=False,
+    )
+    return dataclasses.replace(loaded, config=config)
