@@ -102,7 +102,9 @@ class OneBatch:
             self.step()
             return persistent / 2**20, (torch.cuda.max_memory_allocated(self.device) - persistent) / 2**20
         states = [value for state in self.run.optimizer.state.values() for value in state.values()]
-        persistent = sum(n_bytes(value) for value in [*self.run.parameters.values(), *states] if isinstance(value, Tensor))
+        persistent = sum(
+            n_bytes(value) for value in [*self.run.parameters.values(), *states] if isinstance(value, Tensor)
+        )
         reset_peak()
         before = resident_bytes("VmRSS")
         self.step()

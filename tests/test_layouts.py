@@ -17,7 +17,7 @@ from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, f
 from titanlite import build, config, data, loss, optimizer
 from titanlite.checkpoint import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
-from titanlite.parallel import fsdp, pipeline, tensor
+from titanlite.parallel import fsdp, mesh, pipeline, tensor
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.parity.process_pool import RankError
 from titanlite.parity.reference import RandomSequences, Trace, run_reference
