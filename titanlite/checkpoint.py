@@ -153,7 +153,7 @@ class Checkpointer:
                 self._delete(self.folder / f"step-{old}")
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint in the background; it is no longer complete from the first moment on."""
+        """Delete a checkpoint in the background; from then on it is no longer complete."""
         renamed = path.rename(path.with_name(f"{path.name}.old.tmp"))
         thread = threading.Thread(target=shutil.rmtree, args=(renamed,), name="delete checkpoint")
         thread.start()
