@@ -1,0 +1,155 @@
+"""Make the figures of the README from the programs themselves.
+
+    python docs/images/make.py plan                 plan_70b.png, from configs/70b.toml: about a minute
+    python docs/images/make.py tensorboard [LOGDIR] tensorboard.png, from outputs/debug/tb or LOGDIR
+
+`plan` draws the figures of `titanlite plan configs/70b.toml --html`, in larger type and one below the other.
+`tensorboard` starts TensorBoard on this machine and takes a screenshot of its loss curve with headless Chromium.
+Chromium must be on PATH. First run ./run_train.sh configs/debug.toml.
+"""
+
+import io
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib import style
+from matplotlib.figure import Figure
+from PIL import Image, ImageChops, ImageDraw
+
+IMAGES = Path(__file__).parent
+ROOT = IMAGES.parent.parent
+CONFIG = "configs/70b.toml"
+DPI = 160
+MARGIN, RADIUS = 28, 28
+"""Pixels around the figures, and of the rounded corners."""
+COLORS = 160
+"""Colors of a file: a third of the bytes of a PNG with all colors."""
+TYPE = {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11, "hatch.linewidth": 0.5}
+"""The README shows the figures at about half their size."""
+
+
+def make_plan_figure() -> None:
+    """Draw the plan of configs/70b.toml on white with rounded corners, readable on a light and on a dark page."""
+    from titanlite.config import load
+    from titanlite.plan.figures import STYLE, memory_figure, schedule_figure, time_figure
+    from titanlite.plan.planner import make_plan
+
+    plan = make_plan(load([str(ROOT / CONFIG)]))
+    tokens = f"{plan.tokens_per_step:,} tokens per step"
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%}"
+    with style.context(["default", STYLE | TYPE]):
+        panels = [
+            heading(f"titanlite plan {CONFIG}", 19, 0.5),
+            heading("Llama 3 70B on 64 H100s: pp 4 x dp 2 x tp 8, interleaved 1F1B, float8", 13, 0.3, bold=False),
+            heading(f"Planned on a CPU, without the GPUs: {plan.step_seconds:.1f} s per step of {tokens}, {speed}", 13, 0.3, bold=False),
+            heading("Memory over the step, GiB per GPU", 14, 0.55),
+            render(lambda: memory_figure(plan)),
+            heading(f"Pipeline schedule, bubble {plan.bubble:.1%}", 14, 0.55),
+            render(lambda: without_numbers(schedule_figure(plan))),
+            heading("Where the time goes", 14, 0.55),
+            render(lambda: time_figure(plan)),
+        ]
+    save(rounded(stack(panels)), "plan_70b.png")
+
+
+def heading(text: str, size: float, inches: float, *, bold: bool = True) -> Image.Image:
+    """Return a line of text as an image as wide as the figures."""
+    figure = Figure((11, inches))
+    figure.text(0.006, 0.12, text, fontsize=size, fontweight="bold" if bold else "normal", va="bottom")
+    return render(lambda: figure)
+
+
+def without_numbers(figure: Figure) -> Figure:
+    """Take the numbers of microbatches out of a schedule, which are too small to read in the README."""
+    for text in list(figure.axes[0].texts):
+        text.remove()
+    return figure
+
+
+def render(figure_of: Callable[[], Figure]) -> Image.Image:
+    """Return a figure as an image."""
+    file = io.BytesIO()
+    figure_of().savefig(file, format="png", dpi=DPI)
+    return Image.open(file).convert("RGB")
+
+
+def stack(images: list[Image.Image]) -> Image.Image:
+    """Return images one below the other, on white."""
+    width, height = max(image.width for image in images), sum(image.height for image in images)
+    result = Image.new("RGB", (width + 2 * MARGIN, height + 2 * MARGIN), "white")
+    top = MARGIN
+    for image in images:
+        result.paste(image, (MARGIN, top))
+        top += image.height
+    return result
+
+
+def rounded(image: Image.Image) -> Image.Image:
+    """Return an image of few colors with transparent corners."""
+    inside = Image.new("L", image.size, 0)
+    ImageDraw.Draw(inside).rounded_rectangle((0, 0, image.width - 1, image.height - 1), RADIUS, fill=255)
+    result = image.quantize(COLORS, dither=Image.Dither.NONE)
+    result.paste(COLORS, mask=ImageChops.invert(inside))
+    result.info["transparency"] = COLORS
+    return result
+
+
+def make_tensorboard_screenshot() -> None:
+    """Take a screenshot of the loss curve of a run in TensorBoard."""
+    events = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "outputs/debug/tb"
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next((path for name in names if (path := shutil.which(name))), None)
+    if not events.is_dir() or chromium is None:
+        sys.exit(f"error: needs {events} (./run_train.sh configs/debug.toml) and chromium on PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(events), "--host", "127.0.0.1"]
+    server = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url)
+        with tempfile.TemporaryDirectory() as folder:
+            shot = Path(folder) / "shot.png"
+            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+            flags += ["--disable-component-update", "--no-first-run", f"--user-data-dir={folder}/profile"]
+            flags += ["--hide-scrollbars", "--window-size=1500,1000", "--virtual-time-budget=30000"]
+            page = f"{url}/?darkMode=false&tagFilter=global_avg_loss#timeseries"
+            subprocess.run([chromium, *flags, f"--screenshot={shot}", page], check=True, timeout=300)
+            save(Image.open(shot).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE), "tensorboard.png")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(url: str) -> None:
+    """Wait until a server answers, two minutes at most."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    sys.exit(f"error: {url} does not answer")
+
+
+def save(image: Image.Image, name: str) -> None:
+    """Write an image into this folder."""
+    path = IMAGES / name
+    image.save(path, optimize=True, **({"transparency": image.info["transparency"]} if "transparency" in image.info else {}))
+    print(f"wrote {path.relative_to(ROOT)}: {image.width} x {image.height}, {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    makers = {"plan": make_plan_figure, "tensorboard": make_tensorboard_screenshot}
+    if len(sys.argv) < 2 or sys.argv[1] not in makers:
+        sys.exit(__doc__)
+    makers[sys.argv[1]]()
