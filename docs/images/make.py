@@ -54,7 +54,7 @@ def make_plan_figure() -> None:
     from titanlite.plan.planner import make_plan
 
     plan = make_plan(load([str(ROOT / CONFIG)]))
-    tokens = f"{plan.tokens_per_step:,} tokens per step"
+    tokens = f"{plan.tokens_per_step:,} tokens"
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%}"
     with style.context(["default", STYLE | TYPE]):
         panels = [
@@ -67,12 +67,13 @@ def make_plan_figure() -> None:
                 bold=False,
             ),
             heading("Memory over the step, GiB per GPU", 14, 0.55),
-            render(lambda: memory_figure(plan)),
-            heading(f"Pipeline schedule, bubble {plan.bubble:.1%}", 14, 0.55),
+            render(lambda: with_height(memory_figure(plan), 3.5)),
+            heading(f"Pipeline schedule, bubble {plan.pipeline_bubble:.1%}", 14, 0.55),
             render(lambda: without_numbers(schedule_figure(plan))),
             heading("Where the time goes", 14, 0.55),
-            render(lambda: time_figure(plan)),
         ]
+        with style.context({"legend.fontsize": 9.7}):
+            panels.append(render(lambda: time_figure(plan)))
     save(rounded(stack(panels)), "plan_70b.png")
 
 
@@ -81,6 +82,12 @@ def heading(text: str, size: float, inches: float, *, bold: bool = True) -> Imag
     figure = Figure((11, inches))
     figure.text(0.006, 0.12, text, fontsize=size, fontweight="bold" if bold else "normal", va="bottom")
     return render(lambda: figure)
+
+
+def with_height(figure: Figure, inches: float) -> Figure:
+    """Change the height of a figure."""
+    figure.set_figheight(inches)
+    return figure
 
 
 def without_numbers(figure: Figure) -> Figure:
