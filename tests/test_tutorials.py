@@ -1,4 +1,4 @@
-"""The tutorials' commands run, in order and as they are printed, and their output is the one that the tutorial shows."""
+"""The tutorials' commands run, in order and as printed, and their output is the one that the tutorial shows."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page. A comment above one says that its last command fails, or that it is not run."""
+    """Return the fenced blocks of a page. A comment above one says its exit status, or that it is not run."""
     result = []
     for match in BLOCK.finditer(page):
         title, mark = re.search(r'title="(.+?)"', match["title"]), match["mark"] or ""
