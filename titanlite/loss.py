@@ -24,13 +24,10 @@ ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or co
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of the token losses over the valid targets: nats, a scalar in float32 or better.
+    """Return the sum of the token losses over the targets that are not IGNORED: nats, a scalar in float32 or better.
 
-    Args:
-        logits_BTV: [B, T, V] in any precision; with a group, this rank's shard of the vocabulary.
-        targets_BT: [B, T] token ids; IGNORED where there is nothing to predict.
-        group: ranks that the vocabulary is sharded over in equal shards, in order. All of them must call this, and each
-            gets the loss. None: the logits are not sharded.
+    The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
+    group's ranks in equal shards, in order. All of them must call this, and each gets the loss.
     """
     logits, targets = logits_BTV.flatten(0, 1), targets_BT.flatten()
     if group is not None:

@@ -44,12 +44,8 @@ def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring channels by its position's angle, in float32 or better.
-
-    Args:
-        x_BTHK: queries or keys.
-        rope_TK: complex [T, K/2], or [B, T, K/2] where positions differ between sequences.
-    """
+    """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
+    `rope_TK` is complex [T, K/2], or [B, T, K/2] where positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     rotated = torch.view_as_complex(pairs) * rope_TK.unsqueeze(-2)
     return torch.view_as_real(rotated).flatten(-2).to(x_BTHK.dtype)

@@ -61,14 +61,12 @@ class ContextAttention(nn.Module):
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H.
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Raise ValueError if heads or tokens cannot
+        be split evenly, or document_positions has another shape or device.
 
         Args:
             document_positions_BS: position in its document of each token of this rank's Ulysses ranks (not only of this
                 rank), int64 in host memory: tokens attend only within their document. None: a sequence is one document.
-
-        Raises:
-            ValueError: if heads or tokens cannot be split evenly, or document_positions has another shape or device.
         """
         batch, tokens, heads, _ = q_BTHK.shape
         ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
