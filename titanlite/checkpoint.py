@@ -34,9 +34,8 @@ from titanlite.progress import progress
 class Checkpointer:
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
-    checkpoint.folder is relative to `dump_folder`, the run's. In async_mode "async", `save` returns once the state is
-    copied to host memory. `identity` is what a resumed run must share with the one that saved (seed, data, dimensions),
-    plain JSON.
+    checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
+    `identity`, plain JSON, is what a resumed run must share with the one that saved: seed, data, dimensions.
     """
 
     def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any]):

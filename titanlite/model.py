@@ -52,8 +52,7 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v: a module, so that the one computation that mixes positions can be
-    replaced."""
+    """Computes causal softmax(q k^T / sqrt K) v. Nothing else mixes positions; as a module it can be replaced."""
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BT: Tensor | None = None

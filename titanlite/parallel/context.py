@@ -34,8 +34,7 @@ from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
     """Return the positions of a rank's tokens in their sequence of `seq_len`, int64 [seq_len / (ring * ulysses)].
 
-    `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if the sequence cannot be split evenly, or there is
-    no such rank.
+    `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if it does not exist, or the split is not even.
     """
     n_chunks = 2 * ring if ring > 1 else 1
     if seq_len % n_chunks or seq_len // ring % ulysses:
