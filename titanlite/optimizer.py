@@ -48,7 +48,7 @@ def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
-        # A tensor is an argument of compiled code, which needs the same one in each step.
+        # A tensor is an argument of compiled code, so its value is replaced in place.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
 
 

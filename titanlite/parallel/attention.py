@@ -76,8 +76,8 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded as it came: exp(x - inf) is 0
     if out.stride(2) != out.shape[1] * out.shape[3]:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator takes a token's heads to be adjacent
-    backward, needed = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
-    dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, random, random, 0.0, needed, causal)
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal)
     return dq, *(x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (dk, dv))
 
 

@@ -40,7 +40,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
     if head:
         fully_shard(head, reshard_after_forward=False, **settings)
     fully_shard(model, reshard_after_forward=reshard, **settings)
-    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
+    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
         block.set_modules_to_backward_prefetch(blocks[max(index - backward, 0) : index][::-1])
