@@ -1,4 +1,4 @@
-"""Save, resume and reshard checkpoints: PyTorch distributed checkpoint (DCP) for tensors, JSON for everything else.
+"""Saving, resuming and resharding with PyTorch distributed checkpoint (DCP) for tensors, JSON for everything else.
 
     checkpoint/step-100/            complete: it was renamed into place after its last byte was written
         __0_0.distcp, .metadata     DCP's files: weights, optimizer states and random states by name

@@ -1,4 +1,4 @@
-"""Low-bit Adam: optimizer states in 8 bits or in another type than the weights', and stochastic rounding of weights.
+"""Low-bit Adam: 8-bit optimizer states, or another type than the weights', and stochastic rounding of weights.
 It extends torchao's optimizers: the step is computed in float32 for each element, and compiled on a GPU."""
 
 import contextlib

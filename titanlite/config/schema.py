@@ -53,7 +53,7 @@ class Model(Section):
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
-    """Use the embedding's weight as the output head's weight."""
+    """Tied embeddings: use the embedding's weight as the output head's weight."""
     rope_theta: Positive
     """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]

@@ -1,4 +1,4 @@
-"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): replicate (DDP), ZeRO-1, -2, -3, HSDP.
+"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
 
 docs/data_parallel.md has the table from those names to the options. One rank takes the same path, which also carries
 the mixed precision.
