@@ -1,4 +1,4 @@
-"""The verdict of a parity test: differences between a layout and the single-process reference, tolerances, the table."""
+"""The verdict of a parity test: differences from the single-process reference, tolerances, the table."""
 
 import math
 import re
