@@ -48,13 +48,12 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     if config.float8.enable:
         from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
 
-        degree = parallelism.tensor_parallel_degree
-        convert_to_float8(stage, config.float8, tensor_parallel_degree=degree, device=device)
-    if stage.output is not None:
-        loss_parallel = not parallelism.disable_loss_parallel
-        stage.output.loss = functools.partial(
-            chunked_cross_entropy, n_chunks=training.loss_chunks, loss_parallel=loss_parallel
+        convert_to_float8(
+            stage, config.float8, tensor_parallel_degree=parallelism.tensor_parallel_degree, device=device
         )
+    if stage.output is not None:
+        arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
+        stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)
     parallelize(
         stage,
         layout,
@@ -74,12 +73,9 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
         checkpoint and the gradient norm see. And the stages by number, which run; without a pipeline, stage 0 is the
         model itself.
     """
-    parallelism = config.parallelism
-    pipelined = parallelism.pipeline_parallel_degree > 1
-    modules_of_stages = stage_modules(config) if pipelined else [None]
-    ranks = rank_of_stage(
-        parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, len(modules_of_stages)
-    )
+    schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
+    modules_of_stages = stage_modules(config) if degree > 1 else [None]
+    ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
     stages: dict[int, Llama] = {}
     for number, modules in enumerate(modules_of_stages):
         if ranks[number] == layout.mesh.get_local_rank("pp"):
@@ -162,8 +158,7 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
     )
-    degree = parallelism.data_parallel_degree
-    return {"data_rank": layout.data_rank, "data_parallel_degree": degree, "shard": shard}
+    return {"data_rank": layout.data_rank, "data_parallel_degree": parallelism.data_parallel_degree, "shard": shard}
 
 
 def build_loader(

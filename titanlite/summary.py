@@ -17,6 +17,7 @@ def run_summary(
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model = config.training, config.model
     lines = [
+        *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
         f"{model.n_kv_heads} KV heads, ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
         f"{n_parameters:,} parameters",
@@ -29,8 +30,6 @@ def run_summary(
         f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
         f"MFU        of {peak_flops_source}; 6N + 12LDT FLOPs per token",
     ]
-    if config.job.description:
-        lines.insert(0, config.job.description)
     return "\n".join(lines)
 
 
@@ -93,7 +92,6 @@ def validation_summary(config: Config, validation: data.ValidationSequences | No
     """Return the size of the validation split, and how much of it validation.steps reads."""
     if validation is None:
         return "none"
-    sequences = config.validation.steps * config.training.global_batch_size
-    if config.validation.steps == -1 or sequences >= validation.n_sequences:
-        return str(validation)
-    return f"the first {sequences:,} of {validation} (validation.steps = {config.validation.steps})"
+    steps, sequences = config.validation.steps, config.validation.steps * config.training.global_batch_size
+    capped = steps != -1 and sequences < validation.n_sequences
+    return f"the first {sequences:,} of {validation} (validation.steps = {steps})" if capped else str(validation)

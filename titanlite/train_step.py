@@ -16,7 +16,7 @@ from titanlite.parallel.pipeline import PipelineRunner
 
 
 class SingleStageRunner:
-    """This class runs a model that is not split into pipeline stages, as PipelineRunner runs one that is."""
+    """Runs a model that is not split into pipeline stages, as PipelineRunner runs one that is."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -34,7 +34,7 @@ class SingleStageRunner:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """This class computes losses and gradients on one rank."""
+    """Computes losses and gradients on one rank."""
 
     model: nn.Module
     """All modules that this rank has."""

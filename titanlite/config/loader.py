@@ -27,7 +27,7 @@ COMMAND_LINE = "command line"
 
 
 class Section(BaseModel):
-    """This class is one [section] of the file. It is strict: no unknown key, no silent conversion of types."""
+    """One [section] of the file. It is strict: it takes no unknown key and converts no type silently."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -119,9 +119,8 @@ class Training(Section):
     mixed_precision_reduce: Precision = "auto"
     """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Backend of attention; auto: the choice of torch's scaled_dot_product_attention. Under context parallelism or a
-    document mask, auto is cpu on a CPU, and on CUDA flash for bfloat16 and float16, efficient for float32, math for
-    float64."""
+    """Attention backend; auto: torch's scaled_dot_product_attention chooses. With context parallelism or a document mask,
+    auto is cpu on a CPU, and on CUDA flash (bfloat16, float16), efficient (float32) or math (float64)."""
     initial_loss_scale: Positive = 65536.0
     """float16: initial factor on the loss. A step whose gradients overflow is skipped and halves it."""
     loss_scale_growth_interval: Count = 2000
@@ -315,8 +314,7 @@ class Validation(Section):
     """Global batches that a validation reads at most: as many sequences as so many training steps, under every layout.
     -1: the full validation split. The first lines of a run say how much is read."""
     fraction: Fraction = 0.05
-    """Fraction of documents that form the validation split if no split or path is set. Training never reads them, so
-    that enabling validation does not change its data."""
+    """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: str = ""
     """Files to validate on, of the kind that training.dataset names (text, json, parquet)."""
     dataset_split: str = ""
