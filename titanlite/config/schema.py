@@ -119,8 +119,8 @@ class Training(Section):
     mixed_precision_reduce: Precision = "auto"
     """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Attention backend; auto: torch's scaled_dot_product_attention chooses. With context parallelism or a document mask,
-    auto is cpu on a CPU, and on CUDA flash (bfloat16, float16), efficient (float32) or math (float64)."""
+    """auto: torch's scaled_dot_product_attention chooses. With context parallelism or a document mask, auto is cpu on a
+    CPU, and on CUDA flash (bfloat16, float16), efficient (float32) or math (float64)."""
     initial_loss_scale: Positive = 65536.0
     """float16: initial factor on the loss. A step whose gradients overflow is skipped and halves it."""
     loss_scale_growth_interval: Count = 2000
