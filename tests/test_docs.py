@@ -217,7 +217,7 @@ def test_the_readme_is_short():
 
 
 def build_site(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
