@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.loss import chunked_cross_entropy
-from titanlite.parity.process_pool import Pool
+from titanlite.parity.process_pool import ProcessPool
 
 VARIANTS = ("unchunked", "loss_chunks = 8", "loss_chunks = 16", "torch's chunked")
 
@@ -68,7 +68,7 @@ def main() -> None:
     shape, threads = (options.tokens, options.dim, options.vocabulary), os.cpu_count() or 1
     map_each_tensor()  # the fork server, which starts after this, passes it on to each process
     print(f"torch {torch.__version__}, {threads} threads, tokens x dim x vocabulary {shape}", flush=True)
-    pools = {variant: Pool(1, timeout_seconds=600) for variant in VARIANTS}
+    pools = {variant: ProcessPool(1, timeout_seconds=600) for variant in VARIANTS}
     lines = []
     for dtype in (torch.float32, torch.bfloat16):
         samples: dict[str, list[tuple[float, float, float]]] = {variant: [] for variant in VARIANTS}

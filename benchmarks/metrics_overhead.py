@@ -22,6 +22,7 @@ import torch
 from titanlite import build, metrics
 from titanlite.config import Launch, check, load
 from titanlite.config.schema import Comm
+from titanlite.model import flops_per_token
 from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
 
@@ -44,7 +45,7 @@ def main() -> None:
         meter = metrics.ThroughputMeter(
             device,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
-            flops_per_token=build.count_flops_per_token(config, build.parameter_sizes(config)),
+            flops_per_token=flops_per_token(build.parameter_sizes(config), config.model, config.training.seq_len),
             peak=metrics.PeakFlops(device, torch.float32),
         )
         for step in range(1, rounds + 1):

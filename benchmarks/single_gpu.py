@@ -42,6 +42,7 @@ import torch
 from titanlite import build
 from titanlite.config import Config, Launch, check, load
 from titanlite.devices import DEVICES
+from titanlite.model import flops_per_token
 
 HERE = Path(__file__).resolve().parent
 SIDE = 8192  # of the matrices of the measured matmul
@@ -122,7 +123,7 @@ def checked(options: Options) -> Config:
 
 def work_of(config: Config) -> Work:
     sizes = build.parameter_sizes(config)
-    flops = build.count_flops_per_token(config, sizes)
+    flops = flops_per_token(sizes, config.model, config.training.seq_len)
     masked = 6 * config.model.n_layers * config.model.dim * config.training.seq_len
     return Work(sum(sizes.values()), flops, 1 - masked / flops)
 

@@ -308,8 +308,8 @@ def test_derived_numbers(tmp_path: Path):
     assert (parallelism.n_stages, parallelism.ring_degree) == (2, 2)
     assert (resolved.gradient_accumulation_steps, resolved.n_microbatches) == (2, 4)
     assert resolved.hidden_shape == (2, 2048 // 8, 256)
-    with pytest.raises(AttributeError, match=r"^no option training\.attention_kernel$"):
-        resolved.replace(training__attention_kernel="math")
+    with pytest.raises(AttributeError, match=r"^no option training\.backend$"):
+        resolved.replace(training__backend="math")
 
 
 def test_launch_from_environment():

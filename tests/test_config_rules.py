@@ -204,6 +204,7 @@ BAD_VALUES = [
     ({PIPELINE: 4, SCHEDULE: "BFS", STAGES: 2, MODULES: [["x"]]}, {SCHEDULE: 'expected one of "GPipe"'}),
     ({PIPELINE: 4, SCHEDULE: "BFS", MODULES: [["x"]]}, {SCHEDULE: 'expected one of "GPipe"'}),
     ({PIPELINE: 2, LAYERS: 0, MODULES: TWO_STAGES}, {LAYERS: "expected an integer >= 1"}),
+    ({BATCH: 5, PIPELINE: 2, SCHEDULE: "Interleaved1F1B", MICROBATCH: "all"}, {MICROBATCH: "expected an integer >= 1"}),
     ({PIPELINE: "two", MODULES: [["x"]]}, {PIPELINE: "expected an integer >= 1"}),
     ({PIPELINE: 2, STAGES: "two", MODULES: [["x"]]}, {STAGES: "expected -1, or an integer >= 1"}),
     ({LAYERS: 0, BATCH: 0, PIPELINE: 7, MICROBATCH: 3},

@@ -114,4 +114,4 @@ def test_ranks_that_read_different_data_are_rejected(ranks, tmp_path, reading):
     assert of_one == of_other
     assert "seq_len 16" in of_one
     rejected = ranks(2).run(build_in_rank, job=job, paths=[tmp_path / "a", tmp_path / "other"])
-    assert rejected == ["training.dataset_path: rank 1 reads other data than rank 0; give all hosts the same"] * 2
+    assert rejected == ["training.dataset_path: rank 1 reads other data than rank 0; give all nodes the same"] * 2

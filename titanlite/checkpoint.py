@@ -1,4 +1,4 @@
-"""Save, resume and reshard checkpoints: PyTorch distributed checkpoint (DCP) for tensors, JSON for everything else.
+"""Saving, resuming and resharding with PyTorch distributed checkpoint (DCP) for tensors, JSON for everything else.
 
     checkpoint/step-100/            complete: it was renamed into place after its last byte was written
         __0_0.distcp, .metadata     DCP's files: weights, optimizer states and random states by name
@@ -32,12 +32,10 @@ from titanlite.progress import progress
 
 
 class Checkpointer:
-    """This class saves and resumes the checkpoints of a run. Every rank must make the same calls.
+    """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
-    Args:
-        dump_folder: the run's folder, which checkpoint.folder is relative to.
-        checkpoint: options; "async" returns from `save` once the state is copied to host memory.
-        identity: what a resumed run must share with the one that saved (seed, data, dimensions); plain JSON.
+    checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
+    `identity`, plain JSON, is what a resumed run must share with the one that saved: seed, data, dimensions.
     """
 
     def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any]):
@@ -52,11 +50,8 @@ class Checkpointer:
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into a model and its optimizer, and into the random generators if there
-        are as many ranks as when it was saved. Returns the `state` that `save` got, with `step`; without one, None.
-
-        Raises:
-            ConfigError: if checkpoint.load_step is not the newest step, or the identity differs.
-        """
+        are as many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None.
+        Raise ConfigError if checkpoint.load_step is not the newest step, or the identity differs."""
         steps = sorted(complete_steps(self.folder))
         newest = torch.tensor(steps[-1] if steps else 0)
         dist.broadcast(newest, src=0)  # ranks must agree even if their views of a shared folder differ for a moment
@@ -153,7 +148,7 @@ class Checkpointer:
                 self._delete(self.folder / f"step-{old}")
 
     def _delete(self, path: Path) -> None:
-        """Delete a checkpoint in the background; it is no longer complete from the first moment on."""
+        """Delete a checkpoint in the background; from then on it is no longer complete."""
         renamed = path.rename(path.with_name(f"{path.name}.old.tmp"))
         thread = threading.Thread(target=shutil.rmtree, args=(renamed,), name="delete checkpoint")
         thread.start()

@@ -28,10 +28,8 @@ def parameter_seed(seed: int, name: str) -> int:
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
     """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage.
 
-    Args:
-        n_layers: layers of the full model, not of this stage.
-        device: where float32 numbers are drawn. CPU and CUDA generators differ, so runs that are to be compared must
-            draw on the same kind of device.
+    `n_layers` is the number of layers of the full model, not of this stage. Float32 numbers are drawn on `device`. CPU
+    and CUDA generators differ, so runs that are to be compared must draw on the same kind of device.
     """
     for name, parameter in model.named_parameters():
         full = torch.ones(parameter.shape, dtype=torch.float32, device=device)  # the scale of a norm

@@ -24,13 +24,10 @@ ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or co
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of the token losses over the valid targets: nats, a scalar in float32 or better.
+    """Return the sum of the token losses over the targets that are not IGNORED: nats, a scalar in float32 or better.
 
-    Args:
-        logits_BTV: [B, T, V] in any precision; with a group, this rank's shard of the vocabulary.
-        targets_BT: [B, T] token ids; IGNORED where there is nothing to predict.
-        group: ranks that the vocabulary is sharded over in equal shards, in order. All of them must call this, and each
-            gets the loss. None: the logits are not sharded.
+    The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
+    group's ranks in equal shards, in order. All of them must call this, and each gets the loss.
     """
     logits, targets = logits_BTV.flatten(0, 1), targets_BT.flatten()
     if group is not None:
@@ -101,7 +98,6 @@ def chunked_cross_entropy(
     Args:
         x_BTD: [B, T, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
         weight_VD: the output head's weight; a DTensor if it is sharded over the vocabulary.
-        n_chunks: number of chunks that tokens are split into, computed one after the other.
         loss_parallel: leave the logits sharded as the weight is, instead of gathering them.
     """
     mesh = None
@@ -118,13 +114,11 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the losses of chunks of tokens, and their gradients in the forward."""
-
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, n_chunks: int, chunk_loss: ChunkLoss
     ) -> Tensor:
-        """Return the sum of the losses; save its gradients for backward."""
+        """Return the sum of the losses of chunks of tokens, and save its gradients, computed here, for backward."""
         weight_VD = weight_VD.detach().requires_grad_()
         # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product does not have.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Low-bit Adam: optimizer states in 8 bits or in another type than the weights', and stochastic rounding of weights.
+"""Low-bit Adam: 8-bit optimizer states, or another type than the weights', and stochastic rounding of weights.
 It extends torchao's optimizers: the step is computed in float32 for each element, and compiled on a GPU."""
 
 import contextlib
@@ -13,15 +13,14 @@ from titanlite.config.schema import Optimizer
 
 
 class LowBitAdam(AdamW8bit):
-    """This is Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
+    """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
     States of fewer than 4096 elements on a rank (norms, mostly) keep their weight's type where that has more bits. In
     int8 so do those whose number of elements is no multiple of 256, the block that shares a scale (arXiv:2110.02861).
 
-    Args:
-        full_precision: weights whose states keep the weight's type. In int8 an embedding's must (the same paper,
-            section 2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that it rounds to 0,
-            and are then moved by their exp_avg over eps.
+    The states of weights in `full_precision` keep the weight's type. In int8 an embedding's must (the same paper,
+    section 2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that it rounds to 0, and are
+    then moved by their exp_avg over eps.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):

@@ -19,13 +19,9 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """This class finds the peak FLOP/s that model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
-    the data sheet's, otherwise that of the fastest product of two square matrices, measured with the same threads.
-
-    Attributes:
-        flops: FLOP/s of one device.
-        source: where the figure is from, in words.
-    """
+    """Finds the peak FLOP/s of one device, which model FLOPs utilization (MFU) is relative to: for bfloat16 on a known
+    GPU the data sheet's, otherwise that of the fastest product of two square matrices, measured with the same threads.
+    `source` says in words where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -72,8 +68,8 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 
 class ThroughputMeter:
-    """This class measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global
-    batch per rank, `flops_per_token` what model.flops_per_token returns."""
+    """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global batch per
+    rank, `flops_per_token` what model.flops_per_token returns."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step
@@ -122,13 +118,10 @@ class ThroughputMeter:
 
 
 class MetricsLogger:
-    """This class writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml. A new run moves the files
-    of an earlier one to previous/DATE. A resumed run removes what was logged after the step that it resumes from.
+    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
-    Args:
-        last_step: the step that the run resumes after; 0 for a new run.
-        steps: the run's last step.
-        config: the resolved config with its provenance, as TOML.
+    A new run, with last_step 0, moves the files of an earlier one to previous/DATE. A resumed run removes what was
+    logged after `last_step`, the step that it resumes from. `steps` is the run's last step.
     """
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, last_step: int, steps: int, config: str):

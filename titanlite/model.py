@@ -44,20 +44,15 @@ def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring channels by its position's angle, in float32 or better.
-
-    Args:
-        x_BTHK: queries or keys.
-        rope_TK: complex [T, K/2], or [B, T, K/2] where positions differ between sequences.
-    """
+    """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
+    `rope_TK` is complex [T, K/2], or [B, T, K/2] where positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     rotated = torch.view_as_complex(pairs) * rope_TK.unsqueeze(-2)
     return torch.view_as_real(rotated).flatten(-2).to(x_BTHK.dtype)
 
 
 class ScaledDotProductAttention(nn.Module):
-    """This module computes causal softmax(q k^T / sqrt K) v, the one computation that mixes positions, so that it can
-    be replaced."""
+    """Computes causal softmax(q k^T / sqrt K) v. Nothing else mixes positions; as a module it can be replaced."""
 
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BT: Tensor | None = None
@@ -137,14 +132,11 @@ class Output(nn.Linear):
 
 
 class Llama(nn.Module):
-    """This is the full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
+    """The full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
 
     Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
-    constructor itself draws no weights.
-
-    Args:
-        max_seq_len: positions in the rotary table.
-        modules: names of the modules to build (tok_embeddings, layers.N, norm, output); None: all.
+    constructor itself draws no weights. The rotary table has `max_seq_len` positions. `modules` are the names of the
+    modules to build (tok_embeddings, layers.N, norm, output); None: all.
     """
 
     def __init__(self, model: Model, *, max_seq_len: int, modules: Collection[str] | None = None):
@@ -158,9 +150,8 @@ class Llama(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
         # Keyed by number, so that a layer keeps its name when the model is split into stages.
-        self.layers = nn.ModuleDict(
-            {str(layer): Block(model) for layer in range(model.n_layers) if has(f"layers.{layer}")}
-        )
+        names = [str(layer) for layer in range(model.n_layers) if has(f"layers.{layer}")]
+        self.layers = nn.ModuleDict({name: Block(model) for name in names})
         self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps) if has("norm") else None
         self.output = Output(model.dim, model.vocab_size, bias=False) if has("output") else None
         self.tie()

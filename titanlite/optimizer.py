@@ -23,14 +23,9 @@ def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer
 
         embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]
         return LowBitAdam(groups, optimizer, full_precision=embedding)
-    return getattr(torch.optim, optimizer.name)(
-        groups,
-        lr=optimizer.lr,
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        fused=optimizer.implementation == "fused",
-        foreach=optimizer.implementation == "foreach",
-    )
+    betas = optimizer.beta1, optimizer.beta2
+    implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
+    return getattr(torch.optim, optimizer.name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
 
 
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
@@ -45,21 +40,16 @@ def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
     decay_steps = max(total_steps - warmup_steps, 0) if decay_ratio == -1 else round(total_steps * decay_ratio)
     up = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
     progress = max(step - (total_steps - decay_steps), 0) / (decay_steps + 1)
-    down = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[lr_scheduler.decay_type]
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    down = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": cosine}[lr_scheduler.decay_type]
     return min(up, lr_scheduler.min_lr_factor + (1 - lr_scheduler.min_lr_factor) * down)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # an argument of compiled code
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        # A tensor is an argument of compiled code, so its value is replaced in place.
+        group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
 
 
 @torch.no_grad()
@@ -105,12 +95,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class LossScale:
-    """This class does dynamic loss scaling (arXiv:1710.03740) for mixed precision: float16 has no gradients below 6e-8,
-    so the loss is multiplied before the backward and gradients are divided after it.
+    """Dynamic loss scaling (arXiv:1710.03740) is for mixed precision: float16 has no gradients below 6e-8, so the loss
+    is multiplied by a factor before the backward and gradients are divided by it after.
 
-    Args:
-        initial: the first factor.
-        growth_interval: steps without overflow after which the factor is doubled; None: it never changes.
+    The factor is doubled after `growth_interval` steps without overflow; None: it never changes.
     """
 
     def __init__(self, initial: float = 1.0, growth_interval: int | None = None):

@@ -1,7 +1,7 @@
 """Chrome traces and CUDA memory snapshots of a running training."""
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -11,9 +11,7 @@ from titanlite.config.schema import Profiling
 StepDone = Callable[[int], None]  # to call with the number of each step after it
 
 
-def build_profilers(
-    dump_folder: Path, profiling: Profiling, rank: int
-) -> list[contextlib.AbstractContextManager[StepDone]]:
+def build_profilers(dump_folder: Path, profiling: Profiling, rank: int) -> list[AbstractContextManager[StepDone]]:
     """Build the enabled profilers: contexts for the training loop that yield a function to call after each step."""
     freq, profilers = profiling.profile_freq, []
     if profiling.enable_profiling:
@@ -23,7 +21,7 @@ def build_profilers(
     return profilers
 
 
-@contextlib.contextmanager
+@contextmanager
 def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
     """Write a trace of one step in `freq` to folder/step_N/rankR.json (open it in ui.perfetto.dev)."""
     step = 0
@@ -43,7 +41,7 @@ def traces(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
         yield step_done
 
 
-@contextlib.contextmanager
+@contextmanager
 def memory_snapshots(folder: Path, freq: int, rank: int) -> Iterator[StepDone]:
     """Write memory snapshots, which name the code behind each GPU allocation (open them in pytorch.org/memory_viz), to
     folder/step_N/rankR.pickle every `freq` steps and to folder/out_of_memory/rankR.pickle on an out-of-memory error.

@@ -53,7 +53,7 @@ class Model(Section):
     norm_eps: Positive
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
-    """Use the embedding's weight as the output head's weight."""
+    """Tied embeddings: use the embedding's weight as the output head's weight."""
     rope_theta: Positive
     """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -266,7 +266,7 @@ class ActivationCheckpoint(Section):
     memory_budget: the compiler chooses what is saved, within memory_budget."""
     selective_ac_option: Union[Literal["op"], Count] = "op"
     """op: save the results of matrix products, attention and collectives, recompute the rest; N: full activation
-    checkpointing of every N-th block, none of the others."""
+    checkpointing every N layers, none in between."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of a block's activations to save, from 0 (its inputs only) to 1 (all that its backward uses)."""
 

@@ -22,7 +22,7 @@ SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """This class names a dataset by its options: those of the config or, for a validation split, a changed copy."""
+    """Names a dataset by its options: those of the config or, for a validation split, a changed copy."""
 
     training: Training
     path_option: str = "training.dataset_path"
@@ -41,7 +41,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """This class holds documents in a fixed order."""
+    """The documents of a dataset in a fixed order."""
 
     fingerprint: str
     """It changes whenever the documents or their order do."""

@@ -1,9 +1,10 @@
 """The data loader: per-device batches of packed sequences, prepared by a thread that runs ahead of the training."""
 
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are
 
 
 class Batch(NamedTuple):
-    """This class is a per-device batch: a rank's tokens of B sequences, int64 [B, T / context-parallel ranks] each."""
+    """A per-device batch is a rank's tokens of B sequences, int64 [B, T / context-parallel ranks] each."""
 
     tokens: Tensor
     targets: Tensor
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class SequenceShard(NamedTuple):
-    """This class says which tokens of every sequence a context-parallel rank takes, as indices into the sequence."""
+    """The tokens of every sequence that a context-parallel rank takes, as indices into the sequence."""
 
     own: Any = slice(None)
     """Tokens of this rank."""
@@ -44,7 +45,7 @@ class SequenceShard(NamedTuple):
     """Tokens of this rank and its Ulysses group together."""
 
 
-def collate(sequences: list[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
+def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
     """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
     positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
@@ -56,7 +57,7 @@ def collate(sequences: list[Sequence], shard: SequenceShard, *, document_mask: b
 
 
 class Loader:
-    """This class returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
+    """Returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
 
     Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. Data-parallel rank
     `data_rank` = r of d takes every d-th of them, from r on. `pin` puts batches into pinned memory. `state` is what
@@ -93,12 +94,8 @@ class Loader:
             while not self._closed:
                 batches, shard_states = [], {}
                 for _ in range(accumulation_steps):
-                    sequences = []
-                    for _ in range(size):
-                        sequence, shard_state = next(reader)
-                        sequences.append(sequence)
-                        if shard_state is not None:
-                            shard_states[shard_state[0]] = shard_state[1]
+                    sequences, states = zip(*itertools.islice(reader, size), strict=True)
+                    shard_states.update(state for state in states if state is not None)
                     batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
                 self._ready.put((batches, shard_states))
         except Exception as error:  # raised again where the training waits for the batch

@@ -16,7 +16,7 @@ from titanlite.loss import IGNORED
 
 
 class Sequence(NamedTuple):
-    """This class holds one packed sequence; each array is int64 [T]."""
+    """A packed sequence holds T tokens and their targets; each array is int64 [T]."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -45,7 +45,7 @@ def positions_in_documents(ends: np.ndarray) -> np.ndarray:
 
 
 class PackedSequences:
-    """This class is the training split as an endless order of packed sequences, the same for any number of ranks.
+    """The training split as an endless order of packed sequences, the same for any number of ranks.
 
     `tokens` is a flat array of token ids. With training.shuffle, each epoch has an order drawn from (seed, epoch). Too
     few tokens for one sequence raise ConfigError.
@@ -84,7 +84,7 @@ class PackedSequences:
 
 
 class ValidationSequences:
-    """This class is the validation split, once and in order; the last sequence is padded with ignored targets."""
+    """The validation split, once and in order; the last sequence is padded with ignored targets."""
 
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, seq_len: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, seq_len

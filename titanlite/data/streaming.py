@@ -22,7 +22,7 @@ that is not used up, None before any; "used": how many of that document's tokens
 
 
 class StreamingSequences:
-    """This class is the training split as an endless order of packed sequences, read from streaming shards.
+    """The training split as an endless order of packed sequences, read from streaming shards.
 
     `dataset` is a datasets.IterableDataset, and `column` names its text. Fewer files than shards raise ConfigError.
     """

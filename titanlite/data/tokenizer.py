@@ -11,7 +11,7 @@ from titanlite.config.loader import ConfigError, show
 
 
 class ByteTokenizer:
-    """This tokenizer makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
+    """Makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
 
     bos: int | None = 256
     eos: int = 257
@@ -26,7 +26,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """This tokenizer is a tokenizer.json, which the `tokenizers` library runs on all cores.
+    """Encodes text by a tokenizer.json, which the `tokenizers` library runs on all cores.
 
     The special tokens BOS and EOS are those that the tokenizer_config.json beside it names, else those that well-known
     models use; without EOS it raises ConfigError. Special tokens that a text spells out are encoded as ordinary text,

@@ -23,14 +23,9 @@ def _saved_operators() -> list[Any]:
     saved: its result is as many times its input as there are ranks, which have just met for the layer's backward."""
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
     products = [aten.mm, aten.addmm, aten.bmm, aten._scaled_mm]
-    attention = [
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        aten._scaled_dot_product_attention_math,
-        torch.ops.titanlite.context_attention,
-    ]
+    attention = [aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu]
+    attention += [aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention]
+    attention += [aten._scaled_dot_product_attention_math, torch.ops.titanlite.context_attention]
     reductions = [collectives.reduce_scatter_tensor, collectives.all_reduce]
     return [operator.default for operator in products + attention + reductions]
 

@@ -21,7 +21,7 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class AttentionBackend(NamedTuple):
-    """This class is an implementation of softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
+    """An attention backend implements softmax(q k^T / sqrt K) v and its gradients. Query head h attends to KV head
     h * G // H. All tensors are slices and transposes of [B, T, H, K]: neighbours in K are neighbours in memory."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -47,9 +47,8 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     random, lengths = q.new_empty(0, dtype=torch.uint64), (q.shape[2], k.shape[2])
     lse = lse.contiguous()  # the operator takes its memory to be dense
     unpacked = None, None  # sequences are not packed one behind the other
-    return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random
-    )
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(grad, q, k, v, out, lse, *unpacked, *lengths, 0.0, causal, random, random)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -60,9 +59,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.int64), (q.shape[2], k.shape[2])
     lse_BHT1 = lse.contiguous().unsqueeze(-1)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse_BHT1, random, random, None, None, None, *lengths, 0.0, causal
-    )
+    backward = aten._scaled_dot_product_cudnn_attention_backward
+    return backward(grad, q, k, v, out, lse_BHT1, random, random, None, None, None, *lengths, 0.0, causal)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -78,9 +76,8 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # padded as it came: exp(x - inf) is 0
     if out.stride(2) != out.shape[1] * out.shape[3]:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator takes a token's heads to be adjacent
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal
-    )
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, random, random, 0.0, [True, True, True, False], causal)
     return dq, *(x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (dk, dv))
 
 

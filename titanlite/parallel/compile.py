@@ -13,13 +13,23 @@ from titanlite.model import Llama
 def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group: dist.ProcessGroup | None) -> None:
     """Compile a model or a pipeline stage in place, without a graph break.
 
-    Args:
-        async_tensor_parallel_group: tensor-parallel ranks whose collectives inductor decomposes and overlaps with the
-            matrix products before and after them (async TP; CUDA); None: leave them as they are.
+    `async_tensor_parallel_group` are tensor-parallel ranks whose collectives inductor decomposes and overlaps with the
+    matrix products before and after them (async TP; CUDA); None: leave them as they are.
     """
-    _save_no_random_state()
+    from torch._functorch import partitioners
+
+    # Nothing in a block is random; checkpoint's `preserve_rng_state` does not tell the compiler. Attention counts as
+    # random, for a dropout that is not there. Its random state on a CPU is saved for backward after a DTensor's mesh,
+    # where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel.
+    # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
+    partitioners.has_recomputable_rng_ops = lambda _: False
     if async_tensor_parallel_group is not None:
-        _enable_async_tensor_parallel(async_tensor_parallel_group)
+        # Private: _micro_pipeline_tp and symmetric memory (read in 2.11 and 2.13; run on neither: both need CUDA).
+        from torch._inductor import config
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(async_tensor_parallel_group.group_name)
     if "model" in compile.components:
         for block in model.layers.values():
             # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
@@ -27,24 +37,3 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
     if model.output is not None and "loss" in compile.components:
         compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)
         model.output.loss = functools.partial(model.output.loss, chunk_loss=compiled)
-
-
-def _enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Turn on torch's private _inductor.config._micro_pipeline_tp and symmetric memory (read in 2.11 and 2.13; run on
-    neither, since both need CUDA)."""
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(group.group_name)
-
-
-def _save_no_random_state() -> None:
-    """Tell the compiler that nothing in a block is random; checkpoint's `preserve_rng_state` does not reach it.
-
-    Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15). Attention counts as
-    random, for a dropout that is not there. Its random state on a CPU is saved for backward after a DTensor's mesh,
-    where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel."""
-    from torch._functorch import partitioners
-
-    partitioners.has_recomputable_rng_ops = lambda _: False

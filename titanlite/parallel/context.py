@@ -34,11 +34,7 @@ from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
     """Return the positions of a rank's tokens in their sequence of `seq_len`, int64 [seq_len / (ring * ulysses)].
 
-    Args:
-        rank: ring rank * ulysses + Ulysses rank.
-
-    Raises:
-        ValueError: if the sequence cannot be split evenly, or there is no such rank.
+    `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if it does not exist, or the split is not even.
     """
     n_chunks = 2 * ring if ring > 1 else 1
     if seq_len % n_chunks or seq_len // ring % ulysses:
@@ -50,12 +46,10 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
 
 
 class ContextAttention(nn.Module):
-    """This module is model.ScaledDotProductAttention over sequences that `local_positions` splits.
+    """Computes model.ScaledDotProductAttention over sequences that `local_positions` splits.
 
-    Args:
-        ring_group: ranks that send keys and values around a ring; None: only this one.
-        ulysses_group: ranks that exchange sequence for heads; None: only this one.
-        backend: name in attention.ATTENTION_BACKENDS.
+    The ranks of `ring_group` send keys and values around a ring, those of `ulysses_group` exchange sequence for heads;
+    None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS.
     """
 
     def __init__(self, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str):
@@ -66,21 +60,18 @@ class ContextAttention(nn.Module):
     def forward(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BS: Tensor | None = None
     ) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H.
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Raise ValueError if heads or tokens cannot
+        be split evenly, or document_positions has another shape or device.
 
         Args:
             document_positions_BS: position in its document of each token of this rank's Ulysses ranks (not only of this
                 rank), int64 in host memory: tokens attend only within their document. None: a sequence is one document.
-
-        Raises:
-            ValueError: if heads or tokens cannot be split evenly, or document_positions has another shape or device.
         """
         batch, tokens, heads, _ = q_BTHK.shape
-        sequence, kv_heads = tokens * self.ulysses_size, k_BTGK.shape[2]
-        if heads % self.ulysses_size or kv_heads % self.ulysses_size:
-            raise ValueError(
-                f"{heads} query heads and {kv_heads} KV heads cannot be split over {self.ulysses_size} ranks"
-            )
+        ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
+        sequence = tokens * ranks
+        if heads % ranks or kv_heads % ranks:
+            raise ValueError(f"{heads} query heads and {kv_heads} KV heads cannot be split over {ranks} ranks")
         if self.ring_size > 1 and sequence % 2:
             raise ValueError(f"{sequence} tokens of a ring rank cannot be split into two chunks")
         positions = document_positions_BS
@@ -306,7 +297,7 @@ def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BS
 
 # Which queries attend to which keys -----------------------------------------------------------------------------------
 class _Tile(NamedTuple):
-    """This class is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
+    """A tile is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
 
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
@@ -331,9 +322,8 @@ def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | N
         starts = (positions_C[1:] == 0).nonzero().flatten() + 1
         return int(positions_C[0]), [0, *starts.tolist(), len(positions_C)]
 
-    return [
-        [of_chunk(chunk) for chunk in positions.chunk(len(_chunks(0, size)))] for positions in document_positions_BS
-    ]
+    n_chunks = len(_chunks(0, size))
+    return [[of_chunk(chunk) for chunk in positions.chunk(n_chunks)] for positions in document_positions_BS]
 
 
 def _tiles(documents: Documents | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Tile]:

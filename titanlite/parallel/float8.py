@@ -22,9 +22,7 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
     has, on a rank, a side that is not a multiple of 16: the hardware's product takes no other (torch._scaled_mm).
-
-    Raises:
-        ConfigError: if the device has no float8, or no layer is converted.
+    Raise ConfigError if the device has no float8, or no layer is converted.
     """
     if not float8.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"

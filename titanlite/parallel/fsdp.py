@@ -1,4 +1,4 @@
-"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): replicate (DDP), ZeRO-1, -2, -3, HSDP.
+"""Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
 
 docs/data_parallel.md has the table from those names to the options. One rank takes the same path, which also carries
 the mixed precision.
@@ -34,19 +34,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.norm, model.output) if module is not None]
     if model.tied:
-        fully_shard([model.tok_embeddings, *head], reshard_after_forward=False, **settings)
-    else:
-        if model.tok_embeddings is not None:
-            fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
-        if head:
-            fully_shard(head, reshard_after_forward=False, **settings)
+        head.insert(0, model.tok_embeddings)
+    elif model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
+    if head:
+        fully_shard(head, reshard_after_forward=False, **settings)
     fully_shard(model, reshard_after_forward=reshard, **settings)
-    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
+    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
-        if forward:
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
-        if backward:
-            block.set_modules_to_backward_prefetch(blocks[max(index - backward, 0) : index][::-1])
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
+        block.set_modules_to_backward_prefetch(blocks[max(index - backward, 0) : index][::-1])
     for module in _units(model):
         # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.

@@ -69,7 +69,7 @@ tokens, either of other sequences (dp_shard) or of the same ones (context parall
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """This class has the mesh of all ranks and this rank's place in it."""
+    """A layout is the mesh of all ranks and this rank's place in it."""
 
     mesh: DeviceMesh
     ring_group: dist.ProcessGroup | None
@@ -97,10 +97,8 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int]) -> L
     ranks = torch.arange(math.prod(degrees)).reshape(degrees)
 
     def group_along(axis: int) -> dist.ProcessGroup | None:
-        if degrees[axis] == 1:
-            return None
-        members = ranks.movedim(axis, -1).reshape(-1, degrees[axis])
-        return dist.new_subgroups_by_enumeration(members.tolist())[0]
+        members = ranks.movedim(axis, -1).reshape(-1, degrees[axis]).tolist()
+        return dist.new_subgroups_by_enumeration(members)[0] if degrees[axis] > 1 else None
 
     shard_rank, context_rank = divmod(mesh.get_local_rank("fsdp"), ring * ulysses)
     data_rank = mesh.get_local_rank("dp_replicate") * dp_shard + shard_rank

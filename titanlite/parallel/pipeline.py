@@ -5,6 +5,8 @@ GPipe (arXiv:1811.06965), 1F1B (PipeDream-flush, arXiv:2104.04473), interleaved 
 One microbatch under GPipe is naive model parallelism.
 """
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,55 +35,37 @@ def pipeline_stage(
     tokens = torch.empty(hidden_shape[0], n_tokens, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
-    return PipelineStage(
-        stage,
-        number,
-        parallelism.n_stages,
-        device,
-        input_args=tokens if number == 0 else hidden,
-        output_args=loss if number == parallelism.n_stages - 1 else hidden,
-        group=group,
-    )
+    n_stages = parallelism.n_stages
+    inputs = tokens if number == 0 else hidden
+    outputs = loss if number == n_stages - 1 else hidden
+    return PipelineStage(stage, number, n_stages, device, input_args=inputs, output_args=outputs, group=group)
 
 
+@dataclasses.dataclass(eq=False)
 class PipelineRunner:
-    """This class runs microbatches through the stages of all ranks of a pipeline.
+    """Runs microbatches through the stages of all ranks of a pipeline."""
 
-    Args:
-        stages: this rank's, by number, ascending.
-        hidden_shape, dtype: of the activations between stages, [sequences of a microbatch, tokens of this rank, D].
-    """
+    stages: dict[int, Llama]
+    """This rank's stages by number, ascending."""
+    parallelism: Parallelism
+    _: dataclasses.KW_ONLY
+    group: dist.ProcessGroup
+    n_microbatches: int
+    hidden_shape: tuple[int, int, int]
+    """Of the activations between stages: [sequences of a microbatch, tokens of this rank, D]."""
+    dtype: torch.dtype
+    device: torch.device
 
-    def __init__(
-        self,
-        stages: dict[int, Llama],
-        parallelism: Parallelism,
-        *,
-        group: dist.ProcessGroup,
-        n_microbatches: int,
-        hidden_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.stages, self.n_stages, self.group, self.n_microbatches = (
-            stages,
-            parallelism.n_stages,
-            group,
-            n_microbatches,
-        )
-        self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
-        schedule = parallelism.pipeline_parallel_schedule
-        self._rank_of = dict(enumerate(rank_of_stage(schedule, group.size(), self.n_stages)))
-        arguments = {"group": group, "hidden_shape": hidden_shape, "dtype": dtype, "device": device}
-        wrapped = [pipeline_stage(stage, number, parallelism, **arguments) for number, stage in stages.items()]
+    def __post_init__(self) -> None:
+        schedule = self.parallelism.pipeline_parallel_schedule
+        self._rank_of = dict(enumerate(rank_of_stage(schedule, self.group.size(), self.parallelism.n_stages)))
+        options = {"group": self.group, "hidden_shape": self.hidden_shape, "dtype": self.dtype, "device": self.device}
+        stages = [pipeline_stage(stage, number, self.parallelism, **options) for number, stage in self.stages.items()]
         schedule_class = get_schedule_class(schedule)
-        self._schedule = schedule_class(
-            wrapped if issubclass(schedule_class, PipelineScheduleMulti) else wrapped[0],
-            n_microbatches,
-            loss_fn=self._loss,
-            scale_grads=False,  # the loss is divided by the number of tokens, and gradients are only summed
-        )
-        self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=device)
+        stage_or_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+        # Gradients are not scaled: the loss is divided by the number of tokens, and gradients are only summed.
+        self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
+        self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
 
     @property
     def order(self) -> dict[int, list]:
@@ -99,7 +83,7 @@ class PipelineRunner:
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
-            target=batch.targets if self.n_stages - 1 in self.stages else None,
+            target=batch.targets if self.parallelism.n_stages - 1 in self.stages else None,
             return_outputs=False,
             **_inputs_of_every_stage(batch),
         )
@@ -145,5 +129,4 @@ class PipelineRunner:
 
 
 def _inputs_of_every_stage(batch: Batch) -> dict[str, Tensor]:
-    inputs = {"positions": batch.positions, "document_positions": batch.document_positions, "targets": batch.targets}
-    return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return {name: tensor for name, tensor in batch._asdict().items() if name != "tokens" and tensor is not None}

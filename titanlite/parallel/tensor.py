@@ -30,8 +30,8 @@ FULL = Replicate()
 
 
 class VocabularyParallel(ParallelStyle):
-    """This style shards the output head's weight by vocabulary. The sequence is gathered into a DTensor, from
-    which loss.chunked_cross_entropy takes what it needs; logits, where they are the output, are gathered."""
+    """Shards the output head's weight by vocabulary. The sequence is gathered into a DTensor, from which
+    loss.chunked_cross_entropy takes what it needs; logits, where they are the output, are gathered."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, mesh, self._shard, self._gather_sequence, self._gather_logits)
@@ -52,9 +52,9 @@ class VocabularyParallel(ParallelStyle):
 
 
 class VocabularyParallelEmbedding(ParallelStyle):
-    """This style shards the embedding's weight by vocabulary. Each rank looks up the tokens of its own shard,
-    and the sums over ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its backward
-    allocates the gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
+    """Shards the embedding's weight by vocabulary. Each rank looks up the tokens of its own shard, and the sums over
+    ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its backward allocates the
+    gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, mesh, VocabularyParallel._shard)

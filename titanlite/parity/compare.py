@@ -1,4 +1,4 @@
-"""Comparison of a layout's trace with that of the single-process reference: differences, tolerances, the table."""
+"""The verdict of a parity test: differences from the single-process reference, tolerances, the table."""
 
 import math
 import re

@@ -1,0 +1,233 @@
+"""Make the figures of the README from the programs themselves.
+
+    python docs/images/make.py plan                 plan_70b.png, from configs/70b.toml: about a minute
+    python docs/images/make.py tensorboard [LOGDIR] tensorboard.png, from the runs in outputs/ or LOGDIR
+
+`plan` draws the figures of `titanlite plan configs/70b.toml --html`, in larger type and one below the other.
+`tensorboard` starts TensorBoard on this machine and takes a screenshot of its loss curve with headless Chromium.
+Chromium must be on PATH. First run ./run_train.sh configs/debug.toml.
+"""
+
+import base64
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from matplotlib import style
+from matplotlib.figure import Figure
+from PIL import Image, ImageChops, ImageDraw
+
+IMAGES = Path(__file__).parent
+ROOT = IMAGES.parent.parent
+CONFIG = "configs/70b.toml"
+DPI = 160
+MARGIN, RADIUS = 28, 28
+"""Pixels around the figures, and of the rounded corners."""
+COLORS = 160
+"""Colors of a file: a third of the bytes of a PNG with all colors."""
+TYPE = {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11, "hatch.linewidth": 0.5}
+"""The README shows the figures at about half their size."""
+TENSORBOARD_SETTINGS = {
+    "timeSeriesSettingsPaneOpened": False,
+    "timeSeriesCardMinWidth": 480,
+    "stepSelectorEnabled": False,
+    "scalarSmoothing": 0,
+    "ignoreOutliers": False,
+    "sideBarWidthInPercent": 15,
+}
+
+
+def make_plan_figure() -> None:
+    """Draw the plan of configs/70b.toml on white with rounded corners, readable on a light and on a dark page."""
+    from titanlite.config import load
+    from titanlite.plan.figures import STYLE, memory_figure, schedule_figure, time_figure
+    from titanlite.plan.planner import make_plan
+
+    plan = make_plan(load([str(ROOT / CONFIG)]))
+    tokens = f"{plan.tokens_per_step:,} tokens"
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%}"
+    with style.context(["default", STYLE | TYPE]):
+        panels = [
+            heading(f"titanlite plan {CONFIG}", 19, 0.5),
+            heading("Llama 3 70B on 64 H100s: pp 4 x dp 2 x tp 8, interleaved 1F1B, float8", 13, 0.3, bold=False),
+            heading(
+                f"Planned on a CPU, without the GPUs: {plan.step_seconds:.1f} s per step of {tokens}, {speed}",
+                13,
+                0.3,
+                bold=False,
+            ),
+            heading("Memory over the step, GiB per GPU", 14, 0.55),
+            render(lambda: with_height(memory_figure(plan), 3.5)),
+            heading(f"Pipeline schedule, bubble {plan.pipeline_bubble:.1%}", 14, 0.55),
+            render(lambda: without_numbers(schedule_figure(plan))),
+            heading("Where the time goes", 14, 0.55),
+        ]
+        with style.context({"legend.fontsize": 9.7}):
+            panels.append(render(lambda: time_figure(plan)))
+    save(rounded(stack(panels)), "plan_70b.png")
+
+
+def heading(text: str, size: float, inches: float, *, bold: bool = True) -> Image.Image:
+    """Return a line of text as an image as wide as the figures."""
+    figure = Figure((11, inches))
+    figure.text(0.006, 0.12, text, fontsize=size, fontweight="bold" if bold else "normal", va="bottom")
+    return render(lambda: figure)
+
+
+def with_height(figure: Figure, inches: float) -> Figure:
+    """Change the height of a figure."""
+    figure.set_figheight(inches)
+    return figure
+
+
+def without_numbers(figure: Figure) -> Figure:
+    """Take the numbers of microbatches out of a schedule, which are too small to read in the README."""
+    for text in list(figure.axes[0].texts):
+        text.remove()
+    return figure
+
+
+def render(figure_of: Callable[[], Figure]) -> Image.Image:
+    """Return a figure as an image."""
+    file = io.BytesIO()
+    figure_of().savefig(file, format="png", dpi=DPI)
+    return Image.open(file).convert("RGB")
+
+
+def stack(images: list[Image.Image]) -> Image.Image:
+    """Return images one below the other, on white."""
+    width, height = max(image.width for image in images), sum(image.height for image in images)
+    result = Image.new("RGB", (width + 2 * MARGIN, height + 2 * MARGIN), "white")
+    top = MARGIN
+    for image in images:
+        result.paste(image, (MARGIN, top))
+        top += image.height
+    return result
+
+
+def rounded(image: Image.Image) -> Image.Image:
+    """Return an image of few colors with transparent corners."""
+    inside = Image.new("L", image.size, 0)
+    ImageDraw.Draw(inside).rounded_rectangle((0, 0, image.width - 1, image.height - 1), RADIUS, fill=255)
+    result = image.quantize(COLORS, dither=Image.Dither.NONE)
+    result.paste(COLORS, mask=ImageChops.invert(inside))
+    result.info["transparency"] = COLORS
+    return result
+
+
+def make_tensorboard_screenshot() -> None:
+    """Take a screenshot of the loss curve of a run in TensorBoard."""
+    runs = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "outputs"
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next((path for name in names if (path := shutil.which(name))), None)
+    if not list(runs.rglob("*tfevents*")) or chromium is None:
+        sys.exit(f"error: needs a run in {runs} (./run_train.sh configs/debug.toml) and chromium on PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--host", "127.0.0.1"]
+    server = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"http://127.0.0.1:{port}")
+        png = screenshot(chromium, f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=global_avg_loss#timeseries")
+    finally:
+        server.terminate()
+        server.wait()
+    save(Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE), "tensorboard.png")
+
+
+def screenshot(chromium: str, page: str) -> bytes:
+    """Open a page of TensorBoard with its settings pane closed and return a PNG of it.
+
+    Chromium is driven by its DevTools protocol over pipes: JSON that ends with a zero byte, on descriptors 3 and 4.
+    """
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+    flags += ["--disable-component-update", "--no-first-run", "--remote-debugging-pipe"]
+    (commands, to_commands), (from_replies, replies) = os.pipe(), os.pipe()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        shell = ["sh", "-c", f'exec "$@" 3<&{commands} 4>&{replies}', "sh", chromium, *flags]
+        fds = (commands, replies)
+        browser = subprocess.Popen([*shell, f"--user-data-dir={profile}"], pass_fds=fds, stderr=subprocess.DEVNULL)
+        os.close(commands), os.close(replies)
+        try:
+            with open(to_commands, "wb", buffering=0) as out, open(from_replies, "rb") as answers:
+                return screenshot_by_devtools(DevTools(out, answers), page)
+        finally:
+            browser.terminate()
+            browser.wait()
+
+
+class DevTools:
+    """A connection to a browser by Chromium's DevTools protocol."""
+
+    def __init__(self, out: BinaryIO, answers: BinaryIO):
+        self.out, self.answers, self.session = out, answers, {}
+
+    def call(self, method: str, **arguments: object) -> dict:
+        """Call a method and return its result."""
+        self.out.write(json.dumps({"id": 1, "method": method, "params": arguments, **self.session}).encode() + b"\0")
+        while True:
+            message = bytearray()
+            while (byte := self.answers.read(1)) != b"\0":
+                if not byte:
+                    sys.exit("error: Chromium ended")
+                message += byte
+            reply = json.loads(message)
+            if "error" in reply:
+                sys.exit(f"error: {method}: {reply['error']}")
+            if "id" in reply:
+                return reply["result"]
+
+
+def screenshot_by_devtools(browser: DevTools, page: str) -> bytes:
+    """Open a page twice, the second time with TENSORBOARD_SETTINGS, and return a PNG of it."""
+    target = browser.call("Target.createTarget", url="about:blank")["targetId"]
+    session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    browser.session = {"sessionId": session}
+    size = {"width": 1200, "height": 540, "deviceScaleFactor": 1.5, "mobile": False}
+    clip = {"x": 0, "y": 0, "width": 1200, "height": 500, "scale": 1}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    browser.call("Page.navigate", url=page)
+    time.sleep(8)
+    settings = json.dumps(json.dumps(TENSORBOARD_SETTINGS))
+    browser.call("Runtime.evaluate", expression=f"localStorage.setItem('_tb_global_settings', {settings})")
+    browser.call("Page.navigate", url="about:blank")
+    browser.call("Page.navigate", url=page)
+    time.sleep(25)  # the curves are drawn some time after the page has loaded
+    return base64.b64decode(browser.call("Page.captureScreenshot", clip=clip)["data"])
+
+
+def wait_for(url: str) -> None:
+    """Wait until a server answers, two minutes at most."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    sys.exit(f"error: {url} does not answer")
+
+
+def save(image: Image.Image, name: str) -> None:
+    """Write an image into this folder."""
+    path = IMAGES / name
+    image.save(path, optimize=True)
+    print(f"wrote {path.relative_to(ROOT)}: {image.width} x {image.height}, {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    makers = {"plan": make_plan_figure, "tensorboard": make_tensorboard_screenshot}
+    if len(sys.argv) < 2 or sys.argv[1] not in makers:
+        sys.exit(__doc__)
+    makers[sys.argv[1]]()
