@@ -1,0 +1,261 @@
+"""README and docs: the site builds, and every link, option, file and config that they name exists."""
+
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.loader import tomllib
+from titanlite.config.schema import Config
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PROSE_COLUMNS, README_LINES = 100, 200
+OLD_NAMES = "renamed.md"  # the first column of its tables has names that no longer exist
+
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
+OPTION = re.compile(rf"(?<![\w./])(?:--)?({'|'.join(SECTIONS)})\.(\w+)(?![\w./*])")
+GROUP = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.\{{([\w,\s]+)\}}")
+FILE = re.compile(r"(?<![\w./*{}<$-])((?:[\w.-]+/)*[\w-]+\.(?:py|toml|sh))(?![\w/])")
+SHIPPED = re.compile(r"titanlite (?:train|plan|parity|config) ([\w./]+)")
+EXAMPLES = {"training.seqlen", "optimizer.amsgrad"}
+"""Options that do not exist: one in examples of error messages, one in the example of adding an option."""
+OTHER_PROJECTS = ("kempnerforge/", "litgpt/")
+"""Packages of other projects whose files docs/comparison.md names."""
+SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json"}
+"""What follows `model.` or `plan.` in the name of a file."""
+
+
+def without_old_names(path: Path, text: str) -> str:
+    """Return a page's text; of the page with old names, the tables' new names only."""
+    if path.name != OLD_NAMES:
+        return text
+    lines = [line.rsplit("|", 2)[1] if line.startswith("|") else line for line in text.splitlines()]
+    return "\n".join(lines)
+
+
+# Links
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings."""
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Return the relative links of a page whose file or anchor does not exist."""
+    broken = []
+    images = re.findall(r'(?:src|srcset|href)="([^"\s]+)"', text)
+    for target in [*LINK.findall(FENCE.sub("", text)), *images]:
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name
+        if name and not file.exists():
+            broken.append(target)
+            continue
+        if anchor and anchor not in anchors(file.read_text() if name else text):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path: Path):
+    assert broken_links(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "link", ["[a](no.md)", "[a](data.md#no)", "[a](#no)", "![a](images/no.png)", "[a](../no.py)", '<img src="no.svg">']
+)
+def test_a_broken_link_is_found(link: str):
+    text = f"# Title\n\n[a](data.md#the-token-cache), [b](#title), [c](../train.py), [d](https://x.org): {link}\n"
+    assert len(broken_links(ROOT / "docs" / "new.md", text)) == 1
+
+
+# Options
+
+
+def is_code(module: str, name: str) -> bool:
+    """Return whether titanlite has a module or folder that defines a name or contains a module of this name."""
+    file, folder = ROOT / "titanlite" / f"{module}.py", ROOT / "titanlite" / module
+    definition = rf"^(?:def|class) {name}\b|^{name}\b.*="
+    return (folder / f"{name}.py").exists() or (
+        file.exists() and bool(re.search(definition, file.read_text(), re.MULTILINE))
+    )
+
+
+def unknown_options(path: Path, text: str) -> list[str]:
+    """Return the options that a page names, as `section.key` or in a TOML block, and that do not exist."""
+    text = without_old_names(path, text)
+    unknown = [
+        f"{section}.{key}"
+        for section, key in OPTION.findall(re.sub(r"^```python.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+        if key not in SECTIONS[section].model_fields
+        and not hasattr(SECTIONS[section], key)
+        and key not in SUFFIXES
+        and not is_code(section, key)
+    ]
+    for section, keys in GROUP.findall(text):
+        unknown += [
+            f"{section}.{key.strip()}" for key in keys.split(",") if key.strip() not in SECTIONS[section].model_fields
+        ]
+    for block in re.findall(r"^```toml.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for section, values in tomllib.loads(block).items():
+            fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+            unknown += [f"{section}.{key}" for key in values if key not in fields]
+    return unknown
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_option_exists(path: Path):
+    assert set(unknown_options(path, path.read_text())) <= EXAMPLES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`training.stepz`",
+        "`--training.stepz=3`",
+        "set training.stepz",
+        "`model.{dim,n_layer}`",
+        "```toml\n[training]\nstepz = 3\n```",
+        "```toml\n[trainings]\nsteps = 3\n```",
+        "```sh\ntitanlite train debug --optimizer.learning_rate=1\n```",
+    ],
+)
+def test_an_unknown_option_is_found(text: str):
+    right = "`training.steps`, optimizer.build_optimizer, checkpoint.md, `config.training.x`\n\n"
+    assert len(unknown_options(ROOT / "docs" / "new.md", right + text + "\n")) == 1
+
+
+def test_old_names_are_read_on_the_page_of_new_names_only():
+    table = "| `training.stepz` | `training.steps` |\n"
+    assert unknown_options(ROOT / "docs" / OLD_NAMES, table) == []
+    assert unknown_options(ROOT / "docs" / OLD_NAMES, "| `a` | `training.stepz` |\n") == ["training.stepz"]
+
+
+# Files
+
+
+@functools.cache
+def repository_files() -> list[str]:
+    folders = ("titanlite", "tests", "benchmarks", "configs", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
+    return [path.relative_to(ROOT).as_posix() for path in files if path.is_file()]
+
+
+def unknown_files(path: Path, text: str) -> list[str]:
+    """Return the Python, TOML and shell files and the shipped configs that a page names and that do not exist.
+
+    A page may write files of its own (`title="..."`, `--write`). Names that begin with `my` or are in capitals are the
+    reader's.
+    """
+    text = without_old_names(path, text)
+    written = {"config.toml"}  # by a run
+    written |= set(re.findall(r'title="(.+?)"', text)) | set(re.findall(r"(?:--write|>) (\S+)", text))
+    files = repository_files()
+    unknown = []
+    for name in FILE.findall(re.sub(r"https?://\S+", "", text)):
+        name = re.sub(r"^(\.\.?/)+", "", name)
+        base = name.rpartition("/")[2]
+        is_readers = name in written or base.startswith("my") or base.partition(".")[0].isupper()
+        is_known = is_readers or name.startswith(OTHER_PROJECTS)
+        if not is_known and not any(file == name or file.endswith(f"/{name}") for file in files):
+            unknown.append(name)
+    for name in SHIPPED.findall(text):
+        is_shipped = f"configs/{name}.toml" in files
+        if "." not in name and not name.isupper() and not is_shipped:
+            unknown.append(name)
+    return unknown
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_exists(path: Path):
+    assert unknown_files(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["titanlite/step.py", "`sizes.py`", "configs/7b.toml", "start.sh", "titanlite train 7b"]
+)
+def test_an_unknown_file_is_found(name: str):
+    right = "`data/loader.py`, configs/70b.toml, my_run.toml, CONFIG.toml, titanlite plan 70b, titanlite train CONFIG: "
+    assert len(unknown_files(ROOT / "docs" / "new.md", right + name + "\n")) == 1
+
+
+# Form
+
+
+def long_lines(text: str) -> list[str]:
+    """Return the lines of prose that are too long. Code blocks, tables and the targets of links do not count."""
+    lines = FENCE.sub("", text).splitlines()
+    prose = [line for line in lines if not line.lstrip().startswith(("|", "<", "!["))]
+    return [line for line in prose if len(re.sub(r"\]\([^)]*\)|https?://\S+", "", line)) > PROSE_COLUMNS]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_wrapped(path: Path):
+    assert long_lines(path.read_text()) == []
+
+
+def test_a_long_line_is_found():
+    long = "x" * 101
+    assert long_lines(f"```text\n{long}\n```\n\n| {long} |\n\n[a](https://x.org/{long})\n") == []
+    assert long_lines(f"```text\nx\n```\n\n{long}\n") == [long]
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) < README_LINES
+
+
+# The site
+
+
+def build_site(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+needs_mkdocs = pytest.mark.skipif(
+    not importlib.util.find_spec("mkdocs") or not importlib.util.find_spec("material"), reason="needs mkdocs-material"
+)
+
+
+@needs_mkdocs
+def test_the_site_builds_and_needs_no_network(tmp_path: Path):
+    done = build_site(ROOT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', page.read_text())
+        loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="([^"]+)"', page.read_text())
+        assert [address for address in loaded if re.match(r"(?:https?:)?//", address)] == [], page
+
+
+@needs_mkdocs
+@pytest.mark.parametrize("page", ["[a](no.md)", "[a](index.md#no)", "a page that the navigation lacks"])
+def test_a_wrong_page_breaks_the_site(page: str, tmp_path: Path):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "hooks.py").write_text((ROOT / "docs" / "hooks.py").read_text())
+    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}nav:\n  - Home: index.md\n")
+    (docs / "index.md").write_text("# Home\n\nSee [the loop](../titanlite/train.py).\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert "<code>titanlite/train.py</code>" in (tmp_path / "site" / "index.html").read_text()
+    file = "index.md" if page.startswith("[") else "other.md"
+    (docs / file).write_text(f"# Home\n\n{page}\n")
+    assert build_site(tmp_path, tmp_path / "site").returncode != 0
