@@ -1,7 +1,7 @@
-"""A plan as one HTML file: memory over the step, the pipeline's schedule and where the time goes, drawn, and the tables
-of the terminal.
+"""Write a plan as one HTML file: memory over the step, the pipeline schedule and the step time as figures, and the
+terminal's tables.
 
-Pictures are SVG inside the page, with their text as text. The same plan gives the same bytes.
+Figures are SVG inside the page, with their text as text. The same plan gives the same bytes.
 """
 
 import html
@@ -20,12 +20,12 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from rich.console import Console
 
-from titanlite.plan import Plan, RankPlan
 from titanlite.plan.memory_timeline import Point
 from titanlite.plan.report import GIB, report, speed_line, time_shares, verdict
+from titanlite.plan.result import Plan, RankPlan
 
-# What stays for all of the step lies lowest, so that what comes and goes is seen against a level ground. Neighbours
-# differ in lightness too: they can be told apart on grey paper.
+# The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
+# too, so that they can be told apart in a greyscale print.
 KIND_COLOURS = {
     "parameters": "#332288",
     "optimizer": "#88ccee",
@@ -39,19 +39,19 @@ KIND_COLOURS = {
 ACTIONS = {
     "F": ("#8fbce6", "forward"),
     "B": ("#c8553d", "backward"),
-    "I": ("#e8a33d", "backward, for inputs"),
-    "W": ("#3f8f5f", "backward, for weights"),
+    "I": ("#e8a33d", "input gradient (dgrad)"),
+    "W": ("#3f8f5f", "weight gradient (wgrad)"),
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
-WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
+IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
 SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc")
-"""In time_shares' order."""
+"""In the order of time_shares."""
 WIDTH = 11.0
-"""Of a picture, inches of 96 pixels on a screen."""
-MOST_POINTS, MOST_POINTS_OF_SMALL = 1000, 120
-"""Of a curve of memory; more than its picture has room for would only make the file larger."""
+"""Of a figure, in inches of 96 pixels on a screen."""
+MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120
+"""Of a memory curve. A figure has no room for more."""
 REPORT_WIDTH = 150
-"""Columns of text: the memory table's names are not cut off."""
+"""Columns of text, so that the names in the memory table are not truncated."""
 
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 PAGE = """<!DOCTYPE html>
@@ -78,7 +78,7 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 <p>Config <code>{file}</code>{description}</p>
 <p><strong>{verdict}</strong></p>
 <p>{speed}</p>
-{pictures}<h2>The plan in numbers</h2>
+{figures}<h2>The plan in numbers</h2>
 {report}
 </body>
 </html>
@@ -86,19 +86,19 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
-    """Write the page, with all that it shows inside.
+    """Write a self-contained page.
 
     Args:
-        file: name of the config's file.
-        target: overwritten if it is there.
+        file: name of the config file.
+        target: overwritten if it exists.
     """
-    with style.context(["default", STYLE]):  # not what a user's matplotlibrc says
-        pictures = [
-            _section("Memory over the step", _svg(memory_picture(plan), "memory"), _memory_caption(plan)),
-            *([_figure(_svg(ranks_picture(plan), "ranks"), RANKS_CAPTION)] if len(plan.ranks) > 1 else []),
-            *([_section("Schedule", _svg(schedule_picture(plan), "schedule"), SCHEDULE_CAPTION)] if plan.spans else []),
-            _section("Where the time goes", _svg(time_picture(plan), "time"), TIME_CAPTION),
-        ]
+    with style.context(["default", STYLE]):  # instead of the user's matplotlibrc
+        figures = [_section("Memory over the step", _svg(memory_figure(plan), "memory"), _memory_caption(plan))]
+        if len(plan.ranks) > 1:
+            figures.append(_figure(_svg(ranks_figure(plan), "ranks"), RANKS_CAPTION))
+        if plan.spans:
+            figures.append(_section("Pipeline schedule", _svg(schedule_figure(plan), "schedule"), SCHEDULE_CAPTION))
+        figures.append(_section("Step time", _svg(time_figure(plan), "time"), TIME_CAPTION))
     description = plan.config.job.description
     page = PAGE.format(
         file=html.escape(file),
@@ -106,7 +106,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         description=f": {html.escape(description)}" if description else "",
         verdict=html.escape(verdict(plan)[1]),
         speed=html.escape(speed_line(plan)),
-        pictures="".join(pictures),
+        figures="".join(figures),
         report=_report_in_html(plan, file),
     )
     target.write_text(page, encoding="utf-8", newline="\n")
@@ -114,35 +114,35 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
 
 RANKS_CAPTION = (
     "Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on other axes need "
-    "the same."
+    "the same memory."
 )
 SCHEDULE_CAPTION = (
-    "What each pipeline rank does when. Numbers are of microbatches, where a box has room for one; of a rank with "
-    "several stages, the paler a box the later its stage. The update, with the reduction of gradients, begins when the "
-    "last rank is done."
+    "The actions of each pipeline rank. The numbers are those of microbatches, where a box has room for one. Of a rank "
+    "with several stages, a later stage is paler. The gradient reduction and the update begin when the last rank is "
+    "done."
 )
 TIME_CAPTION = "Seconds of the busiest rank's step."
 
 
 def _memory_caption(plan: Plan) -> str:
-    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Of every rank."
+    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
     skipped = (
-        "" if plan.spans else " Of more than three microsteps the first, one that stands for all between, and the last."
+        "" if plan.spans else " At most three gradient accumulation steps are shown: the first, a middle, the last."
     )
     return (
-        f"{rank} What is on the device at each moment, in the program's order, not to the scale of time: of each "
-        f"part of the step, such as a block's forward, its peak and its end.{skipped} The limit is the device's memory "
-        "less an allowance for all that is not tensors."
+        f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
+        f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
+        "memory without the non-tensor overhead."
     )
 
 
-def memory_picture(plan: Plan) -> Figure:
-    """GiB on the device by kind, stacked, over the moments of the worst rank's step, with its peak and its limit."""
+def memory_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
-    _stack(axes, rank, kinds, MOST_POINTS)
+    _stack(axes, rank, kinds, MAX_POINTS)
     limit, peak = _limit(plan, rank), rank.peak.total / GIB
-    # A line far above would leave the picture itself no height.
+    # A line far above would leave the curve itself no height.
     near = limit < 2.5 * peak
     top = 1.2 * max(peak, limit if near else 0)
     axes.set_ylim(0, top)
@@ -160,18 +160,18 @@ def memory_picture(plan: Plan) -> Figure:
     )
     _name_phases(axes, rank.points)
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in reversed(kinds)]
-    words = f"device's memory\nless allowance:\n{limit:.1f} GiB"
+    name = f"device memory\nwithout overhead:\n{limit:.1f} GiB"
     if near:
         axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1.2, linestyle="--")
-        handles.append(Line2D([], [], color=LIMIT_COLOUR, linewidth=1.2, linestyle="--", label=words))
+        handles.append(Line2D([], [], color=LIMIT_COLOUR, linewidth=1.2, linestyle="--", label=name))
     else:
-        handles.append(Line2D([], [], linestyle="none", label=f"{words},\nfar above"))
+        handles.append(Line2D([], [], linestyle="none", label=f"{name},\nfar above"))
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     return figure
 
 
-def ranks_picture(plan: Plan) -> Figure:
-    """GiB on the device by kind over the moments of the step, a small picture for each pipeline rank."""
+def ranks_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind over the step, in small axes for each pipeline rank."""
     columns = min(4, len(plan.ranks))
     rows = math.ceil(len(plan.ranks) / columns)
     figure = Figure((WIDTH, 0.3 + 1.6 * rows), layout="constrained")
@@ -183,7 +183,7 @@ def ranks_picture(plan: Plan) -> Figure:
         axes.set_axis_off()
     kinds = _kinds(plan)
     for axes, rank, limit in zip(grid.flat, plan.ranks, limits, strict=False):
-        _stack(axes, rank, kinds, MOST_POINTS_OF_SMALL)
+        _stack(axes, rank, kinds, MAX_POINTS_OF_RANK)
         axes.set_xticks([])
         if limit < 2.5 * peak:
             axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
@@ -195,48 +195,28 @@ def ranks_picture(plan: Plan) -> Figure:
     return figure
 
 
-def schedule_picture(plan: Plan) -> Figure:
-    """Seconds of the step from left to right, a row for each pipeline rank: a box for each action, and the update."""
+def schedule_figure(plan: Plan) -> Figure:
+    """Draw the step's seconds from left to right, a row for each pipeline rank: a box for each action, the update."""
     rows = len(plan.spans)
-    height = 0.3 if rows <= 16 else 0.2
-    size = (WIDTH, 0.95 + height * rows)
+    size = (WIDTH, 0.95 + (0.3 if rows <= 16 else 0.2) * rows)
     figure = Figure(size)
-    # Placed by hand: which numbers fit their boxes depends on how wide the axes are.
+    # The axes are placed by hand: which numbers fit into their boxes depends on the width of the axes.
     left, right, below, above = 0.5, 0.15, 0.5, 0.45
     axes = figure.add_axes(
         (left / size[0], below / size[1], 1 - (left + right) / size[0], 1 - (below + above) / size[1])
     )
-    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
-    points_a_second = 72 * (size[0] - left - right) / plan.step_seconds
+    points_per_second = 72 * (size[0] - left - right) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
-    boxes: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
-    for row, spans in enumerate(plan.spans):
-        stages = sorted({span.action.stage for span in spans})
-        for span in spans:
-            place = stages.index(span.action.stage)
-            boxes.setdefault((span.action.kind, place), []).append((span.start, span.end, row))
-            colour = _paler(ACTIONS[span.action.kind][0], place, len(stages))
-            # As large as it fits, down to what can be read when one zooms in.
-            font = min(7.0, (span.end - span.start) * points_a_second / (0.7 * digits))
-            if font >= 3.5:
-                axes.text(
-                    (span.start + span.end) / 2,
-                    row,
-                    str(span.action.microbatch),
-                    size=round(font, 1),
-                    ha="center",
-                    va="center_baseline",
-                    color=_ink(colour),
-                )
+    boxes = _schedule_boxes(plan)
     n_stages = max(place for _, place in boxes) + 1
-    longest = max(len(spans) for spans in plan.spans)
-    line = min(0.5, 0.1 * points_a_second * end / longest)  # thin enough to leave short boxes their colour
-    axes.add_patch(_boxes([(0, end, row) for row in range(rows)], **WAITING))
-    for (kind, place), those in sorted(boxes.items()):
+    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin, to leave short boxes a colour
+    axes.add_patch(_boxes([(0, end, row) for row in range(rows)], **IDLE))
+    for (kind, place), spans in sorted(boxes.items()):
         colour = _paler(ACTIONS[kind][0], place, n_stages)
-        patch = _boxes(those, facecolor=colour, edgecolor="white", linewidth=line)
+        patch = _boxes(spans, facecolor=colour, edgecolor="white", linewidth=line)
         patch.set_gid(f"boxes-{kind}-{place}")
         axes.add_patch(patch)
+    _number_microbatches(axes, plan, points_per_second)
     update = [(end, plan.step_seconds, row) for row in range(rows)]
     axes.add_patch(_boxes(update, facecolor=UPDATE_COLOUR, linewidth=0))
     axes.set_xlim(0, plan.step_seconds)
@@ -246,15 +226,40 @@ def schedule_picture(plan: Plan) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel("seconds")
     axes.set_ylabel("pipeline rank")
-    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == of for of, _ in boxes)]
+    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == other for other, _ in boxes)]
     handles = [Patch(color=colour, label=name) for colour, name in (*used, (UPDATE_COLOUR, "update"))]
-    handles.append(Patch(**WAITING, label="waiting"))
+    handles.append(Patch(**IDLE, label="idle"))
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
     return figure
 
 
-def time_picture(plan: Plan) -> Figure:
-    """Seconds of the busiest rank's step, one bar of what they go to."""
+def _schedule_boxes(plan: Plan) -> dict[tuple[str, int], list[tuple[float, float, int]]]:
+    """Return (start, end, row) of the actions, by kind and by the place of their stage among those of the rank."""
+    boxes: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
+    for row, spans in enumerate(plan.spans):
+        stages = sorted({span.action.stage for span in spans})
+        for span in spans:
+            key = span.action.kind, stages.index(span.action.stage)
+            boxes.setdefault(key, []).append((span.start, span.end, row))
+    return boxes
+
+
+def _number_microbatches(axes: Axes, plan: Plan, points_per_second: float) -> None:
+    """Write the microbatch into each box that has room, as large as it fits, down to what is readable when zoomed."""
+    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
+    for row, spans in enumerate(plan.spans):
+        stages = sorted({span.action.stage for span in spans})
+        for span in spans:
+            font = min(7.0, (span.end - span.start) * points_per_second / (0.7 * digits))
+            if font >= 3.5:
+                place = stages.index(span.action.stage)
+                colour = _ink(_paler(ACTIONS[span.action.kind][0], place, len(stages)))
+                position = (span.start + span.end) / 2, row, str(span.action.microbatch)
+                axes.text(*position, size=round(font, 1), ha="center", va="center_baseline", color=colour)
+
+
+def time_figure(plan: Plan) -> Figure:
+    """Draw one bar of what the seconds of the busiest rank's step are spent on."""
     figure = Figure((WIDTH, 1.75), layout="constrained")
     axes, begin = figure.add_subplot(), 0.0
     for (name, seconds), colour in zip(time_shares(plan).items(), SHARE_COLOURS, strict=False):
@@ -273,8 +278,8 @@ def time_picture(plan: Plan) -> Figure:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Which points to draw, about `most` of them: the first, the last, and the highest and the lowest of each stretch,
-    so that no peak is lost."""
+    """Return the numbers of about `most` points to draw: the first, the last, and the highest and the lowest of each
+    stretch, so that no peak is lost."""
     if len(points) <= most:
         return list(range(len(points)))
     stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}
@@ -285,18 +290,18 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """That any rank ever has on its device, from the lowest."""
+    """Return the kinds that any rank ever has on its device, from the lowest."""
     return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
 
 
 def _limit(plan: Plan, rank: RankPlan) -> float:
-    """GiB that a rank's tensors can have."""
-    return (plan.device.memory - sum(rank.allowance.values())) / GIB
+    """Return the GiB that a rank's tensors can have."""
+    return (plan.device.memory - sum(rank.overhead.values())) / GIB
 
 
 def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
     numbers = thinned(rank.points, most)
-    # Rounded pieces can leave a kind some bytes below nothing.
+    # Rounding of allocations can leave a kind some bytes below zero.
     heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
     axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
     axes.set_xlim(0, len(rank.points) - 1)
@@ -304,7 +309,7 @@ def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Ticks where a forward, a backward, ... ends, and its name between two of them; a pipeline has too many."""
+    """Name each forward, backward and update below the axis, with ticks between them. A pipeline has too many."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:
@@ -319,7 +324,7 @@ def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPatch:
-    """Boxes (start, end, row) as one outline: thousands of shapes of their own would be most of the file."""
+    """Return boxes (start, end, row) as one path: thousands of separate shapes would be most of the file."""
     corners, codes = [], []
     for start, end, row in boxes:
         corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]
@@ -328,43 +333,43 @@ def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPa
 
 
 def _paler(colour: str, place: int, of: int) -> str:
-    """A colour for a rank's first, second, ... stage."""
+    """Return the colour of a rank's first, second, ... stage."""
     white = 0.5 * place / max(of - 1, 1)
     return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
 
 
 def _ink(colour: str) -> str:
-    """What can be read on a colour."""
+    """Return a text colour that is readable on a colour."""
     red, green, blue = to_rgb(colour)
     return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """A picture as an element of a page.
+    """Return a figure as an SVG element.
 
     Args:
-        name: begins all its ids, which several pictures of a page would share otherwise.
+        name: prefix of all its ids, which the figures of a page would share otherwise.
     """
     file = io.StringIO()
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
-    text = text[text.index("<svg") :]  # without the head of a file of its own
+    text = text[text.index("<svg") :]  # without the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # A hundredth of a point is enough.
+    # A precision of a hundredth of a point is enough.
     return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
 
 
-def _figure(picture: str, caption: str) -> str:
-    return f"<figure>\n{picture}<figcaption>{html.escape(caption)}</figcaption>\n</figure>\n"
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>\n{svg}<figcaption>{html.escape(caption)}</figcaption>\n</figure>\n"
 
 
-def _section(title: str, picture: str, caption: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{_figure(picture, caption)}"
+def _section(title: str, svg: str, caption: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{_figure(svg, caption)}"
 
 
 def _report_in_html(plan: Plan, file: str) -> str:
-    """The terminal's report."""
+    """Return the terminal's report."""
     console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
     console.print(report(plan, file))
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
