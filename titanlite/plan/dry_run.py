@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -109,8 +110,8 @@ def dry_run(
     mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(pipeline_rank * ranks_of_a_stage, world))
-        layout = mesh.build_layout(config.parallelism, CPU)
-        axes = layout.axes()
+        layout = mesh.build_layout(parallelism, CPU)
+        axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, folded.names, CPU)
         if config.optimizer.state_dtype == "int8":
             _create_low_bit_tables()
@@ -135,6 +136,18 @@ def dry_run(
     rotary = sum(size for _, name, size in persistent if name == "rope")
     all_weights = total["parameters"] - rotary
     return DryRun(total, phases_of(segments, folded), axes, all_weights, rotary, all_weights / weights)
+
+
+def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
+    """Return the axis and the global ranks of each process group of a layout, by the group's name."""
+    # An axis with all ranks has the group of all, so it overwrites "all".
+    groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
+    groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
+    return {
+        group.group_name: (axis, dist.get_process_group_ranks(group))
+        for axis, group in groups.items()
+        if group is not None
+    }
 
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
@@ -285,41 +298,21 @@ def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> Non
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
         trace.mark("F", accumulation_step)
-        fsdp.prepare_accumulation_step(
-            model,
-            last=accumulation_step == max(numbers),
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-            reduce_gradients=config.parallelism.fsdp_reduce_gradients,
-        )
+        fsdp.prepare_accumulation_step(model, config.parallelism, last=accumulation_step == max(numbers))
         runner.forward_backward(_batch(config, training.local_batch_size), valid)
 
 
 def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, n_stages: int, group: Any) -> None:
     """Run three microbatches through a pipeline stage, as torch's schedules do. Where the schedule splits the backward,
     run a fourth with a split backward, except through the first stage, whose backward is never split."""
-    parallelism, training = config.parallelism, config.training
-    shape = config.hidden_shape
-    dtype = getattr(torch, training.mixed_precision_param)
-    stage = pipeline_stage(
-        model,
-        number,
-        n_stages,
-        group,
-        hidden_shape=shape,
-        n_tokens=training.seq_len // parallelism.context_parallel_degree,
-        dtype=dtype,
-        device=CPU,
-    )
+    parallelism, shape = config.parallelism, config.hidden_shape
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
     stage.has_backward = True  # as a schedule sets it
     if hasattr(model, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
         model.set_manual_backward_finalization(True)
     first, last = number == 0, number == n_stages - 1
-    fsdp.prepare_accumulation_step(
-        model,
-        last=True,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        reduce_gradients=parallelism.fsdp_reduce_gradients,
-    )
+    fsdp.prepare_accumulation_step(model, parallelism, last=True)
     valid = torch.ones((), dtype=torch.float64)
 
     def forward() -> tuple[Tensor, Tensor]:

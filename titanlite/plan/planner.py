@@ -14,8 +14,10 @@ from titanlite.config.loader import LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launcher import ranks_wanted
+from titanlite.model import flops_per_token
 from titanlite.plan.cost_model import CostModel
 from titanlite.plan.dry_run import DryRun, checkpointing_period, dry_run
+from titanlite.plan.find_device import find_device
 from titanlite.plan.memory_timeline import Bytes, Point
 from titanlite.plan.progress_bar import progress_bar
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
@@ -81,7 +83,7 @@ def make_plan(
         cost=step.cost,
         step_seconds=step.seconds,
         update_seconds=step.update_seconds,
-        flops_per_token=build.count_flops_per_token(config, sizes),
+        flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
         n_parameters=sum(sizes.values()),
         axes=dict(dry_runs[0].axes.values()),
     )

@@ -7,9 +7,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from titanlite import build
 from titanlite.plan.result import Plan, RankPlan
 from titanlite.plan.segments import KINDS
+from titanlite.summary import describe_mesh, describe_precision
 
 GIB, WIDTH = 2**30, 126
 
@@ -29,10 +29,10 @@ def report(plan: Plan, file: str) -> Group:
     parts = [
         Text(f"{file}: {plan.config.model.flavor}, {plan.n_parameters:,} parameters", style="bold"),
         Text(
-            f"{build.describe_mesh(plan.config)} = {plan.world_size} x {plan.config.plan.device} "
+            f"{describe_mesh(plan.config)} = {plan.world_size} x {plan.config.plan.device} "
             f"({plan.device.source}), {plan.devices_per_node} per node"
         ),
-        Text(build.describe_precision(plan.config)),
+        Text(describe_precision(plan.config)),
         memory_table(plan),
         Text(line, style="green" if fits else "bold red"),
         *([offload_line(plan.worst)] if plan.worst.offloaded else []),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.plan.op_trace import fake_world
 
 
@@ -56,18 +57,20 @@ def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches:
     if schedule not in ONE_STAGE:
         ranks = rank_of_stage(schedule, n_ranks, n_stages)
         with fake_world(0, n_ranks):
-            pipeline = Pipeline(
+            runner = PipelineRunner(
                 {number: nn.Identity() for number in range(n_stages) if ranks[number] == 0},
-                n_stages=n_stages,
+                Parallelism(
+                    pipeline_parallel_degree=n_ranks,
+                    pipeline_parallel_schedule=schedule,
+                    pipeline_parallel_stages_per_rank=n_stages // n_ranks,
+                ),
                 group=torch.distributed.group.WORLD,
-                schedule=schedule,
                 n_microbatches=n_microbatches,
                 hidden_shape=(1, 1, 1),
-                n_tokens=1,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
             )
-            order = pipeline.order
+            order = runner.order
     return [own_actions(schedule, rank, n_ranks, n_microbatches, order) for rank in range(n_ranks)]
 
 
