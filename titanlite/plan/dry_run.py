@@ -1,6 +1,5 @@
 """Run one rank's training step on fake tensors, with its repeated layers folded and its gradient accumulation steps
-reduced to three, and put the full step together from the op trace.
-"""
+reduced to three, and return the phases of the full step."""
 
 import contextlib
 import functools
@@ -23,17 +22,8 @@ from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan.fusion import fuse
-from titanlite.plan.op_trace import OpTrace, Work, fake_world, recording
-from titanlite.plan.segments import (
-    KINDS,
-    FoldedStage,
-    Phases,
-    Segment,
-    fold_layers,
-    name_kinds,
-    phases_of,
-    split_at_marks,
-)
+from titanlite.plan.op_trace import OpTrace, Segment, Work, fake_world, recording
+from titanlite.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import SingleStageRunner
 
 CPU = torch.device("cpu")
@@ -89,34 +79,29 @@ def dry_run(
     number: int,
     *,
     pipeline_rank: int,
-    n_stages: int,
     fused: Collection[str] = (),
     fold: bool = True,
 ) -> DryRun:
-    """Run one training step of a stage.
+    """Run one training step of a stage, given by the names of its modules and its number.
 
     Args:
         config: resolved.
-        names: of the stage's modules.
-        number: of the stage.
         pipeline_rank: the rank that has the stage.
         fused: which of "model" and "loss" to treat as compiled (fusion.py).
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
     """
     parallelism = config.parallelism
     folded = fold_layers(names, layer_period(config) if fold else len(names))
-    world = parallelism.world_size
-    ranks_of_a_stage = world // parallelism.pipeline_parallel_degree
+    rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
     mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_world(pipeline_rank * ranks_of_a_stage, world))
+        stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, folded.names, CPU)
         if config.optimizer.state_dtype == "int8":
             _create_low_bit_tables()
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
-        trace.mark("build")
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
         _create_states(optimizer)
@@ -125,17 +110,16 @@ def dry_run(
         if parallelism.pipeline_parallel_degree == 1:
             _run_accumulation_steps(config, trace, stage)
         else:
-            _run_microbatches(config, trace, stage, number, n_stages, layout.mesh["pp"].get_group())
+            _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
         _update(config, trace, stage, optimizer)
-    segments = split_at_marks(trace.events)
     vocabulary = config.model.vocab_size
-    name_kinds(segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
-    _fuse_compiled(segments, fused)
-    weights = sum(size for kind, name, size in persistent if kind == "parameters" and name != "rope")
-    total = _bytes_of_all_layers(persistent, folded)
+    name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
+    _fuse_compiled(trace.segments, fused)
     rotary = sum(size for _, name, size in persistent if name == "rope")
+    weights = sum(size for kind, _, size in persistent if kind == "parameters") - rotary
+    total = _bytes_of_all_layers(persistent, folded)
     all_weights = total["parameters"] - rotary
-    return DryRun(total, phases_of(segments, folded), axes, all_weights, rotary, all_weights / weights)
+    return DryRun(total, phases_of(trace.segments, folded), axes, all_weights, rotary, all_weights / weights)
 
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
@@ -143,11 +127,8 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     # An axis with all ranks has the group of all, so it overwrites "all".
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
-    return {
-        group.group_name: (axis, dist.get_process_group_ranks(group))
-        for axis, group in groups.items()
-        if group is not None
-    }
+    present = [(axis, group) for axis, group in groups.items() if group is not None]
+    return {group.group_name: (axis, dist.get_process_group_ranks(group)) for axis, group in present}
 
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
@@ -177,16 +158,16 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim
 def _create_states(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer create its states by a step with zero gradients. LowBitAdam compiles its step, which fake
     tensors cannot do, so its states are created one by one."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if _is_low_bit(optimizer):
-        for weight in weights:
+    low_bit = _is_low_bit(optimizer)
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if low_bit:
             signed = {"exp_avg": True, "exp_avg_sq": False}
             optimizer.state[weight] = {name: optimizer._new_buffer(weight, sign) for name, sign in signed.items()}
-        return
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad()
+        else:
+            weight.grad = torch.zeros_like(weight)
+    if not low_bit:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _create_low_bit_tables() -> None:
@@ -209,13 +190,9 @@ def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         return
     for weight, state in optimizer.state.items():
-        updated = sum(_local_bytes(tensor) for tensor in (weight, *state.values()))
-        gradient = _local_bytes(weight.grad)
-        trace.events.append(Work("titanlite.low_bit_adam", 0, "", updated + gradient, updated, (), ()))
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    return sum(local.numel() * local.element_size() for local in _local(tensor))
+        updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
+        gradient = sum(local.nbytes for local in _local(weight.grad))
+        trace.record(Work("titanlite.low_bit_adam", 0, "", updated + gradient, updated, (), ()))
 
 
 def _local(tensor: Tensor) -> list[Tensor]:
@@ -230,8 +207,7 @@ def _local(tensor: Tensor) -> list[Tensor]:
 
 
 def _persistent(trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, int]]:
-    """Return (kind, parameter's name, bytes) of all that exists from step to step, and set the kind of its
-    allocations."""
+    """Return (kind, parameter's name, bytes) of all that exists from step to step, and set its allocations' kind."""
     persistent = []
 
     def add(kind: str, name: str, tensor: Tensor) -> None:
@@ -241,14 +217,12 @@ def _persistent(trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer) 
                 allocation.kind = kind
                 persistent.append((kind, name, allocation.size))
 
-    for name, parameter in stage.named_parameters():
-        add("parameters", name, parameter)
+    for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+        add("parameters", name, tensor)
     for name, parameter in stage.named_parameters():
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor):
                 add("optimizer", name, value)
-    for name, buffer in stage.named_buffers():
-        add("parameters", name, buffer)
     for allocation in trace.live.values():
         if not allocation.kind:
             allocation.kind = "temporary"
@@ -293,16 +267,15 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
     """Run the first, a middle and the last gradient accumulation step of TrainStep."""
-    training = config.training
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
         trace.mark("F", accumulation_step)
         fsdp.prepare_accumulation_step(model, config.parallelism, last=accumulation_step == max(numbers))
-        runner.forward_backward(_batch(config, training.local_batch_size), valid)
+        runner.forward_backward(_batch(config, config.training.local_batch_size), valid)
 
 
-def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, n_stages: int, group: Any) -> None:
+def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, group: Any) -> None:
     """Run three microbatches through a pipeline stage, as torch's schedules do. Where the schedule splits the backward,
     run a fourth with a split backward, except through the first stage, whose backward is never split."""
     parallelism, shape = config.parallelism, config.hidden_shape
@@ -311,7 +284,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
     stage.has_backward = True  # as a schedule sets it
     if hasattr(model, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
         model.set_manual_backward_finalization(True)
-    first, last = number == 0, number == n_stages - 1
+    first, last = number == 0, number == parallelism.n_stages - 1
     fsdp.prepare_accumulation_step(model, parallelism, last=True)
     valid = torch.ones((), dtype=torch.float64)
 

@@ -8,8 +8,8 @@ its buffers), gradients, optimizer (states), activations (saved in a forward for
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from titanlite.plan.op_trace import Memory
-from titanlite.plan.segments import KINDS, Segment
+from titanlite.plan.op_trace import Memory, Segment
+from titanlite.plan.segments import KINDS
 
 Bytes = dict[str, int]
 """Bytes by kind of memory."""
@@ -50,11 +50,7 @@ class MemoryTimeline:
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
     def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
-        """Add the points of some segments.
-
-        Args:
-            without: maker of allocations that are counted elsewhere.
-        """
+        """Add the points of some segments, without what a maker allocates that is counted elsewhere."""
         for segment in segments:
             net, at_peak = self._change(segment, without)
             name, *number = segment.mark

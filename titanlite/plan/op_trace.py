@@ -4,6 +4,7 @@ Nothing is computed and nothing is sent, so the world can have any size.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -39,9 +40,8 @@ class Allocation:
     """The memory of one storage, which one tensor or several views of it use.
 
     Attributes:
-        size: bytes now.
-        largest: the most bytes so far.
-        maker: what allocated it: an operator's name, or the name given to `OpTrace.naming`.
+        size, largest: bytes now, and the most so far.
+        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`.
         kind: what it is for (see titanlite/plan/memory_timeline.py); "" until that is known.
         shape: of the tensor that it was allocated for.
     """
@@ -93,13 +93,15 @@ class Communication(NamedTuple):
     size: int
 
 
-class Mark(NamedTuple):
-    """The beginning of a segment: see titanlite/plan/dry_run.py."""
-
-    label: tuple[Any, ...]
+Event = Memory | Work | Communication
 
 
-Event = Memory | Work | Communication | Mark
+class Segment(NamedTuple):
+    """The events from one mark to the next. titanlite/plan/segments.py lists the marks."""
+
+    mark: tuple[Any, ...]
+    events: list[Event]
+
 
 COLLECTIVES = {
     "c10d._allgather_base_": ("all_gather", 0),
@@ -134,21 +136,25 @@ class OpTrace(TorchDispatchMode):
     """Records what happens inside its context, which must be inside a FakeTensorMode.
 
     Attributes:
-        events: in the order in which the CPU issues them.
+        segments: in the order in which the CPU issues their events.
         live: current allocations, by their storage's address.
         enabled: whether operators are recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.segments: list[Segment] = [Segment(("begin",), [])]
         self.live: dict[int, Allocation] = {}
         self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""
 
     def mark(self, *label: Any) -> None:
         """Begin a segment."""
-        self.events.append(Mark(label))
+        self.segments.append(Segment(label, []))
+
+    def record(self, event: Event) -> None:
+        """Add an event to the current segment."""
+        self.segments[-1].events.append(event)
 
     @contextlib.contextmanager
     def naming(self, maker: str) -> Iterator[None]:
@@ -184,7 +190,7 @@ class OpTrace(TorchDispatchMode):
             self._allocations(name, outputs)
             collective, index = COLLECTIVES[name]
             tensors = [x for x in tree_iter(out if index is None else args[index]) if isinstance(x, Tensor)]
-            self.events.append(Communication(collective, _group_of(args), sum(map(_n_bytes, tensors))))
+            self.record(Communication(collective, _group_of(args), sum(map(_n_bytes, tensors))))
             return
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
@@ -197,7 +203,7 @@ class OpTrace(TorchDispatchMode):
         read = sum(map(_n_bytes, inputs))
         written = sum(map(_n_bytes, outputs)) if outputs else (_n_bytes(inputs[0]) if mutates else 0)
         read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
-        self.events.append(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
+        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
         """Return the allocations of some tensors, and record those that are new."""
@@ -209,19 +215,16 @@ class OpTrace(TorchDispatchMode):
             if allocation is None and tensor.device.type != "meta":
                 allocation = self.live[key] = Allocation(self._maker or name, tuple(tensor.shape))
                 self.resize(allocation, storage.nbytes())
-                self._watched[key] = weakref.ref(storage, self._finalizer(key))
+                self._watched[key] = weakref.ref(storage, functools.partial(self._free, key))
             if allocation is not None:
                 allocations.append(allocation)
         return allocations
 
-    def _finalizer(self, key: int) -> Callable[[Any], None]:
-        def free(_: Any) -> None:
-            self._watched.pop(key, None)
-            allocation = self.live.pop(key, None)
-            if allocation is not None:
-                self.resize(allocation, 0)
-
-        return free
+    def _free(self, key: int, _: Any) -> None:
+        self._watched.pop(key, None)
+        allocation = self.live.pop(key, None)
+        if allocation is not None:
+            self.resize(allocation, 0)
 
     def resize(self, allocation: Allocation, size: int) -> None:
         """Record an allocation's new size in bytes."""
@@ -229,7 +232,7 @@ class OpTrace(TorchDispatchMode):
         if change:
             allocation.size = size
             allocation.largest = max(allocation.largest, size)
-            self.events.append(Memory(allocation, change))
+            self.record(Memory(allocation, change))
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
@@ -242,7 +245,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):
+            with contextlib.suppress(RuntimeError, TypeError):  # not a process group
                 return dist.ProcessGroup.unbox(arg).group_name
     return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
 

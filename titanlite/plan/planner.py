@@ -22,7 +22,7 @@ from titanlite.plan.memory_timeline import Bytes, Point
 from titanlite.plan.progress_bar import progress_bar
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import layers_of
-from titanlite.plan.step import StageCost, has_exposed_gather, pipelined_step, single_stage_step
+from titanlite.plan.step import StageCost, pipelined_step, single_stage_step
 
 CONTEXT_BYTES = int(0.6 * 2**30)
 """CUDA context, kernels and cuBLAS workspaces: what nvidia-smi shows of a process before its first tensor."""
@@ -57,7 +57,7 @@ def make_plan(
     Args:
         world_size: see `resolve`.
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
-        show_progress: print progress to standard error.
+        show_progress: show progress on standard error.
 
     Raises:
         ConfigError: as `resolve`.
@@ -67,13 +67,13 @@ def make_plan(
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
     dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
-    per_node, exposed_gather = devices_per_node(config, device), has_exposed_gather(config)
-    stages = [
-        StageCost(result, CostModel(device, result.axes, per_node), exposed_gather=exposed_gather)
-        for result in dry_runs
-    ]
+    per_node = devices_per_node(config, device)
+    stages = [StageCost(config, result, CostModel(device, result.axes, per_node)) for result in dry_runs]
     step = single_stage_step(config, stages[0]) if degree == 1 else pipelined_step(config, stages, ranks)
-    sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, _degrees(config))
+    degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
+    degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
+    degrees += [parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree]
+    sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     return Plan(
         config=config,
         device=device,
@@ -128,23 +128,14 @@ def _dry_run_stages(
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
         kinds.setdefault(kind_of(names), number)
+    futures: dict[tuple, Future[DryRun]] = {}
     with (
         process_pool(len(kinds), preload="titanlite.plan.dry_run", max_tasks_per_child=1) as pool,
         progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
     ):
-        futures: dict[tuple, Future[DryRun]] = {
-            kind: pool.submit(
-                dry_run,
-                config,
-                stages[number],
-                number,
-                pipeline_rank=ranks[number],
-                n_stages=len(stages),
-                fused=fused,
-                fold=fold,
-            )
-            for kind, number in kinds.items()
-        }
+        for kind, number in kinds.items():
+            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
+            futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
         for _ in as_completed(futures.values()):
             advance(1)
     return [futures[kind_of(names)].result() for names in stages]
@@ -164,25 +155,9 @@ def silence_warnings() -> None:
     logging.disable(logging.WARNING)
 
 
-def _degrees(config: Config) -> tuple[int, ...]:
-    """Return the degrees of all axes that have a process group."""
-    parallelism = config.parallelism
-    return (
-        parallelism.pipeline_parallel_degree,
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        parallelism.ring_degree,
-        parallelism.context_parallel_ulysses_degree,
-    )
-
-
 def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
-    """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak.
-
-    Args:
-        degrees: of the axes. Each axis of several ranks has a process group, and so has the world.
-    """
+    """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak. Each axis whose degree
+    is above 1 has a process group, and so have all ranks together."""
     if device == devices.DEVICES["cpu"]:
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)

@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.plan.result import Plan, RankPlan
+from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import KINDS
 from titanlite.summary import describe_mesh, describe_precision
 
@@ -30,7 +30,7 @@ def report(plan: Plan, file: str) -> Group:
         Text(f"{file}: {plan.config.model.flavor}, {plan.n_parameters:,} parameters", style="bold"),
         Text(
             f"{describe_mesh(plan.config)} = {plan.world_size} x {plan.config.plan.device} "
-            f"({plan.device.source}), {plan.devices_per_node} per node"
+            f"({plan.device.source}), {devices_per_node(plan.config, plan.device)} per node"
         ),
         Text(describe_precision(plan.config)),
         memory_table(plan),
@@ -50,12 +50,7 @@ def report(plan: Plan, file: str) -> Group:
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
-    """Return an empty table.
-
-    Args:
-        columns: that are aligned left.
-        right: columns that are aligned right.
-    """
+    """Return an empty table with some columns, and then others whose cells are aligned right."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name)

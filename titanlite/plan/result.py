@@ -15,7 +15,6 @@ class RankPlan:
     """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same.
 
     Attributes:
-        rank: on the pipeline.
         points: what is on the device at each moment of a step.
         offloaded: bytes by kind that CPU offload keeps in host memory.
         overhead: bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation.
@@ -65,15 +64,10 @@ class Plan:
     n_parameters: int
     axes: dict[str, list[int]]
 
-    @property
-    def devices_per_node(self) -> int:
-        """Number of devices of a node."""
-        return devices_per_node(self.config, self.device)
-
     def axis_size(self, axis: str) -> tuple[int, int]:
         """Return how many ranks an axis has, and on how many nodes they are."""
         ranks = self.axes.get(axis, [0])
-        return len(ranks), len({rank // self.devices_per_node for rank in ranks})
+        return len(ranks), len({rank // devices_per_node(self.config, self.device) for rank in ranks})
 
     @functools.cached_property
     def worst(self) -> RankPlan:

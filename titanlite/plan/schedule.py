@@ -33,11 +33,7 @@ Group = list[Action]
 def own_actions(
     schedule: Schedule, rank: int, n_ranks: int, n_microbatches: int, order: Mapping[int, list[Any]]
 ) -> list[Group]:
-    """Return a rank's actions in order.
-
-    Args:
-        order: the schedule's pipeline_order.
-    """
+    """Return a rank's actions in order, from the schedule's pipeline_order."""
     if schedule in ONE_STAGE:
         ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
         forwards, backwards = ([Action(kind, rank, i) for i in range(n_microbatches)] for kind in "FB")
@@ -56,14 +52,15 @@ def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches:
     order: Mapping[int, list[Any]] = {}
     if schedule not in ONE_STAGE:
         ranks = rank_of_stage(schedule, n_ranks, n_stages)
+        parallelism = Parallelism(
+            pipeline_parallel_degree=n_ranks,
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_stages_per_rank=n_stages // n_ranks,
+        )
         with fake_world(0, n_ranks):
             runner = PipelineRunner(
                 {number: nn.Identity() for number in range(n_stages) if ranks[number] == 0},
-                Parallelism(
-                    pipeline_parallel_degree=n_ranks,
-                    pipeline_parallel_schedule=schedule,
-                    pipeline_parallel_stages_per_rank=n_stages // n_ranks,
-                ),
+                parallelism,
                 group=torch.distributed.group.WORLD,
                 n_microbatches=n_microbatches,
                 hidden_shape=(1, 1, 1),

@@ -11,17 +11,10 @@ gradient norm, clipping and the optimizer.
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from titanlite.plan.op_trace import Allocation, Event, Mark, Memory
+from titanlite.plan.op_trace import Allocation, Memory, Segment
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 """Kinds of memory; see memory_timeline.py."""
-
-
-class Segment(NamedTuple):
-    """The events between two marks."""
-
-    mark: tuple[Any, ...]
-    events: list[Event]
 
 
 Phases = dict[tuple[Any, ...], list[Segment]]
@@ -50,13 +43,9 @@ class FoldedStage(NamedTuple):
 
 
 def fold_layers(names: Sequence[str], period: int) -> FoldedStage:
-    """Leave out repeated layers. What a layer does for its neighbours (FSDP all-gathers the next layer's weights and
-    frees those of the previous one) is the same for all layers but the first two and the last two.
-
-    Args:
-        names: of a stage's modules.
-        period: layers after which the pattern repeats.
-    """
+    """Leave out repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
+    neighbours (FSDP all-gathers the next layer's weights and frees those of the previous one) is the same for all
+    layers but the first two and the last two."""
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
     remaining = 5 * period + len(layers) % period
@@ -66,23 +55,9 @@ def fold_layers(names: Sequence[str], period: int) -> FoldedStage:
     return FoldedStage(names, numbers[2 * period : 3 * period], (len(layers) - remaining) // period, numbers)
 
 
-def split_at_marks(events: Sequence[Event]) -> list[Segment]:
-    """Split the events at the marks."""
-    segments: list[Segment] = []
-    for event in events:
-        if isinstance(event, Mark):
-            segments.append(Segment(event.label, []))
-        elif segments:
-            segments[-1].events.append(event)
-    return segments
-
-
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
-    """Set the kind of each allocation that has none yet, by what allocated it and how long it exists.
-
-    Args:
-        logits: sizes of the last dim of logits.
-    """
+    """Set the kind of each allocation that has none yet, by what allocated it and how long it exists. `logits` are the
+    possible sizes of the last dim of logits."""
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
@@ -104,11 +79,7 @@ def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
 
 
 def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int]) -> str:
-    """Return what an allocation is for.
-
-    Args:
-        begin, end: the phases in which it is allocated and freed.
-    """
+    """Return what an allocation is for, given the phases in which it is allocated and freed."""
     maker, shape = allocation.maker, allocation.shape
     if maker.startswith("fsdp.") or "allgather" in maker:
         return "gathered"
@@ -149,9 +120,7 @@ def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
                 segments += repeated * folded.copies
                 repeated = []
     numbers = {"layer F": iter(folded.numbers), "layer B": reversed(folded.numbers)}
-    return [
-        Segment((segment.mark[0], next(numbers[segment.mark[0]])), segment.events)
-        if segment.mark[0] in numbers
-        else segment
-        for segment in segments
-    ]
+    for number, (mark, events) in enumerate(segments):
+        if mark[0] in numbers:
+            segments[number] = Segment((mark[0], next(numbers[mark[0]])), events)
+    return segments

@@ -18,15 +18,12 @@ ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "we
 
 
 class StageCost:
-    """The dry run of a stage and what its phases cost.
+    """The dry run of a stage and what its phases cost."""
 
-    Args:
-        exposed_gather: whether a pipeline's first forward of the stage waits for its weights. Schedules with several
-            stages per rank all-gather them ahead.
-    """
-
-    def __init__(self, dry_run: DryRun, cost_model: CostModel, *, exposed_gather: bool):
-        self.dry_run, self.cost_model, self.exposed_gather = dry_run, cost_model, exposed_gather
+    def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
+        self.dry_run, self.cost_model = dry_run, cost_model
+        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
+        self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
         self._segment_costs: dict[int, Cost] = {}
         self._phase_costs: dict[tuple, Cost] = {}
 
@@ -84,12 +81,7 @@ def single_stage_step(config: Config, stage: StageCost) -> Step:
 
 
 def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) -> Step:
-    """Return the step of a config with a pipeline.
-
-    Args:
-        stages: of the full model, in order.
-        ranks: pipeline rank of each stage.
-    """
+    """Return the step of a config with a pipeline, from the model's stages in order and the rank of each."""
     parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
     degree = parallelism.pipeline_parallel_degree
     message = _message_bytes(config)
@@ -120,11 +112,6 @@ def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) ->
     return Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
 
 
-def has_exposed_gather(config: Config) -> bool:
-    """Return whether the first forward of a pipeline stage waits for its weights."""
-    return config.parallelism.pipeline_parallel_schedule in ONE_STAGE
-
-
 def _rounding(config: Config) -> int:
     return 1 if config.plan.device == "cpu" else ROUNDING
 
@@ -135,11 +122,7 @@ def _message_bytes(config: Config) -> int:
 
 
 class _PipelineRank:
-    """Replays the phases of a pipeline rank's stages in the order of its actions.
-
-    Args:
-        stages: of this rank, by number.
-    """
+    """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
 
     def __init__(self, config: Config, stages: dict[int, StageCost]):
         self.config, self.stages = config, stages
@@ -184,11 +167,7 @@ class _PipelineRank:
         return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
-        """Replay an action's memory.
-
-        Args:
-            first_backward: whether it is the first that allocates gradients of the stage's weights.
-        """
+        """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
         timeline, phases, kind = self.timeline, self.stages[action.stage].dry_run.phases, action.kind
         label = f"{ACTION_NAMES[kind]} of stage {action.stage}"
         if action.stage == 0 and kind in "IW":  # a first stage takes its full backward with the weight gradient
