@@ -86,19 +86,14 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
-    """Write a self-contained page.
-
-    Args:
-        file: name of the config file.
-        target: overwritten if it exists.
-    """
+    """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
     with style.context(["default", STYLE]):  # instead of the user's matplotlibrc
-        figures = [_section("Memory over the step", _svg(memory_figure(plan), "memory"), _memory_caption(plan))]
+        figures = [_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
         if len(plan.ranks) > 1:
-            figures.append(_figure(_svg(ranks_figure(plan), "ranks"), RANKS_CAPTION))
+            figures.append(_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
         if plan.spans:
-            figures.append(_section("Pipeline schedule", _svg(schedule_figure(plan), "schedule"), SCHEDULE_CAPTION))
-        figures.append(_section("Step time", _svg(time_figure(plan), "time"), TIME_CAPTION))
+            figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
+        figures.append(_figure(time_figure(plan), "time", "Seconds of the busiest rank's step.", title="Step time"))
     description = plan.config.job.description
     page = PAGE.format(
         file=html.escape(file),
@@ -121,14 +116,12 @@ SCHEDULE_CAPTION = (
     "with several stages, a later stage is paler. The gradient reduction and the update begin when the last rank is "
     "done."
 )
-TIME_CAPTION = "Seconds of the busiest rank's step."
 
 
 def _memory_caption(plan: Plan) -> str:
     rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
-    skipped = (
-        "" if plan.spans else " At most three gradient accumulation steps are shown: the first, a middle, the last."
-    )
+    skipped = " At most three gradient accumulation steps are shown: the first, a middle, the last."
+    skipped = "" if plan.spans else skipped
     return (
         f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
         f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
@@ -145,8 +138,7 @@ def memory_figure(plan: Plan) -> Figure:
     # A line far above would leave the curve itself no height.
     near = limit < 2.5 * peak
     top = 1.2 * max(peak, limit if near else 0)
-    axes.set_ylim(0, top)
-    axes.set_ylabel("GiB")
+    axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
     above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
@@ -176,86 +168,60 @@ def ranks_figure(plan: Plan) -> Figure:
     rows = math.ceil(len(plan.ranks) / columns)
     figure = Figure((WIDTH, 0.3 + 1.6 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    worst = plan.worst
-    peak = worst.peak.total / GIB
-    limits = [_limit(plan, rank) for rank in plan.ranks]
     for axes in grid.flat[len(plan.ranks) :]:
         axes.set_axis_off()
-    kinds = _kinds(plan)
-    for axes, rank, limit in zip(grid.flat, plan.ranks, limits, strict=False):
+    kinds, peak, top = _kinds(plan), plan.worst.peak.total / GIB, 0.0
+    for axes, rank in zip(grid.flat, plan.ranks, strict=False):
         _stack(axes, rank, kinds, MAX_POINTS_OF_RANK)
         axes.set_xticks([])
+        limit = _limit(plan, rank)
         if limit < 2.5 * peak:
             axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
-        weight = "bold" if rank is worst else "normal"
+            top = max(top, limit)
+        weight = "bold" if rank is plan.worst else "normal"
         axes.set_title(f"pipeline rank {rank.rank}: {rank.peak.total / GIB:.2f} GiB", fontweight=weight)
-    near = [limit for limit in limits if limit < 2.5 * peak]
-    grid[0, 0].set_ylim(0, 1.05 * max([peak, *near]))
+    grid[0, 0].set_ylim(0, 1.05 * max(peak, top))
     figure.supylabel("GiB", fontsize=9)
     return figure
 
 
 def schedule_figure(plan: Plan) -> Figure:
-    """Draw the step's seconds from left to right, a row for each pipeline rank: a box for each action, the update."""
-    rows = len(plan.spans)
-    size = (WIDTH, 0.95 + (0.3 if rows <= 16 else 0.2) * rows)
-    figure = Figure(size)
-    # The axes are placed by hand: which numbers fit into their boxes depends on the width of the axes.
-    left, right, below, above = 0.5, 0.15, 0.5, 0.45
-    axes = figure.add_axes(
-        (left / size[0], below / size[1], 1 - (left + right) / size[0], 1 - (below + above) / size[1])
-    )
-    points_per_second = 72 * (size[0] - left - right) / plan.step_seconds
+    """Draw the step's seconds from left to right, with a line for each pipeline rank and a box for each action."""
+    n_ranks = len(plan.spans)
+    width, height = WIDTH, 0.95 + (0.3 if n_ranks <= 16 else 0.2) * n_ranks
+    figure = Figure((width, height))
+    # The axes have a fixed place: their width decides which numbers fit into their boxes.
+    axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
+    points_per_second = 72 * (width - 0.65) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
-    boxes = _schedule_boxes(plan)
-    n_stages = max(place for _, place in boxes) + 1
     line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin, to leave short boxes a colour
-    axes.add_patch(_boxes([(0, end, row) for row in range(rows)], **IDLE))
-    for (kind, place), spans in sorted(boxes.items()):
-        colour = _paler(ACTIONS[kind][0], place, n_stages)
-        patch = _boxes(spans, facecolor=colour, edgecolor="white", linewidth=line)
-        patch.set_gid(f"boxes-{kind}-{place}")
-        axes.add_patch(patch)
-    _number_microbatches(axes, plan, points_per_second)
-    update = [(end, plan.step_seconds, row) for row in range(rows)]
+    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
+    boxes: dict[tuple[str, int, str], list[tuple[float, float, int]]] = {}
+    for rank, spans in enumerate(plan.spans):
+        stages = sorted({span.action.stage for span in spans})
+        for action, start, stop in spans:
+            place = stages.index(action.stage)
+            colour = _paler(ACTIONS[action.kind][0], place, len(stages))
+            boxes.setdefault((action.kind, place, colour), []).append((start, stop, rank))
+            font = min(7.0, (stop - start) * points_per_second / (0.7 * digits))
+            if font >= 3.5:  # readable when zoomed
+                looks = {"size": round(font, 1), "color": _ink(colour), "ha": "center", "va": "center_baseline"}
+                axes.text((start + stop) / 2, rank, str(action.microbatch), **looks)
+    axes.add_patch(_boxes([(0, end, rank) for rank in range(n_ranks)], **IDLE))
+    for (kind, place, colour), spans in sorted(boxes.items()):
+        gid = f"boxes-{kind}-{place}"
+        axes.add_patch(_boxes(spans, facecolor=colour, edgecolor="white", linewidth=line, gid=gid))
+    update = [(end, plan.step_seconds, rank) for rank in range(n_ranks)]
     axes.add_patch(_boxes(update, facecolor=UPDATE_COLOUR, linewidth=0))
-    axes.set_xlim(0, plan.step_seconds)
-    axes.set_ylim(rows - 0.5, -0.5)
-    axes.set_yticks(range(rows))
+    axes.set(xlim=(0, plan.step_seconds), ylim=(n_ranks - 0.5, -0.5), yticks=range(n_ranks))
+    axes.set(xlabel="seconds", ylabel="pipeline rank")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("pipeline rank")
-    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == other for other, _ in boxes)]
+    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == other for other, *_ in boxes)]
     handles = [Patch(color=colour, label=name) for colour, name in (*used, (UPDATE_COLOUR, "update"))]
     handles.append(Patch(**IDLE, label="idle"))
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
     return figure
-
-
-def _schedule_boxes(plan: Plan) -> dict[tuple[str, int], list[tuple[float, float, int]]]:
-    """Return (start, end, row) of the actions, by kind and by the place of their stage among those of the rank."""
-    boxes: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
-    for row, spans in enumerate(plan.spans):
-        stages = sorted({span.action.stage for span in spans})
-        for span in spans:
-            key = span.action.kind, stages.index(span.action.stage)
-            boxes.setdefault(key, []).append((span.start, span.end, row))
-    return boxes
-
-
-def _number_microbatches(axes: Axes, plan: Plan, points_per_second: float) -> None:
-    """Write the microbatch into each box that has room, as large as it fits, down to what is readable when zoomed."""
-    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
-    for row, spans in enumerate(plan.spans):
-        stages = sorted({span.action.stage for span in spans})
-        for span in spans:
-            font = min(7.0, (span.end - span.start) * points_per_second / (0.7 * digits))
-            if font >= 3.5:
-                place = stages.index(span.action.stage)
-                colour = _ink(_paler(ACTIONS[span.action.kind][0], place, len(stages)))
-                position = (span.start + span.end) / 2, row, str(span.action.microbatch)
-                axes.text(*position, size=round(font, 1), ha="center", va="center_baseline", color=colour)
 
 
 def time_figure(plan: Plan) -> Figure:
@@ -269,10 +235,8 @@ def time_figure(plan: Plan) -> Figure:
         if share > 0.04:
             axes.text(begin + seconds / 2, 0, f"{share:.0%}", ha="center", va="center", color=_ink(colour))
         begin += seconds
-    axes.set_xlim(0, plan.step_seconds)
-    axes.set_yticks([])
+    axes.set(xlim=(0, plan.step_seconds), yticks=[], xlabel="seconds")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("seconds")
     figure.legend(loc="outside upper left", ncols=3, frameon=False)
     return figure
 
@@ -345,11 +309,7 @@ def _ink(colour: str) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element.
-
-    Args:
-        name: prefix of all its ids, which the figures of a page would share otherwise.
-    """
+    """Return a figure as an SVG element. The name is the prefix of its ids: no two elements of a page may share one."""
     file = io.StringIO()
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -360,12 +320,10 @@ def _svg(figure: Figure, name: str) -> str:
     return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
 
 
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>\n{svg}<figcaption>{html.escape(caption)}</figcaption>\n</figure>\n"
-
-
-def _section(title: str, svg: str, caption: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{_figure(svg, caption)}"
+def _figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
+    heading = f"<h2>{title}</h2>\n" if title else ""
+    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
+    return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"
 
 
 def _report_in_html(plan: Plan, file: str) -> str:
