@@ -70,12 +70,7 @@ class Cost:
 
 
 class CostModel:
-    """Computes what events cost on a device.
-
-    Args:
-        axes: axis and ranks of each process group, by its name; see DryRun.
-        devices_per_node: ranks of a node.
-    """
+    """Computes what events cost on a device. `axes` has the axis and the ranks of each process group, by its name."""
 
     def __init__(self, device: Device, axes: Mapping[str, tuple[str, list[int]]], devices_per_node: int):
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
@@ -109,11 +104,10 @@ class CostModel:
         if not work.flops:
             return "memory", max(memory, KERNEL_SECONDS)
         attention = "attention" in work.name
+        efficiency = f"matmul, {work.dtype}"
         if attention:
             backward = ", backward" if "backward" in work.name else ""
-            efficiency = "attention, Ampere" if not self.device.fp8 else f"attention{backward}"
-        else:
-            efficiency = f"matmul, {work.dtype}"
+            efficiency = f"attention{backward}" if self.device.fp8 else "attention, Ampere"
         peak = getattr(self.device, work.dtype) or self.device.bf16
         seconds = max(work.flops / (peak * EFFICIENCY[efficiency][0]), memory, KERNEL_SECONDS)
         return "attention" if attention else "matmul", seconds

@@ -22,7 +22,8 @@ from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan.fusion import fuse
-from titanlite.plan.op_trace import OpTrace, Segment, Work, fake_world, recording
+from titanlite.plan.memory_timeline import Bytes
+from titanlite.plan.op_trace import Allocation, OpTrace, Segment, Work, fake_world, recording
 from titanlite.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import SingleStageRunner
 
@@ -45,7 +46,7 @@ class DryRun(NamedTuple):
             the last backward (the phases "reduce" and "update") takes so many times longer.
     """
 
-    persistent: dict[str, int]
+    persistent: Bytes
     phases: Phases
     axes: dict[str, tuple[str, list[int]]]
     gradients: int
@@ -105,7 +106,7 @@ def dry_run(
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
         _create_states(optimizer)
-        persistent = _persistent(trace, stage, optimizer)
+        persistent, rotary, scale = _persistent(trace, stage, optimizer, folded)
         _mark_layers(trace, stage)
         if parallelism.pipeline_parallel_degree == 1:
             _run_accumulation_steps(config, trace, stage)
@@ -115,11 +116,8 @@ def dry_run(
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
     _fuse_compiled(trace.segments, fused)
-    rotary = sum(size for _, name, size in persistent if name == "rope")
-    weights = sum(size for kind, _, size in persistent if kind == "parameters") - rotary
-    total = _bytes_of_all_layers(persistent, folded)
-    all_weights = total["parameters"] - rotary
-    return DryRun(total, phases_of(trace.segments, folded), axes, all_weights, rotary, all_weights / weights)
+    phases, gradients = phases_of(trace.segments, folded), persistent["parameters"] - rotary
+    return DryRun(persistent, phases, axes, gradients, rotary, scale)
 
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
@@ -206,38 +204,35 @@ def _local(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def _persistent(trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer) -> list[tuple[str, str, int]]:
-    """Return (kind, parameter's name, bytes) of all that exists from step to step, and set its allocations' kind."""
-    persistent = []
+def _persistent(
+    trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
+) -> tuple[Bytes, int, float]:
+    """Set the kind of all allocations that exist from step to step.
 
-    def add(kind: str, name: str, tensor: Tensor) -> None:
-        for local in _local(tensor):
-            allocation = trace.allocation_of(local)
-            if allocation is not None and not allocation.kind:
-                allocation.kind = kind
-                persistent.append((kind, name, allocation.size))
+    Returns:
+        Their bytes by kind, of all layers; those of the rotary table; and the scale, see DryRun.
+    """
+    total, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0
 
-    for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-        add("parameters", name, tensor)
+    def add(kind: str, name: str, allocation: Allocation | None) -> None:
+        nonlocal of_run_layers, rotary
+        if allocation is not None and not allocation.kind:
+            allocation.kind = kind
+            layer = re.match(r"layers\.(\d+)\.", name)
+            total[kind] += allocation.size * (1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1)
+            of_run_layers += allocation.size if kind == "parameters" else 0
+            rotary += allocation.size if name == "rope" else 0
+
+    tensors = [("parameters", name, tensor) for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]]
     for name, parameter in stage.named_parameters():
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor):
-                add("optimizer", name, value)
+        states = optimizer.state.get(parameter, {}).values()
+        tensors += [("optimizer", name, state) for state in states if isinstance(state, Tensor)]
+    for kind, name, tensor in tensors:
+        for local in _local(tensor):
+            add(kind, name, trace.allocation_of(local))
     for allocation in trace.live.values():
-        if not allocation.kind:
-            allocation.kind = "temporary"
-            persistent.append(("temporary", "", allocation.size))
-    return persistent
-
-
-def _bytes_of_all_layers(persistent: list[tuple[str, str, int]], folded: FoldedStage) -> dict[str, int]:
-    """Return bytes by kind, with the layers that are left out."""
-    sums = dict.fromkeys(KINDS, 0)
-    for kind, name, size in persistent:
-        layer = re.match(r"layers\.(\d+)\.", name)
-        times = 1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1
-        sums[kind] += size * times
-    return sums
+        add("temporary", "", allocation)
+    return total, rotary, (total["parameters"] - rotary) / (of_run_layers - rotary)
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:

@@ -14,17 +14,14 @@ UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "
 
 
 def is_fusible(work: Work) -> bool:
-    """Return whether an operator is pointwise, so that it can be part of a larger kernel."""
+    """Return whether an operator is pointwise, so that it can be part of a fused kernel."""
     return not work.flops and not work.name.startswith(UNFUSED)
 
 
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
-    """Return the same events with neighbouring operators fused. The first operator of a group has all the bytes that
-    the group reads and writes, and the others are gone. So are allocations that only the group uses.
-
-    Args:
-        segments: events of what is compiled together; no kernel spans two segments.
-    """
+    """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
+    operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
+    that only the group uses."""
     group_of: dict[int, int] = {}  # by the operator's identity
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}

@@ -83,7 +83,6 @@ class Communication(NamedTuple):
     """A collective, or a message.
 
     Attributes:
-        name: all_gather, reduce_scatter, all_reduce, all_to_all, send, receive, broadcast.
         group: name of its process group.
         size: bytes of the full tensor that is gathered, reduced, exchanged or sent.
     """
@@ -164,7 +163,7 @@ class OpTrace(TorchDispatchMode):
         self._maker = before
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
-        """Return the allocation of a plain tensor; None if it was made outside the trace."""
+        """Return the allocation of a plain tensor; None if it was allocated outside the trace."""
         return self.live.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(
@@ -196,8 +195,8 @@ class OpTrace(TorchDispatchMode):
         written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]
         mutates = func._schema.is_mutable
-        moves = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
-        if short in VIEWS or not moves or (not inputs and not outputs):
+        moves_data = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
+        if short in VIEWS or not moves_data or not (inputs or outputs):
             return
         flops, dtype = _flops(short, inputs, args)
         read = sum(map(_n_bytes, inputs))

@@ -82,12 +82,7 @@ class Span(NamedTuple):
 def simulate(
     actions: list[list[Group]], n_stages: int, seconds: Callable[[Action], float], message_seconds: float = 0.0
 ) -> list[list[Span]]:
-    """Return when each rank takes each of its actions.
-
-    Args:
-        actions: of each rank.
-        seconds: how long an action takes.
-        message_seconds: how long its result takes to another rank.
+    """Return when each rank takes each of its actions, from the seconds of an action and of a message between ranks.
 
     Raises:
         ValueError: if the ranks deadlock.

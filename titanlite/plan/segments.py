@@ -31,9 +31,9 @@ class FoldedStage(NamedTuple):
 
     Attributes:
         names: of the modules that remain.
-        repeated: numbers of the layers whose copies stand for those that are left out.
+        repeated: numbers of the layers whose copies stand for the folded ones.
         copies: how many copies of them there are.
-        numbers: of all the stage's layers, also those that are left out.
+        numbers: of all the stage's layers.
     """
 
     names: list[str]
@@ -43,7 +43,7 @@ class FoldedStage(NamedTuple):
 
 
 def fold_layers(names: Sequence[str], period: int) -> FoldedStage:
-    """Leave out repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
+    """Fold the repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
     neighbours (FSDP all-gathers the next layer's weights and frees those of the previous one) is the same for all
     layers but the first two and the last two."""
     layers = layers_of(names)
