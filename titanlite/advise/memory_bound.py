@@ -49,8 +49,8 @@ def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
 
 
 def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float, float]:
-    """Return, for a layer of a rank and one microbatch, the number of weights when gathered, the bytes saved for
-    backward, the bytes of temporary results, and the bytes between the two parts of a split backward."""
+    """Return, for a layer of a rank and one microbatch, the number of gathered weights, the bytes saved for backward,
+    those of temporary results, and those between the two parts of a split backward."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, kv_dim = model.dim, 2 * model.dim * model.n_kv_heads // model.n_heads

@@ -1,13 +1,13 @@
 """Search the layouts of a model on so many devices for the fastest one that fits.
 
 A closed-form estimate of memory drops what does not fit, and the config's own rules drop what is not legal. The rest is
-planned in a fixed order (titanlite/plan), a few at a time: the heuristic baseline, FSDP alone, then the layouts that
-split the model least. The last round varies the best layouts. Every plan corrects the memory estimates of the layouts
-that are like it. The recommended layout is one that was planned.
+planned (titanlite/plan) in a fixed order, a few at a time: the heuristic baseline, FSDP alone, then what recomputes
+least and splits the model least. The last round varies the fastest layouts. Every plan corrects the memory estimates of
+the layouts that are like it. The recommended layout is one that was planned.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import as_completed
 from typing import NamedTuple
 
@@ -34,18 +34,9 @@ CLOSE = 1.03
 
 
 class PlannedLayout(NamedTuple):
-    """What the plan says of a candidate.
-
-    Attributes:
-        bytes: of the worst rank.
-        seconds: of a step.
-        tokens_per_second: per device.
-        pipeline_bubble: share of the pipeline's time.
-        communication: seconds of all communication.
-        overlapped: the part of it that overlaps with computation.
-        shares: seconds of the step by what they are spent on (report.time_shares).
-        problem: why there is no plan; empty if there is one.
-    """
+    """The plan of a candidate: bytes of the worst rank, seconds of a step and tokens per second and device.
+    `pipeline_bubble` is a share of the pipeline's time, `communication` is in seconds, and `overlapped` the part of it
+    that overlaps with computation; `shares` is report.time_shares; `problem` says why there is no plan, if so."""
 
     candidate: Candidate
     bytes: int = 0
@@ -55,7 +46,7 @@ class PlannedLayout(NamedTuple):
     pipeline_bubble: float = 0.0
     communication: float = 0.0
     overlapped: float = 0.0
-    shares: dict[str, float] | None = None
+    shares: dict[str, float] = {}  # noqa: RUF012
     problem: str = ""
 
 
@@ -66,24 +57,15 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
     except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
     communication, exposed = plan.cost.communication_seconds
-    return PlannedLayout(
-        candidate,
-        bytes=plan.worst.total,
-        seconds=plan.step_seconds,
-        tokens_per_second=plan.tokens_per_second,
-        mfu=plan.mfu,
-        pipeline_bubble=plan.pipeline_bubble,
-        communication=communication,
-        overlapped=communication - exposed,
-        shares=time_shares(plan),
-    )
+    times = plan.step_seconds, plan.tokens_per_second, plan.mfu, plan.pipeline_bubble
+    return PlannedLayout(candidate, plan.worst.total, *times, communication, communication - exposed, time_shares(plan))
 
 
 class Search:
     """Chooses which candidates to plan.
 
     Attributes:
-        planned: so far.
+        planned: so far, with those that could not be planned.
         baseline: the degrees of the heuristic baseline.
         rejected: the first problem of a rejected candidate, by mesh.
     """
@@ -92,17 +74,15 @@ class Search:
         self.task, self.baseline = task, heuristic_baseline(task)
         self.planned: list[PlannedLayout] = []
         self.rejected: dict[Mesh, str] = {}
-        self._open = {candidate: estimate_bytes(task, candidate) for candidate in candidates(task)}
+        self._open = set(candidates(task))
 
     def fits(self, size: float) -> bool:
-        """Return whether a device has room for so many bytes."""
         return size <= self.task.device.memory
 
     def fitting(self) -> list[PlannedLayout]:
-        """Return the planned layouts that fit, the fastest first. Of those that are equally fast, those come first that
-        recompute least and that split least."""
+        """Return the planned layouts that fit, the fastest first; of equally fast ones the simplest."""
         fitting = [layout for layout in self.planned if not layout.problem and self.fits(layout.bytes)]
-        return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), *_simplicity(layout.candidate)))
+        return sorted(fitting, key=lambda layout: (round(layout.seconds, 3), _costs(layout.candidate)))
 
     def recommended(self) -> PlannedLayout:
         """Return the heuristic baseline if it is as fast as the fastest, within the accuracy of a plan, since many have
@@ -114,12 +94,11 @@ class Search:
 
     def least_bytes(self) -> float:
         """Return the bytes of the candidate that needs least, planned or not."""
-        planned = [layout.bytes for layout in self.planned if not layout.problem]
-        return min([*self._open.values(), *planned], default=math.inf)
+        estimates = (estimate_bytes(self.task, candidate) for candidate in candidates(self.task))
+        return min([*estimates, *(layout.bytes for layout in self.planned if not layout.problem)], default=math.inf)
 
     def corrected_bytes(self) -> Callable[[Candidate], float]:
-        """Return a function from a candidate to its estimated bytes, multiplied by what the plans of the most similar
-        layouts were of their estimates."""
+        """Return a function: a candidate's estimated bytes, times the ratio of similar plans to their estimates."""
         ratios: dict[tuple, list[float]] = {}
         for layout in self.planned:
             if not layout.problem:
@@ -128,98 +107,91 @@ class Search:
                     ratios.setdefault(key, []).append(ratio)
 
         def corrected(candidate: Candidate) -> float:
-            estimate = self._open.get(candidate) or estimate_bytes(self.task, candidate)
             known = next((ratios[key] for key in _similarities(candidate) if key in ratios), [1.0])
-            return estimate * sum(known) / len(known)
+            return estimate_bytes(self.task, candidate) * sum(known) / len(known)
 
         return corrected
 
     def next_round(self, *, last: bool) -> list[tuple[Candidate, LoadedConfig]]:
-        """Return the candidates to plan now, with their configs.
-
-        Args:
-            last: whether this is the last round, which varies the best layouts; the others try new degrees.
-        """
-        corrected = self.corrected_bytes()
-        order = sorted((one for one in self._open if self.fits(corrected(one))), key=self._priority)
-        proposals = self._variations(order) if last else order
-        tried = {layout.candidate.mesh.model_parallel for layout in self.fitting()} if not last else set()
-        chosen: dict[object, tuple[Candidate, LoadedConfig]] = {}
-        for candidate in proposals:
-            key = _choices(candidate) if last else candidate.mesh.model_parallel
-            if len(chosen) == PLANS_PER_ROUND:
-                break
-            if key not in chosen and key not in tried and candidate in self._open:
+        """Return the candidates to plan now, with their configs. The last round varies the schedule, checkpointing,
+        replication and the like of the fastest layouts; the others try new degrees."""
+        corrected, fitting = self.corrected_bytes(), self.fitting()
+        order = sorted(
+            (candidate for candidate in self._open if self.fits(corrected(candidate))),
+            key=lambda candidate: self._priority(candidate, fitting),
+        )
+        key_of, known = (_choices, self.planned) if last else (_degrees, fitting)
+        done = {key_of(layout.candidate) for layout in known}
+        chosen: list[tuple[Candidate, LoadedConfig]] = []
+        for candidate in _variations(fitting, order) if last else order:
+            if len(chosen) < PLANS_PER_ROUND and candidate in self._open and key_of(candidate) not in done:
                 config = self._load(candidate)
                 if config is not None:
-                    chosen[key] = candidate, config
-        return list(chosen.values())
+                    chosen.append((candidate, config))
+                    done.add(key_of(candidate))
+        return chosen
 
-    def _priority(self, candidate: Candidate) -> tuple:
-        """Sort the heuristic baseline and FSDP alone first, then what splits the model least. Of one mesh, what
-        recomputes least is first, and then the largest batch."""
-        mesh = candidate.mesh
+    def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
+        """Sort the heuristic baseline and FSDP alone first, and last what splits the model more than a layout that fits
+        and recomputes no less. Between them is first what recomputes least, then what splits least: the sequence rather
+        than tensors, and those rather than layers. Larger batches are first."""
+        mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
-        degrees = math.prod(mesh.model_parallel), mesh.pp, mesh.tp, mesh.dp_replicate, mesh.ulysses
-        checkpointing = CHECKPOINTING.index(candidate.checkpointing)
+        needless = any(
+            all(cost <= other for cost, other in zip(_costs(layout.candidate), costs, strict=True))
+            for layout in fitting
+        )
+        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, mesh.dp_replicate, mesh.ulysses
         batch = -candidate.local_batch, candidate.microbatch, SCHEDULES.index((candidate.schedule, candidate.stages))
-        return (not first, *degrees, checkpointing, not candidate.float8, *batch)
-
-    def _variations(self, order: list[Candidate]) -> Iterator[Candidate]:
-        """Yield the candidates that differ from a planned layout in one choice, those of the fastest layout first."""
-        planned = {_choices(layout.candidate) for layout in self.planned}
-        for layout in self.fitting():
-            choices = _choices(layout.candidate)
-            for candidate in order:
-                if candidate.mesh.model_parallel == layout.candidate.mesh.model_parallel:
-                    others = _choices(candidate)
-                    changes = sum(one != other for one, other in zip(choices, others, strict=True))
-                    # The plan of a compiled block is the same with selective checkpointing as with none.
-                    same = candidate.compiled and candidate.checkpointing == "selective"
-                    if changes == 1 and others not in planned and not same:
-                        yield candidate
+        return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
 
     def _load(self, candidate: Candidate) -> LoadedConfig | None:
-        """Return a candidate's config, or None if it is rejected. It is no longer open then."""
-        del self._open[candidate]
+        """Return a candidate's config, or None if it is rejected. It is not proposed again."""
+        self._open.discard(candidate)
         try:
             return load_candidate(self.task, candidate)
         except ConfigError as error:
             self.rejected.setdefault(candidate.mesh, error.problems[0])
             if "compile.enable" in str(error):  # some layouts cannot be compiled
-                eager = candidate._replace(compiled=False)
-                self._open[eager] = estimate_bytes(self.task, eager)
+                self._open.add(candidate._replace(compiled=False))
         return None
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:
     """Return what a candidate has in common with others whose memory estimates are as wrong, the most similar first."""
-    mesh, compiled, pipeline = candidate.mesh, candidate.compiled, (candidate.schedule, candidate.stages)
-    return [
-        (mesh, compiled, pipeline, candidate.checkpointing == "full"),
-        (mesh, compiled, pipeline),
-        (mesh, compiled),
-        (mesh.pp > 1, compiled),
-    ]
+    mesh, compiled, full = candidate.mesh, candidate.compiled, candidate.checkpointing == "full"
+    return [(mesh, compiled, candidate.schedule, candidate.stages, full), (mesh, compiled), (mesh.pp > 1, compiled)]
+
+
+def _degrees(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.mesh.pp, candidate.mesh.cp, candidate.mesh.tp
+
+
+def _costs(candidate: Candidate) -> tuple[int, ...]:
+    """Return what makes a layout slower as it grows: activation checkpointing, and the degrees that split the model."""
+    return CHECKPOINTING.index(candidate.checkpointing), *_degrees(candidate)
 
 
 def _choices(candidate: Candidate) -> tuple:
-    """Return the choices that the last round varies, besides the batch."""
+    """Return the choices that the last round varies."""
     pipeline = candidate.schedule, candidate.stages
     return candidate.mesh, pipeline, candidate.checkpointing, candidate.float8, candidate.compiled
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int]:
-    """Sort what recomputes less first, and then what is split over fewer axes."""
-    return CHECKPOINTING.index(candidate.checkpointing), candidate.mesh.n_axes
+def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Candidate]:
+    """Return the candidates that differ from a layout in one choice, those of the fastest first. Selective AC is no
+    choice where the compiler decides what is recomputed: its plan is the same as without AC."""
+
+    def varies(candidate: Candidate, layout: PlannedLayout) -> bool:
+        pairs = zip(_choices(candidate), _choices(layout.candidate), strict=True)
+        return _degrees(candidate) == _degrees(layout.candidate) and sum(one != other for one, other in pairs) == 1
+
+    order = [candidate for candidate in order if not (candidate.compiled and candidate.checkpointing == "selective")]
+    return [candidate for layout in fitting for candidate in order if varies(candidate, layout)]
 
 
 def search(task: Task, *, show_progress: bool = False) -> Search:
-    """Plan the most promising candidates.
-
-    Args:
-        show_progress: print progress to standard error.
-    """
+    """Plan the most promising candidates, and print progress to standard error if asked to."""
     result, total = Search(task), ROUNDS * PLANS_PER_ROUND
     with (
         process_pool(PLANS_PER_ROUND, preload="titanlite.advise.search") as pool,

@@ -1,6 +1,6 @@
-"""The layouts that the search chooses from: every way to divide the devices over the mesh axes, with its batch size,
-pipeline schedule and activation checkpointing."""
+"""The layouts that the search chooses from: degrees, batch size, pipeline schedule, activation checkpointing."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,14 +21,15 @@ GIB = 2**30
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 """Pipeline schedules, with stages per rank."""
 CHECKPOINTING = ("none", "selective", "full")
-"""Modes of activation checkpointing, from the least to the most recomputation."""
+"""Modes of activation checkpointing, from the fewest to the most activations recomputed."""
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
 """Tokens above which the heuristic baseline splits a sequence, and the tokens that it then leaves to a device."""
 STATE_BYTES = 16
 """Bytes per parameter of a weight, its gradient and its two optimizer states in float32."""
 
 
-class Task(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Task:
     """A model to train, and the devices to train it on.
 
     Attributes:
@@ -46,20 +47,13 @@ class Task(NamedTuple):
     device: devices.Device
     float8: bool = False
 
-    @property
+    @functools.cached_property
     def model(self) -> Model:
-        """The model's dimensions."""
-        return _model(self.flavor)
+        return Model.model_validate({"flavor": self.flavor})
 
-    @property
+    @functools.cached_property
     def n_parameters(self) -> int:
-        """Number of the model's parameters."""
         return count_parameters(self.model)
-
-
-@functools.cache
-def _model(flavor: str) -> Model:
-    return Model.model_validate({"flavor": flavor})
 
 
 class Mesh(NamedTuple):
@@ -74,37 +68,19 @@ class Mesh(NamedTuple):
 
     @property
     def dp(self) -> int:
-        """The data-parallel degree."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def model_parallel(self) -> tuple[int, int, int]:
-        """The degrees that split the model or the sequence."""
-        return self.pp, self.cp, self.tp
-
-    @property
-    def n_axes(self) -> int:
-        """Number of axes with more than one rank."""
-        return sum(degree > 1 for degree in (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
-
     def __str__(self) -> str:
-        ring = self.cp // self.ulysses
-        kinds = [f"{name} {degree}" for name, degree in (("ring", ring), ("ulysses", self.ulysses)) if degree > 1]
-        degrees = {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
-        names = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        names = [f"{name} ({' x '.join(kinds)})" if name.startswith("cp") else name for name in names]
+        context = {"ring": self.cp // self.ulysses, "ulysses": self.ulysses}
+        kinds = " x ".join(f"{name} {degree}" for name, degree in context.items() if degree > 1)
+        degrees = [(name, degree) for name, degree in self._asdict().items() if degree > 1 and name != "ulysses"]
+        names = [f"cp {degree} ({kinds})" if name == "cp" else f"{name} {degree}" for name, degree in degrees]
         return " x ".join(names) or "one device"
 
 
 class Candidate(NamedTuple):
-    """A layout. `stages` are those of a pipeline rank. `local_batch` (per data-parallel rank and gradient accumulation
-    step) and `microbatch` are numbers of sequences, and equal without a pipeline."""
+    """A layout. `stages` are those of a pipeline rank. `local_batch` (the per-device batch size) and `microbatch` count
+    sequences, and are equal without a pipeline."""
 
     mesh: Mesh
     schedule: str
@@ -129,8 +105,6 @@ class Candidate(NamedTuple):
     def options(self, task: Task) -> dict[str, dict[str, Any]]:
         """Return the options of a config with this layout, by section: only those that differ from the defaults."""
         mesh, defaults = self.mesh, Config()
-        streams = defaults.training.streaming_shards  # each data-parallel rank needs the same number of them
-        assets = "" if task.flavor == "debug" else f"./assets/{task.flavor.partition('_')[0]}"
         pipeline = {
             "pipeline_parallel_degree": mesh.pp,
             "pipeline_parallel_schedule": self.schedule,
@@ -139,7 +113,7 @@ class Candidate(NamedTuple):
         }
         sections: dict[str, dict[str, Any]] = {
             "job": {"description": f"{task.flavor}, {mesh}", "dump_folder": f"./outputs/{task.flavor}"},
-            "model": {"flavor": task.flavor, "hf_assets_path": assets},
+            "model": {"flavor": task.flavor},
             "training": {
                 "dataset": "c4",
                 "streaming": True,
@@ -148,7 +122,8 @@ class Candidate(NamedTuple):
                 "local_batch_size": self.local_batch,
                 "global_batch_size": task.sequences,
                 "loss_chunks": self.loss_chunks(task),
-                "streams": streams if streams % mesh.dp == 0 else math.ceil(streams / mesh.dp) * mesh.dp,
+                # Each data-parallel rank needs the same number of them.
+                "streaming_shards": math.ceil(defaults.training.streaming_shards / mesh.dp) * mesh.dp,
             },
             "parallelism": {
                 "data_parallel_replicate_degree": mesh.dp_replicate,
@@ -163,11 +138,13 @@ class Candidate(NamedTuple):
             "activation_checkpoint": {"mode": self.checkpointing},
             "plan": {"device": task.device_name},
         }
+        if task.flavor != "debug":  # that one has a tokenizer of bytes
+            sections["model"]["hf_assets_path"] = f"./assets/{task.flavor.partition('_')[0]}"
         changed = {
-            section: {key: value for key, value in options.items() if value != getattr(getattr(defaults, section), key)}
-            for section, options in sections.items()
+            name: {key: value for key, value in options.items() if value != getattr(getattr(defaults, name), key)}
+            for name, options in sections.items()
         }
-        return {section: options for section, options in changed.items() if options}
+        return {name: options for name, options in changed.items() if options}
 
 
 def _divisors(number: int) -> list[int]:
@@ -193,8 +170,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
-    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, whether legal or not. All are
-    compiled; see `Search` for those that cannot be."""
+    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not, compiled."""
     for mesh in meshes(task):
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
@@ -210,11 +186,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
 
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
-    """Return a candidate's config, after the checks that train.py makes.
-
-    Raises:
-        ConfigError: if it is rejected.
-    """
+    """Return a candidate's config. Raises ConfigError if train.py would reject it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "layout.toml")
         file.write_text(tomli_w.dumps(candidate.options(task)))
