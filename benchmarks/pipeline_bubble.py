@@ -37,7 +37,7 @@ from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.data import Batch
 from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.parity.process_pool import ProcessPool
-from titanlite.plan.schedule import Action, idle_share, own_actions, simulate
+from titanlite.plan.schedule import Action, own_actions, pipeline_bubble, simulate
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")
@@ -191,7 +191,7 @@ def compare(pool: ProcessPool, schedule: Schedule, n_microbatches: int, rank_sle
         sample = {**case, "ranks": n_ranks, "seconds": seconds, "asleep": asleep, "bubble": bubbles[-1]}
         print(json.dumps(sample), flush=True)
     actions = [own_actions(schedule, rank, n_ranks, n_microbatches, ranks[rank].order) for rank in range(n_ranks)]
-    simulated = idle_share(simulate(actions, n_stages, functools.partial(seconds_of, sleeps)))
+    simulated = pipeline_bubble(simulate(actions, n_stages, functools.partial(seconds_of, sleeps)))
     expected = formula(schedule, n_ranks, per_rank, n_microbatches)
     return (
         f"{schedule:22} {n_ranks:5} {n_microbatches:12} {'-' if expected is None else f'{expected:.1%}':>8} "

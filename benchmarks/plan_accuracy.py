@@ -1,21 +1,21 @@
-"""How true the plan is: its memory against real runs on this machine, its memory and speed against published runs.
+"""Measure how accurate plans are: memory against real runs on this machine, memory and speed against published runs.
 
     python benchmarks/plan_accuracy.py [layouts] [published] [bubbles] [cost]          (default: all four)
 
-Memory on a CPU: real ranks over gloo take three training steps of a small model under each layout. The third step's
-peak is the memory of all tensors before it, and the growth of the process at its peak (resident_memory.py);
-the plan's is for the same config, and both are of the rank that has most. Nothing else is shared between the two.
+layouts: memory on a CPU. Real ranks over gloo take three training steps of a small model under each layout. The third
+step's peak is the memory of all tensors before it plus the growth of the process at its peak (resident_memory.py). The
+plan is of the same config. Both are of the rank that needs the most. They share nothing else.
 
-Published runs: throughput and memory that others reported, on the same kind of device, each planned with the same
-model, degrees, batch and precision. Their memory is what the allocator reserved, so fragmentation is added to ours,
-but not the context. Where theirs recomputes every second matrix product (torchtitan's "selective"), which ours does
-not offer, two plans are shown, of "selective" (no product is computed again) and of "full" (all are), and theirs is to
-lie between them or near one. Losses of 2024 were not compiled, so neither is ours in those rows.
+published: throughput and memory that others reported, each with the plan of the same model, degrees, batch, precision
+and kind of device. Their memory is what the allocator reserved, so the plan adds fragmentation, but not the CUDA
+context. Where they recompute every second matmul (torchtitan's "selective"), which titanlite does not offer, two plans
+are shown: of "selective", which recomputes no matmul, and of "full", which recomputes all. The published figure should
+be between them or near one of them. The losses of 2024 were not compiled, so neither are those of their plans.
 
-Bubbles: pipeline_bubble.py's, simulated and measured. Then what two plans cost themselves.
+bubbles: the schedules of pipeline_bubble.py, simulated and measured. cost: what two plans cost to compute.
 
-Prints lines of JSON, then a table of each part. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory and
-20 % for speed.
+Prints JSON lines, then a table for each of the four. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory
+and 20 % for speed.
 """
 
 import argparse
@@ -36,11 +36,11 @@ import torch.distributed as dist
 from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor, nn
 
-from titanlite import plan
 from titanlite.config import Config, Launch, check, load
 from titanlite.parallel import mesh
 from titanlite.parity.process_pool import ProcessPool
 from titanlite.parity.training_run import TrainingRun
+from titanlite.plan.planner import FRAGMENTATION, make_plan
 
 HERE = Path(__file__).resolve().parent
 DEBUG = HERE.parent / "configs" / "debug.toml"
@@ -54,17 +54,17 @@ MODEL = {
 }
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 8}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
+    "one rank": (1, {}),
     "accumulation": (1, {"training.global_batch_size": 16}),
-    "recompute full": (1, {"activation_checkpoint.mode": "full"}),
-    "recompute op": (1, {"activation_checkpoint.mode": "selective"}),
-    "recompute every 2nd": (
+    "full AC": (1, {"activation_checkpoint.mode": "full"}),
+    "selective AC op": (1, {"activation_checkpoint.mode": "selective"}),
+    "selective AC every 2": (
         1,
         {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": 2},
     ),
-    "loss in 8": (1, {"training.loss_chunks": 8}),
+    "8 cross-entropy chunks": (1, {"training.loss_chunks": 8}),
     "bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
-    "bfloat16 moments": (1, {"optimizer.state_dtype": "bfloat16", "optimizer.implementation": "fused"}),
+    "bfloat16 states": (1, {"optimizer.state_dtype": "bfloat16", "optimizer.implementation": "fused"}),
     "shard 2": (2, {"parallelism.data_parallel_shard_degree": 2}),
     "shard 4": (4, {"parallelism.data_parallel_shard_degree": 4}),
     "shard 4, ZeRO-2": (
@@ -107,7 +107,7 @@ FOUR_HUNDRED_B |= {"parallelism.pipeline_parallel_degree": 8}
 INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 TORCHTITAN, TRAINY = "torchtitan 2024-12", "Trainy 2025-06"
 PUBLISHED: list[tuple[str, str, int, dict[str, Any], bool, float, float | None]] = [
-    # what, whose, devices, options, recomputes half of the products, tokens/s a device, GiB
+    # name, source, devices, options, recomputes half of the matmuls, tokens/s per device, GiB
     ("8B, FSDP 8", TORCHTITAN, 8, EIGHT_B, True, 5762, 82.4),
     ("the same, compiled", TORCHTITAN, 8, EIGHT_B | COMPILED, True, 6667, 77.0),
     ("the same, float8", TORCHTITAN, 8, EIGHT_B | COMPILED | FLOAT8, True, 8532, 76.8),
@@ -161,134 +161,134 @@ PUBLISHED: list[tuple[str, str, int, dict[str, Any], bool, float, float | None]]
 
 
 def config_of(options: dict[str, Any], ranks: int) -> tuple[Any, Config, Launch]:
-    """As loaded, and as resolved for so many ranks."""
+    """Return the config as loaded and as resolved for some ranks, and their launch."""
     loaded = load([str(DEBUG), *(f"--{key}={value}" for key, value in options.items())])
     launch = Launch(0, 0, ranks, ranks, 0)
     return loaded, check(loaded, launch), launch
 
 
 def measure(options: dict[str, Any]) -> int:
-    """Bytes at the peak of this rank's third step. Every rank must call it."""
+    """Return the peak bytes of this rank's third step. Every rank must call it."""
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
     run = TrainingRun(config, mesh.device_of(launch))
     for _ in range(3):
         batch = run.loader.next()
         gc.collect()
-        held, before = held_bytes(), resident_bytes("VmRSS")
+        persistent, before = tensor_bytes(), resident_bytes("VmRSS")
         reset_peak()
         run.step(batch)
-        peak = held + resident_bytes("VmHWM") - before
+        peak = persistent + resident_bytes("VmHWM") - before
     run.loader.close()
     dist.barrier()
     return peak
 
 
-def held_bytes() -> int:
-    """Of the memory of all tensors that Python knows of."""
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python's garbage collector knows of."""
     storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter):
-            storage = thing.untyped_storage()
+    for value in gc.get_objects():
+        if type(value) in (Tensor, nn.Parameter):
+            storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def against_real_runs() -> list[str]:
-    """Lines of the table."""
+def compare_with_real_runs() -> list[str]:
+    """Return the lines of the table."""
     lines, pools = [], {}
-    for name, (ranks, changed) in LAYOUTS.items():
-        options = MODEL | changed
+    for name, (ranks, changes) in LAYOUTS.items():
+        options = MODEL | changes
         if ranks not in pools:
             pools[ranks] = ProcessPool(ranks, timeout_seconds=300)
         measured = max(pools[ranks].run(measure, options=options))
-        planned = plan.make_plan(config_of(options, ranks)[0], world_size=ranks).worst.peak.total
+        planned = make_plan(config_of(options, ranks)[0], world_size=ranks).worst.peak.total
         off = planned / measured - 1
         print(json.dumps({"layout": name, "ranks": ranks, "measured": measured, "planned": planned}), flush=True)
         verdict = "" if abs(off) <= ALLOWED else f"   more than {ALLOWED:.0%}"
         lines.append(f"{name:24} {ranks:5} {measured / 2**20:10.1f} {planned / 2**20:10.1f} {off:+8.1%}{verdict}")
     for pool in pools.values():
         pool.close()
-    return [f"{'memory at the peak, MiB':24} {'ranks':>5} {'measured':>10} {'planned':>10}", *lines]
+    return [f"{'peak memory, MiB':24} {'ranks':>5} {'measured':>10} {'planned':>10}", *lines]
 
 
-def against_published_runs() -> list[str]:
-    """Lines of the table."""
+def compare_with_published_runs() -> list[str]:
+    """Return the lines of the table."""
     head = f"{'tokens/s':>9} {'planned':>15} {'off':>7} {'GiB':>6} {'planned':>11} {'off':>7}"
     lines = [f"{'':34} {'':20} {'devices':>7} {head}"]
-    for what, whose, devices, options, between, speed, memory in PUBLISHED:
+    for name, source, devices, options, between, speed, memory in PUBLISHED:
         modes = ("selective", "full") if between else ("full",)
         speeds, memories = [], []
         for mode in modes:
             job = load(
                 [str(DEBUG), *(f"--{k}={v}" for k, v in (options | {"activation_checkpoint.mode": mode}).items())]
             )
-            made = plan.make_plan(job, world_size=devices)
-            speeds.append(made.tokens_per_second)
-            memories.append(made.worst.peak.total * (1 + plan.FRAGMENTATION) / 2**30)
-        row = {"what": what, "whose": whose, "devices": devices, "tokens/s": speed, "planned tokens/s": speeds}
-        print(json.dumps(row | {"GiB": memory, "planned GiB": memories}), flush=True)
+            plan = make_plan(job, world_size=devices)
+            speeds.append(plan.tokens_per_second)
+            memories.append(plan.worst.peak.total * (1 + FRAGMENTATION) / 2**30)
+        result = {"name": name, "source": source, "devices": devices, "tokens/s": speed, "planned tokens/s": speeds}
+        print(json.dumps(result | {"GiB": memory, "planned GiB": memories}), flush=True)
         cells = (f"{'-'.join(f'{x:,.0f}' for x in speeds[::-1]):>15}", distance(speed, speeds, ALLOWED_SPEED))
         cells += (f"{memory:6.1f}", f"{'-'.join(f'{x:.1f}' for x in memories[::-1]):>11}")
         cells += (distance(memory, memories, ALLOWED_MEMORY),)
-        lines.append(f"{what:34} {whose:20} {devices:7} {speed:9,.0f} {' '.join(cells)}")
+        lines.append(f"{name:34} {source:20} {devices:7} {speed:9,.0f} {' '.join(cells)}")
     return lines
 
 
 def distance(published: float, planned: list[float], allowed: float) -> str:
-    """How far the nearest that was planned is off; nothing if the published lies between."""
+    """Return by how much the nearest planned figure differs from the published one, or that this is between them."""
     if min(planned) <= published <= max(planned):
         return f"{'within':>7}"
     off = min((value / published - 1 for value in planned), key=abs)
     return f"{off:+7.1%}" + ("!" if abs(off) > allowed else "")
 
 
-def against_measured_bubbles() -> list[str]:
-    """Lines of pipeline_bubble.py's table: idle shares by the formula, as simulated, and as measured."""
-    lines, whole = [pipeline_bubble.HEAD], pipeline_bubble.Sleeps(0.04, 0.04, 0.04)
+def compare_with_measured_bubbles() -> list[str]:
+    """Return the lines of pipeline_bubble.py's table: pipeline bubbles by the formula, simulated, and measured."""
+    lines, sleeps = [pipeline_bubble.HEAD], pipeline_bubble.Sleeps(0.04, 0.04, 0.04)
     for n_ranks in (2, 4):
         pool = ProcessPool(n_ranks, timeout_seconds=600)
-        lines += [pipeline_bubble.compare(pool, schedule, 8, whole, steps=3) for schedule in pipeline_bubble.SCHEDULES]
+        lines += [pipeline_bubble.compare(pool, schedule, 8, sleeps, steps=3) for schedule in pipeline_bubble.SCHEDULES]
         pool.close()
     return lines
 
 
-def own_cost() -> list[str]:
-    """What planning takes: seconds, and memory of all its processes together at the most."""
-    lines = [f"{'the plan of':24} {'devices':>8} {'seconds':>8} {'GiB':>6}"]
+def measure_planning() -> list[str]:
+    """Return the lines of a table of what plans cost to compute: seconds, and peak memory of all processes."""
+    lines = [f"{'plan':24} {'devices':>8} {'seconds':>8} {'GiB':>6}"]
     for name, devices in (("70b", 64), ("405b", 16384)):
-        began, most = time.monotonic(), 0
-        command = [sys.executable, "-m", "titanlite.plan", str(DEBUG.parent / f"{name}.toml")]
+        begin, most = time.monotonic(), 0
+        command = [sys.executable, "-m", "titanlite", "plan", str(DEBUG.parent / f"{name}.toml")]
         process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=HERE.parent)
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 tree = [process, *process.children(recursive=True)]
-                most = max(most, sum(one.memory_info().rss for one in tree))
+                most = max(most, sum(member.memory_info().rss for member in tree))
             time.sleep(0.2)
-        row = {"plan": name, "devices": devices, "seconds": time.monotonic() - began, "GiB": most / 2**30}
-        print(json.dumps(row), flush=True)
-        lines.append(f"{name:24} {devices:8,} {row['seconds']:8.1f} {row['GiB']:6.2f}")
+        result = {"plan": name, "devices": devices, "seconds": time.monotonic() - begin, "GiB": most / 2**30}
+        print(json.dumps(result), flush=True)
+        lines.append(f"{name:24} {devices:8,} {result['seconds']:8.1f} {result['GiB']:6.2f}")
     return lines
 
 
-PARTS = {
-    "layouts": against_real_runs,
-    "published": against_published_runs,
-    "bubbles": against_measured_bubbles,
-    "cost": own_cost,
+TABLES = {
+    "layouts": compare_with_real_runs,
+    "published": compare_with_published_runs,
+    "bubbles": compare_with_measured_bubbles,
+    "cost": measure_planning,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parts = parser.parse_args().parts or list(PARTS)
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"any of {', '.join(TABLES)}; default: all")
+    tables = parser.parse_args().tables or list(TABLES)
+    if unknown := set(tables) - set(TABLES):
+        parser.error(f"unknown table: {', '.join(sorted(unknown))}")
     map_each_tensor()
     print(f"torch {torch.__version__}, {platform.machine()}; {json.dumps(MODEL)}", flush=True)
-    for part in parts:
-        print("\n".join([*PARTS[part](), ""]), flush=True)
+    for table in tables:
+        print("\n".join([*TABLES[table](), ""]), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import build, config, devices, launcher, plan
+from titanlite import build, config, devices, launcher
 from titanlite.config.stage_split import module_names
 from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
-from titanlite.plan import __main__ as plan_command
-from titanlite.plan.dry_run import period_of, shorten
+from titanlite.plan import command
+from titanlite.plan.dry_run import layer_period
+from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
 from titanlite.plan.report import verdict
-from titanlite.plan.schedule import all_actions, idle_share, simulate
+from titanlite.plan.result import Plan
+from titanlite.plan.schedule import all_actions, pipeline_bubble, simulate
+from titanlite.plan.segments import fold_layers
 
 ROOT = Path(__file__).parents[1]
 TENSOR, CONTEXT, PIPELINE, SHARD = (
@@ -32,13 +35,13 @@ def loaded(*argv: str, file: str = "debug") -> config.LoadedConfig:
     return config.load([str(ROOT / "configs" / f"{file}.toml"), *argv])
 
 
-def kinds_at_most(made: plan.Plan) -> dict[str, int]:
-    """Of each kind, the most that the worst rank has at any time."""
-    points = made.worst.points
+def kinds_at_most(plan: Plan) -> dict[str, int]:
+    """Return, of each kind, the most that the worst rank has at any time."""
+    points = plan.worst.points
     return {kind: max(point.bytes[kind] for point in points) for kind in points[0].bytes}
 
 
-TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes a parameter) of 7B on 4 devices
+TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes per parameter) of 7B on 4 devices
     "replicate": (84, ["data_parallel_replicate_degree=4", "data_parallel_shard_degree=1"]),
     "ZeRO-1": (42, ["fsdp_reshard_after_forward=never", "fsdp_reduce_gradients=last_accumulation_step"]),
     "ZeRO-2": (31.5, ["fsdp_reshard_after_forward=never"]),
@@ -48,11 +51,11 @@ TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes a
 
 @pytest.mark.parametrize(("expected", "options"), TEXTBOOK.values(), ids=TEXTBOOK)
 def test_textbook_states_of_zero(expected, options):
-    """arXiv:1910.02054, figure 1, with gradients and weights in 2 bytes and two moments of 4. FSDP's own shard of
-    weights that it keeps gathered is beside them, and not in the textbook."""
+    """arXiv:1910.02054, figure 1, with weights and gradients of 2 bytes and exp_avg and exp_avg_sq of 4. Where FSDP
+    keeps weights gathered, their shards take memory besides, which the textbook does not count."""
     if "shard" not in "".join(options).replace("reshard", ""):
         options = [*options, "data_parallel_shard_degree=4"]
-    made = plan.make_plan(
+    plan = make_plan(
         loaded(
             *("--training.dtype=bfloat16", "--optimizer.state_dtype=float32", "--compile.enable=false"),
             *("--training.mixed_precision_reduce=bfloat16", "--training.seq_len=64", "--training.local_batch_size=1"),
@@ -60,16 +63,16 @@ def test_textbook_states_of_zero(expected, options):
             file="llama2_7b",
         )
     )
-    most = kinds_at_most(made)
-    whole = max(most["parameters"], most["gathered"]) + most["gradients"] + most["optimizer"]
-    assert whole / made.n_parameters * 7 == pytest.approx(expected, rel=0.01)
+    most = kinds_at_most(plan)
+    states = max(most["parameters"], most["gathered"]) + most["gradients"] + most["optimizer"]
+    assert states / plan.n_parameters * 7 == pytest.approx(expected, rel=0.01)
 
 
 END = ("reduce", "update")
 LAYOUTS = {
     "accumulation": [SHARD, "--training.global_batch_size=128"],
-    "tensor, recompute op": [TENSOR, "--activation_checkpoint.mode=selective"],
-    "every second, prefetch 3": [
+    "tensor, selective AC op": [TENSOR, "--activation_checkpoint.mode=selective"],
+    "selective AC every 2 layers, prefetch 3": [
         *(SHARD, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
         *("--parallelism.fsdp_forward_prefetch=3", "--model.n_layers=26"),
     ],
@@ -83,88 +86,88 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_leaving_layers_out_makes_no_difference(options, monkeypatch):
-    """To the byte, at each moment but for the end of the step, where what is left of gradients is not played back; and
-    but for the half of a backward that is for weights, which frees in it only what the layers that were run left, so
-    that there the plan has more than a run."""
+def test_folding_layers_makes_no_difference(options):
+    """The memory is the same to the byte at each moment, with two exceptions. At the end of the step, where gradients
+    are freed, only those of the layers that were run are. In the weight gradient of a split backward only what these
+    layers left is freed step by step, so that there the plan has more memory than a run."""
     job = loaded("--model.n_layers=10", *options)
-    resolved, *_ = plan.resolve(job)
+    resolved, *_ = resolve(job)
     stages = config.schema.stage_modules(resolved) if PIPELINE in options else [module_names(resolved.model.n_layers)]
-    assert any(shorten(names, period_of(plan.rehearsable(resolved))).copies for names in stages), "nothing is left out"
-    short = plan.make_plan(job)
-    monkeypatch.setattr(plan, "SHORTENED", False)
-    whole = plan.make_plan(job)
-    assert [rank.peak.total for rank in short.ranks] == [rank.peak.total for rank in whole.ranks]
-    both = [(one, other) for one, other in zip(short.worst.points, whole.worst.points, strict=True)]
+    assert any(fold_layers(names, layer_period(config_for_dry_run(resolved))).copies for names in stages), "no folding"
+    folded, full = make_plan(job), make_plan(job, fold=False)
+    assert [rank.peak.total for rank in folded.ranks] == [rank.peak.total for rank in full.ranks]
+    both = [(one, other) for one, other in zip(folded.worst.points, full.worst.points, strict=True)]
     assert all(one.label == other.label for one, other in both)
-    halves = [pair for pair in both if pair[0].label.startswith("W of")]
-    assert all(one.total >= other.total for one, other in halves)
-    exact = [pair for pair in both if pair not in halves and pair[0].label not in END]
+    weight_gradients = [pair for pair in both if pair[0].label.startswith("weight gradient of")]
+    assert bool(weight_gradients) == ("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble" in options)
+    assert all(one.total >= other.total for one, other in weight_gradients)
+    exact = [pair for pair in both if pair not in weight_gradients and pair[0].label not in END]
     assert [one.total for one, _ in exact] == [other.total for _, other in exact]
-    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)  # the update's share is scaled
-    assert short.cost.flops == whole.cost.flops
+    assert folded.step_seconds == pytest.approx(full.step_seconds, rel=0.02)  # the update's seconds are scaled
+    assert folded.cost.flops == full.cost.flops
 
 
 REAL = {
     "plain": [],
     "accumulation": ["training.global_batch_size=12"],
-    "recompute full": ["activation_checkpoint.mode=full"],
-    "loss in parts, moments in bfloat16": ["training.loss_chunks=4", "optimizer.state_dtype=bfloat16"],
+    "full AC": ["activation_checkpoint.mode=full"],
+    "chunked cross-entropy, bfloat16 optimizer states": ["training.loss_chunks=4", "optimizer.state_dtype=bfloat16"],
 }
 
 
 def real_peak(argv: list[str]) -> int:
-    """Bytes of this process's third step at its peak, as torch's allocator reports them from the model's first on."""
-    gc.collect()  # what an earlier call left would be freed now
+    """Return the peak bytes of this process's third step, by the events of torch's allocator from the model's first
+    tensor on."""
+    gc.collect()  # what an earlier call left would be freed during the run
     launch = config.Launch.from_environment(n_devices=0)
     job, device = config.check(config.load(argv), launch), torch.device("cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run = TrainingRun(job, device)
         for _ in range(3):
-            batch, began = run.loader.next(), time.time_ns()
+            batch, begin = run.loader.next(), time.time_ns()
             run.step(batch)
         run.loader.close()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = peak = 0
+    current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level) if event.start_ns() >= began else peak
+        current += event.nbytes()
+        peak = max(peak, current) if event.start_ns() >= begin else peak
     return peak
 
 
 @pytest.mark.parametrize("options", REAL.values(), ids=REAL)
 def test_memory_is_that_of_a_real_run(options, ranks):
-    """Where a process is alone and no message has a buffer, all that differs is a few numbers that nobody counts."""
+    """In a single process no message has a buffer, so that only a few scalars differ."""
     argv = [
         *(str(ROOT / "configs" / "debug.toml"), "--plan.device=cpu", "--training.seq_len=64"),
         *("--training.local_batch_size=4", *(f"--{option}" for option in options)),
     ]
     measured = ranks(1).run(real_peak, argv=argv)[0]
-    planned = plan.make_plan(config.load(argv)).worst.peak.total
+    planned = make_plan(config.load(argv)).worst.peak.total
     assert planned == pytest.approx(measured, rel=0.005)
 
 
-def test_products_and_traffic_are_those_of_the_formulas():
-    made = plan.make_plan(loaded(SHARD, "--training.local_batch_size=2", "--plan.device=cpu"))
+def test_matmuls_and_communication_are_those_of_the_formulas():
+    plan = make_plan(loaded(SHARD, "--training.local_batch_size=2", "--plan.device=cpu"))
     n_layers, dim, vocabulary = 6, 256, 272
     tokens = 2 * 256
-    weights = made.n_parameters - vocabulary * dim - (2 * n_layers + 1) * dim  # norms multiply no matrix
-    attention = 7 * 2 * dim * tokens * 256 // 2 * n_layers  # 2 products forward, 5 backward, half of them masked
-    assert sum(made.cost.flops.values()) == 6 * weights * tokens + attention
-    blocks = made.n_parameters - 2 * vocabulary * dim - dim
-    count, size = made.cost.traffic["fsdp", "all_gather"]
+    weights = plan.n_parameters - vocabulary * dim - (2 * n_layers + 1) * dim  # norms multiply no matrix
+    attention = 7 * 2 * dim * tokens * 256 // 2 * n_layers  # 2 matmuls forward, 5 backward, half of them masked
+    assert sum(plan.cost.flops.values()) == 6 * weights * tokens + attention
+    blocks = plan.n_parameters - 2 * vocabulary * dim - dim
+    count, size = plan.cost.communication["fsdp", "all_gather"]
     # Norm and head once; blocks twice, and the embedding too, though its backward does not need it.
     assert size == 4 * (2 * blocks + 3 * vocabulary * dim + dim)
     assert count == 2 * n_layers + 3
-    assert made.cost.traffic["fsdp", "reduce_scatter"] == (n_layers + 2, 4 * made.n_parameters)
+    assert plan.cost.communication["fsdp", "reduce_scatter"] == (n_layers + 2, 4 * plan.n_parameters)
 
 
-def test_tensor_parallel_traffic():
-    """A gather into and a scatter out of each attention and feed-forward, forward and backward."""
-    made = plan.make_plan(loaded(TENSOR, "--training.local_batch_size=2", "--plan.device=cpu"))
+def test_tensor_parallel_communication():
+    """Each attention and feed-forward has an all-gather and a reduce-scatter, in the forward and in the backward."""
+    plan = make_plan(loaded(TENSOR, "--training.local_batch_size=2", "--plan.device=cpu"))
     n_layers, activation = 6, 4 * 2 * 256 * 256
-    gathers, scatters = made.cost.traffic["tp", "all_gather"], made.cost.traffic["tp", "reduce_scatter"]
-    # Beside the layers, forward and backward: into the head, and out of the embedding.
+    gathers, scatters = plan.cost.communication["tp", "all_gather"], plan.cost.communication["tp", "reduce_scatter"]
+    # Besides the layers, forward and backward: into the head, and out of the embedding.
     assert gathers == (4 * n_layers + 2, (4 * n_layers + 2) * activation)
     assert scatters == (4 * n_layers + 2, (4 * n_layers + 2) * activation)
 
@@ -172,23 +175,24 @@ def test_tensor_parallel_traffic():
 @pytest.mark.parametrize(("schedule", "per_rank"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_simulated_bubble_is_the_formula(schedule, per_rank):
     n_ranks, n_microbatches = 4, 8
-    turns = all_actions(schedule, n_ranks, n_ranks * per_rank, n_microbatches)
-    spans = simulate(turns, n_ranks * per_rank, lambda action: {"F": 1.0, "B": 2.0}[action.kind])
-    assert idle_share(spans) == pytest.approx((n_ranks - 1) / (per_rank * n_microbatches + n_ranks - 1))
+    actions = all_actions(schedule, n_ranks, n_ranks * per_rank, n_microbatches)
+    spans = simulate(actions, n_ranks * per_rank, lambda action: {"F": 1.0, "B": 2.0}[action.kind])
+    assert pipeline_bubble(spans) == pytest.approx((n_ranks - 1) / (per_rank * n_microbatches + n_ranks - 1))
 
 
 def test_messages_take_time():
-    turns = all_actions("1F1B", 4, 4, 8)
+    actions = all_actions("1F1B", 4, 4, 8)
     ends = [
-        max(span.end for rank in simulate(turns, 4, lambda _: 1.0, message) for span in rank) for message in (0.0, 0.5)
+        max(span.end for rank in simulate(actions, 4, lambda _: 1.0, message) for span in rank)
+        for message in (0.0, 0.5)
     ]
-    assert ends[1] > ends[0] + 2 * 3 * 0.5 - 1e-9  # there and back along the pipeline, at the least
+    assert ends[1] > ends[0] + 2 * 3 * 0.5 - 1e-9  # to the last rank and back at least
 
 
 def test_settings_that_save_memory_do():
     @functools.cache
     def peak(*options: str) -> int:
-        return plan.make_plan(loaded("--training.seq_len=512", *options)).worst.peak.total
+        return make_plan(loaded("--training.seq_len=512", *options)).worst.peak.total
 
     assert peak("--activation_checkpoint.mode=full") < peak("--activation_checkpoint.mode=selective") < peak()
     assert peak("--compile.enable") < peak()
@@ -196,67 +200,66 @@ def test_settings_that_save_memory_do():
 
 
 def test_offloaded_states_are_in_host_memory():
-    off = plan.make_plan(loaded("--training.enable_cpu_offload"))
-    on = plan.make_plan(loaded())
+    off = make_plan(loaded("--training.enable_cpu_offload"))
+    on = make_plan(loaded())
     states = sum(kinds_at_most(on)[kind] for kind in ("parameters", "optimizer"))
-    assert sum(off.worst.on_host.values()) >= states
+    assert sum(off.worst.offloaded.values()) >= states
     assert off.worst.peak.total <= on.worst.peak.total - states
 
 
 @pytest.mark.parametrize("options", [[SHARD], [PIPELINE]], ids=str)
-def test_a_step_frees_what_it_allocates(options, monkeypatch):
-    monkeypatch.setattr(plan, "SHORTENED", False)
-    points = plan.make_plan(loaded(*options, "--plan.device=cpu")).worst.points
+def test_a_step_frees_what_it_allocates(options):
+    points = make_plan(loaded(*options, "--plan.device=cpu"), fold=False).worst.points
     left = {kind: points[-1].bytes[kind] - size for kind, size in points[0].bytes.items()}
     assert all(abs(size) < 100 for size in left.values()), left  # a scalar or two
 
 
-def command(module: str, *argv: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, *(["-m", module] if module != "train.py" else [str(ROOT / module)])]
-    environment = {**os.environ, "COLUMNS": "120"}
+def run_command(*argv: str) -> subprocess.CompletedProcess:
+    program, environment = [sys.executable, "-m", "titanlite"], {**os.environ, "COLUMNS": "120"}
     return subprocess.run([*program, *argv], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-def test_a_config_that_cannot_run_is_refused_with_the_trainers_lines():
+def test_a_config_that_cannot_run_is_rejected_with_the_lines_of_train():
     options = ["--parallelism.tensor_parallel_degree=3", "--optimizer.lr=-1", "--training.sequence=12"]
-    refused, trained = (command(module, "configs/debug.toml", *options) for module in ("titanlite.plan", "train.py"))
-    assert refused.returncode == trained.returncode == 2
-    assert refused.stderr == trained.stderr
-    assert "tensor_parallel_degree = 3" in refused.stderr
+    planned, trained = (run_command(name, "configs/debug.toml", *options) for name in ("plan", "train"))
+    assert planned.returncode == trained.returncode == 2
+    assert planned.stderr == trained.stderr
+    assert "tensor_parallel_degree = 3" in planned.stderr
 
 
 def test_command():
-    done = command("titanlite.plan", "configs/debug_pp.toml", "--plan.tokens=1000000", "--plan.price=2")
+    done = run_command("plan", "configs/debug_pp.toml", "--plan.tokens=1000000", "--plan.price=2")
     assert done.returncode == 0, done.stderr
     assert re.search(r"fits: \d+\.\d of 79\.2 GiB on pipeline rank \d", done.stdout)
-    wanted = ("activations", "traffic of a rank", "matrix products", "tokens/s a device", "MFU", "device-hours", "MWh")
-    assert [word for word in wanted if word not in done.stdout] == []
+    words = ("activations", "communication per rank", "matrix multiplication", "tokens/s per device", "MFU")
+    assert [word for word in (*words, "device-hours", "MWh") if word not in done.stdout] == []
     assert not re.search("Traceback|Warning|warn", done.stderr), done.stderr
 
 
 def test_what_does_not_fit_says_so():
     options = ("--model.flavor=llama3_8b", "--training.seq_len=65536", "--training.local_batch_size=1")
-    made = plan.make_plan(loaded(*options, "--plan.device=rtx_4090"))
-    fits, line = verdict(made)
+    plan = make_plan(loaded(*options, "--plan.device=rtx_4090"))
+    fits, line = verdict(plan)
     assert not fits
     assert line.startswith("does NOT fit")
-    assert plan_command.main([str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
+    assert command.main([str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
 
 
-def test_a_device_of_ones_own(tmp_path):
+def test_a_users_own_device(tmp_path):
     text = (
         "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_bandwidth = 1e12\n"
-        "interconnect_bandwidth = 1e11\nnetwork_bandwidth = 1e10\nwatts = 100.0\ndevices_per_node = 4\nsource = 'mine'\n"
+        "interconnect_bandwidth = 1e11\nnetwork_bandwidth = 1e10\nwatts = 100.0\ndevices_per_node = 4\n"
+        "source = 'mine'\n"
     )
     (tmp_path / "mine.toml").write_text(text)
-    made = plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
-    assert made.device.source == "mine"
-    assert made.world_size == 4
+    plan = make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
+    assert plan.device.source == "mine"
+    assert plan.world_size == 4
     for right, wrong in ("watts", "volts"), ("1e12", "-1.0"), ("devices_per_node = 4", "devices_per_node = '4'"):
         text = text.replace(right, wrong)
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(config.ConfigError) as error:
-        plan.make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
+        make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
         "memory_bandwidth = -1.0: expected a finite number > 0",
         "missing key watts: expected a finite number > 0",
@@ -264,12 +267,12 @@ def test_a_device_of_ones_own(tmp_path):
         f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",
     ]
     with pytest.raises(config.ConfigError, match="no such file"):
-        plan.make_plan(loaded(f"--plan.device={tmp_path / 'yours.toml'}"))
+        make_plan(loaded(f"--plan.device={tmp_path / 'yours.toml'}"))
     with pytest.raises(config.ConfigError, match="expected one of a100_40"):
-        plan.make_plan(loaded("--plan.device=h300"))
+        make_plan(loaded("--plan.device=h300"))
 
 
-def test_a_host_without_devices_is_told_of_the_plan(monkeypatch):
+def test_a_node_without_devices_is_told_of_the_plan(monkeypatch):
     gib = 2**30
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * gib // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
     with pytest.raises(config.ConfigError) as error:
@@ -289,9 +292,9 @@ def test_parameters_are_counted_without_torch():
         assert config.schema.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
 
 
-def test_axes_have_the_meshs_ranks():
-    made = plan.make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_node=4"))
-    assert {axis: made.axes[axis] for axis in ("pp", "fsdp", "tp")} == {"pp": [0, 4], "fsdp": [0, 2], "tp": [0, 1]}
-    assert made.spread("pp") == (2, 2)
-    assert made.spread("fsdp") == (2, 1)
+def test_axes_have_the_ranks_of_the_mesh():
+    plan = make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_node=4"))
+    assert {axis: plan.axes[axis] for axis in ("pp", "fsdp", "tp")} == {"pp": [0, 4], "fsdp": [0, 2], "tp": [0, 1]}
+    assert plan.axis_size("pp") == (2, 2)
+    assert plan.axis_size("fsdp") == (2, 1)
     assert mesh.AXES[0] == "pp"

@@ -1,4 +1,4 @@
-"""A plan's page stands alone, names what is in the plan, draws all of it, and is the same each time."""
+"""A plan's page is self-contained, names what is in the plan, draws all of it, and is the same each time."""
 
 import dataclasses
 import re
@@ -9,33 +9,35 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import load
-from titanlite.plan import Cost, Plan, RankPlan, resolve
-from titanlite.plan.dry_run import KINDS
-from titanlite.plan.figures import ACTIONS, KIND_COLOURS, MOST_POINTS, thinned, write_html
+from titanlite.plan.cost_model import Cost
+from titanlite.plan.figures import ACTIONS, KIND_COLOURS, MAX_POINTS, thinned, write_html
 from titanlite.plan.memory_timeline import Point
+from titanlite.plan.planner import resolve
 from titanlite.plan.report import time_shares
+from titanlite.plan.result import Plan, RankPlan
 from titanlite.plan.schedule import Action, Span
+from titanlite.plan.segments import KINDS
 
 GIB = 2**30
 ABSENT = "logits"
-"""A kind that the plans here have nothing of."""
+"""A kind of which the plans here have no bytes."""
 CONFIG = str(Path(__file__).parents[1] / "configs" / "debug_pp.toml")
 
 
 def points(n: int) -> list[Point]:
-    """Some GiB of each kind but one, with one peak two thirds of the way."""
+    """Return points with some GiB of each kind but one, and a peak after two thirds of them."""
     sizes = {kind: (number + 1) * GIB for number, kind in enumerate(KINDS) if kind != ABSENT}
-    made = [
-        Point(f"F of stage {i % 3}", {kind: sizes.get(kind, 0) + (i % 7) * GIB // 8 for kind in KINDS})
+    result = [
+        Point(f"forward of stage {i % 3}", {kind: sizes.get(kind, 0) + (i % 7) * GIB // 8 for kind in KINDS})
         for i in range(n)
     ]
-    made = [point._replace(bytes={**point.bytes, ABSENT: 0}) for point in made]
-    made[2 * n // 3] = Point("B of stage 1, layer <7>", {**made[0].bytes, "activations": 25 * GIB})
-    return made
+    result = [point._replace(bytes={**point.bytes, ABSENT: 0}) for point in result]
+    result[2 * n // 3] = Point("backward of stage 1, layer <7>", {**result[0].bytes, "activations": 25 * GIB})
+    return result
 
 
 def spans_of(rank: int, n_ranks: int, n_microbatches: int) -> list[Span]:
-    """All actions of two stages, one after the other."""
+    """Return all actions of two stages, one after the other."""
     actions = [
         Action(kind, stage, microbatch)
         for microbatch in range(n_microbatches)
@@ -46,17 +48,17 @@ def spans_of(rank: int, n_ranks: int, n_microbatches: int) -> list[Span]:
 
 
 def plan_of(n_ranks: int, n_microbatches: int, n_points: int) -> Plan:
-    """Of numbers that no config has."""
+    """Return a plan with numbers that no config has."""
     config, device, _ = resolve(load([CONFIG, "--plan.device=h100"]))
     spans = [spans_of(rank, n_ranks, n_microbatches) for rank in range(n_ranks)] if n_ranks > 1 else []
     end = max((span.end for rank in spans for span in rank), default=90.0)
-    made = points(n_points)
-    seconds = Counter({"products": 0.5 * end, "attention": 0.2 * end, "memory": 0.1 * end})
+    result = points(n_points)
+    seconds = Counter({"matmul": 0.5 * end, "attention": 0.2 * end, "memory": 0.1 * end})
     return Plan(
         config=config,
         device=device,
         world_size=n_ranks,
-        ranks=[RankPlan(rank, made, {}, {"context": GIB}) for rank in range(n_ranks)],
+        ranks=[RankPlan(rank, result, {}, {"CUDA context": GIB}) for rank in range(n_ranks)],
         spans=spans,
         cost=Cost(seconds=seconds, elapsed=0.9 * end),
         step_seconds=end + 2,
@@ -68,10 +70,10 @@ def plan_of(n_ranks: int, n_microbatches: int, n_points: int) -> Plan:
 
 
 class Page(HTMLParser):
-    """What is in a page.
+    """The content of a page.
 
     Attributes:
-        text: of all of it; of each picture, by the first word of its ids.
+        text: by the figure that it is in, which is the first word of the figure's ids; "" outside of figures.
         shapes: how many closed shapes there are under each id.
     """
 
@@ -82,7 +84,7 @@ class Page(HTMLParser):
         self.source, self.ids, self.text, self.shapes = page, Counter(), {"": []}, Counter()
         self.tags: list[str] = []
         self.open: list[tuple[str, str]] = []
-        self.picture, self.unbalanced = "", []
+        self.figure, self.unbalanced = "", []
         self.feed(page)
         self.close()
 
@@ -91,7 +93,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         if "id" in values:
             self.ids[values["id"]] += 1
-            self.picture = values["id"].split("-")[0]
+            self.figure = values["id"].split("-")[0]
         if tag == "path":
             parent = next((name for _, name in reversed(self.open) if name), "")
             self.shapes[parent] += len(re.findall("z", values["d"]))
@@ -107,10 +109,10 @@ class Page(HTMLParser):
         if not self.open or self.open.pop()[0] != tag:
             self.unbalanced.append(tag)
         if tag == "svg":
-            self.picture = ""
+            self.figure = ""
 
     def handle_data(self, data):
-        self.text.setdefault(self.picture, []).append(data.strip())
+        self.text.setdefault(self.figure, []).append(data.strip())
 
 
 def page_of(plan: Plan, folder: Path, file: str = "some.toml") -> Page:
@@ -137,14 +139,14 @@ def test_memory_names_kinds_limit_and_peak(page):
     texts = page.text["memory"]
     assert [kind for kind in KINDS if kind in texts] == [kind for kind in KINDS if kind != ABSENT]
     assert "78.2 GiB" in texts  # an H100's 79.2 less 1
-    assert any("in B of stage 1, layer <7>" in text for text in texts)
+    assert any("in backward of stage 1, layer <7>" in text for text in texts)
 
 
 def test_every_pipeline_rank_is_named(page):
     assert [text.split(":")[0] for text in page.text["ranks"] if "rank" in text] == [
         f"pipeline rank {rank}" for rank in range(3)
     ]
-    rows = page.text["schedule"][page.text["schedule"].index("seconds") :]  # what follows are names of rows
+    rows = page.text["schedule"][page.text["schedule"].index("seconds") :]  # what follows are names of ranks
     assert [text for text in rows if text.isdigit()][:3] == ["0", "1", "2"]
 
 
@@ -166,7 +168,7 @@ def test_without_a_pipeline_no_schedule(tmp_path):
     assert {"memory", "time"} == {name for name in page.text if name}
 
 
-def test_page_stands_alone_and_is_well_formed(page):
+def test_page_is_self_contained_and_well_formed(page):
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page.source)
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert [name for name, count in page.ids.items() if count > 1] == []
@@ -193,17 +195,17 @@ def test_a_large_plan_is_a_small_file(tmp_path):
 
 
 def test_thinning_keeps_peak_and_ends():
-    made = points(10_013)[3:]  # neither end is the highest or the lowest near it
-    chosen = thinned(made, MOST_POINTS)
-    assert len(chosen) <= MOST_POINTS + 2
+    curve = points(10_013)[3:]  # neither end is the highest or the lowest near it
+    chosen = thinned(curve, MAX_POINTS)
+    assert len(chosen) <= MAX_POINTS + 2
     assert chosen == sorted(set(chosen))
-    assert {0, len(made) - 1} <= set(chosen)
-    assert max(made[number].total for number in chosen) == max(point.total for point in made)
-    assert min(made[number].total for number in chosen) == min(point.total for point in made)
-    assert thinned(made[:1] * 50, 50) == list(range(50))
+    assert {0, len(curve) - 1} <= set(chosen)
+    assert max(curve[number].total for number in chosen) == max(point.total for point in curve)
+    assert min(curve[number].total for number in chosen) == min(point.total for point in curve)
+    assert thinned(curve[:1] * 50, 50) == list(range(50))
 
 
-def test_bytes_below_nothing_are_drawn_as_nothing(plan, tmp_path):
+def test_negative_bytes_are_drawn_as_zero(plan, tmp_path):
     rank = plan.ranks[0]
     below = [point._replace(bytes={**point.bytes, ABSENT: -512}) for point in rank.points]
     page = page_of(dataclasses.replace(plan, ranks=[dataclasses.replace(rank, points=below)]), tmp_path)

@@ -1,7 +1,7 @@
-"""A plan as one HTML file: memory over the step, the pipeline's schedule and where the time goes, drawn, and the tables
-of the terminal.
+"""Write a plan as one HTML file: memory over the step, the pipeline schedule and the step time as figures, and the
+terminal's tables.
 
-Pictures are SVG inside the page, with their text as text. The same plan gives the same bytes.
+Figures are SVG inside the page, with their text as text. The same plan gives the same bytes.
 """
 
 import html
@@ -20,12 +20,12 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from rich.console import Console
 
-from titanlite.plan import Plan, RankPlan
 from titanlite.plan.memory_timeline import Point
 from titanlite.plan.report import GIB, report, speed_line, time_shares, verdict
+from titanlite.plan.result import Plan, RankPlan
 
-# What stays for all of the step lies lowest, so that what comes and goes is seen against a level ground. Neighbours
-# differ in lightness too: they can be told apart on grey paper.
+# The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
+# too, so that they can be told apart in a greyscale print.
 KIND_COLOURS = {
     "parameters": "#332288",
     "optimizer": "#88ccee",
@@ -39,19 +39,19 @@ KIND_COLOURS = {
 ACTIONS = {
     "F": ("#8fbce6", "forward"),
     "B": ("#c8553d", "backward"),
-    "I": ("#e8a33d", "backward, for inputs"),
-    "W": ("#3f8f5f", "backward, for weights"),
+    "I": ("#e8a33d", "input gradient (dgrad)"),
+    "W": ("#3f8f5f", "weight gradient (wgrad)"),
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
-WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
+IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
 SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc")
-"""In time_shares' order."""
+"""In the order of time_shares."""
 WIDTH = 11.0
-"""Of a picture, inches of 96 pixels on a screen."""
-MOST_POINTS, MOST_POINTS_OF_SMALL = 1000, 120
-"""Of a curve of memory; more than its picture has room for would only make the file larger."""
+"""Of a figure, in inches of 96 pixels on a screen."""
+MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120
+"""Of a memory curve. A figure has no room for more."""
 REPORT_WIDTH = 150
-"""Columns of text: the memory table's names are not cut off."""
+"""Columns of text, so that the names in the memory table are not truncated."""
 
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 PAGE = """<!DOCTYPE html>
@@ -78,7 +78,7 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 <p>Config <code>{file}</code>{description}</p>
 <p><strong>{verdict}</strong></p>
 <p>{speed}</p>
-{pictures}<h2>The plan in numbers</h2>
+{figures}<h2>The plan in numbers</h2>
 {report}
 </body>
 </html>
@@ -86,19 +86,14 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
-    """Write the page, with all that it shows inside.
-
-    Args:
-        file: name of the config's file.
-        target: overwritten if it is there.
-    """
-    with style.context(["default", STYLE]):  # not what a user's matplotlibrc says
-        pictures = [
-            _section("Memory over the step", _svg(memory_picture(plan), "memory"), _memory_caption(plan)),
-            *([_figure(_svg(ranks_picture(plan), "ranks"), RANKS_CAPTION)] if len(plan.ranks) > 1 else []),
-            *([_section("Schedule", _svg(schedule_picture(plan), "schedule"), SCHEDULE_CAPTION)] if plan.spans else []),
-            _section("Where the time goes", _svg(time_picture(plan), "time"), TIME_CAPTION),
-        ]
+    """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
+    with style.context(["default", STYLE]):  # instead of the user's matplotlibrc
+        figures = [_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
+        if len(plan.ranks) > 1:
+            figures.append(_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
+        if plan.spans:
+            figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
+        figures.append(_figure(time_figure(plan), "time", "Seconds of the busiest rank's step.", title="Step time"))
     description = plan.config.job.description
     page = PAGE.format(
         file=html.escape(file),
@@ -106,7 +101,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         description=f": {html.escape(description)}" if description else "",
         verdict=html.escape(verdict(plan)[1]),
         speed=html.escape(speed_line(plan)),
-        pictures="".join(pictures),
+        figures="".join(figures),
         report=_report_in_html(plan, file),
     )
     target.write_text(page, encoding="utf-8", newline="\n")
@@ -114,39 +109,36 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
 
 RANKS_CAPTION = (
     "Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on other axes need "
-    "the same."
+    "the same memory."
 )
 SCHEDULE_CAPTION = (
-    "What each pipeline rank does when. Numbers are of microbatches, where a box has room for one; of a rank with "
-    "several stages, the paler a box the later its stage. The update, with the reduction of gradients, begins when the "
-    "last rank is done."
+    "The actions of each pipeline rank. The numbers are those of microbatches, where a box has room for one. Of a rank "
+    "with several stages, a later stage is paler. The gradient reduction and the update begin when the last rank is "
+    "done."
 )
-TIME_CAPTION = "Seconds of the busiest rank's step."
 
 
 def _memory_caption(plan: Plan) -> str:
-    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Of every rank."
-    skipped = (
-        "" if plan.spans else " Of more than three microsteps the first, one that stands for all between, and the last."
-    )
+    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
+    skipped = " At most three gradient accumulation steps are shown: the first, a middle, the last."
+    skipped = "" if plan.spans else skipped
     return (
-        f"{rank} What is on the device at each moment, in the program's order, not to the scale of time: of each "
-        f"part of the step, such as a block's forward, its peak and its end.{skipped} The limit is the device's memory "
-        "less an allowance for all that is not tensors."
+        f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
+        f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
+        "memory without the non-tensor overhead."
     )
 
 
-def memory_picture(plan: Plan) -> Figure:
-    """GiB on the device by kind, stacked, over the moments of the worst rank's step, with its peak and its limit."""
+def memory_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
-    _stack(axes, rank, kinds, MOST_POINTS)
+    _stack(axes, rank, kinds, MAX_POINTS)
     limit, peak = _limit(plan, rank), rank.peak.total / GIB
-    # A line far above would leave the picture itself no height.
+    # A line far above would leave the curve itself no height.
     near = limit < 2.5 * peak
     top = 1.2 * max(peak, limit if near else 0)
-    axes.set_ylim(0, top)
-    axes.set_ylabel("GiB")
+    axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
     above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
@@ -160,101 +152,80 @@ def memory_picture(plan: Plan) -> Figure:
     )
     _name_phases(axes, rank.points)
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in reversed(kinds)]
-    words = f"device's memory\nless allowance:\n{limit:.1f} GiB"
+    name = f"device memory\nwithout overhead:\n{limit:.1f} GiB"
     if near:
         axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1.2, linestyle="--")
-        handles.append(Line2D([], [], color=LIMIT_COLOUR, linewidth=1.2, linestyle="--", label=words))
+        handles.append(Line2D([], [], color=LIMIT_COLOUR, linewidth=1.2, linestyle="--", label=name))
     else:
-        handles.append(Line2D([], [], linestyle="none", label=f"{words},\nfar above"))
+        handles.append(Line2D([], [], linestyle="none", label=f"{name},\nfar above"))
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     return figure
 
 
-def ranks_picture(plan: Plan) -> Figure:
-    """GiB on the device by kind over the moments of the step, a small picture for each pipeline rank."""
+def ranks_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind over the step, in small axes for each pipeline rank."""
     columns = min(4, len(plan.ranks))
     rows = math.ceil(len(plan.ranks) / columns)
     figure = Figure((WIDTH, 0.3 + 1.6 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    worst = plan.worst
-    peak = worst.peak.total / GIB
-    limits = [_limit(plan, rank) for rank in plan.ranks]
     for axes in grid.flat[len(plan.ranks) :]:
         axes.set_axis_off()
-    kinds = _kinds(plan)
-    for axes, rank, limit in zip(grid.flat, plan.ranks, limits, strict=False):
-        _stack(axes, rank, kinds, MOST_POINTS_OF_SMALL)
+    kinds, peak, top = _kinds(plan), plan.worst.peak.total / GIB, 0.0
+    for axes, rank in zip(grid.flat, plan.ranks, strict=False):
+        _stack(axes, rank, kinds, MAX_POINTS_OF_RANK)
         axes.set_xticks([])
+        limit = _limit(plan, rank)
         if limit < 2.5 * peak:
             axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
-        weight = "bold" if rank is worst else "normal"
+            top = max(top, limit)
+        weight = "bold" if rank is plan.worst else "normal"
         axes.set_title(f"pipeline rank {rank.rank}: {rank.peak.total / GIB:.2f} GiB", fontweight=weight)
-    near = [limit for limit in limits if limit < 2.5 * peak]
-    grid[0, 0].set_ylim(0, 1.05 * max([peak, *near]))
+    grid[0, 0].set_ylim(0, 1.05 * max(peak, top))
     figure.supylabel("GiB", fontsize=9)
     return figure
 
 
-def schedule_picture(plan: Plan) -> Figure:
-    """Seconds of the step from left to right, a row for each pipeline rank: a box for each action, and the update."""
-    rows = len(plan.spans)
-    height = 0.3 if rows <= 16 else 0.2
-    size = (WIDTH, 0.95 + height * rows)
-    figure = Figure(size)
-    # Placed by hand: which numbers fit their boxes depends on how wide the axes are.
-    left, right, below, above = 0.5, 0.15, 0.5, 0.45
-    axes = figure.add_axes(
-        (left / size[0], below / size[1], 1 - (left + right) / size[0], 1 - (below + above) / size[1])
-    )
-    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
-    points_a_second = 72 * (size[0] - left - right) / plan.step_seconds
+def schedule_figure(plan: Plan) -> Figure:
+    """Draw the step's seconds from left to right, with a line for each pipeline rank and a box for each action."""
+    n_ranks = len(plan.spans)
+    width, height = WIDTH, 0.95 + (0.3 if n_ranks <= 16 else 0.2) * n_ranks
+    figure = Figure((width, height))
+    # The axes have a fixed place: their width decides which numbers fit into their boxes.
+    axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
+    points_per_second = 72 * (width - 0.65) / plan.step_seconds
     end = plan.step_seconds - plan.update_seconds
-    boxes: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
-    for row, spans in enumerate(plan.spans):
+    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin, to leave short boxes a colour
+    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
+    boxes: dict[tuple[str, int, str], list[tuple[float, float, int]]] = {}
+    for rank, spans in enumerate(plan.spans):
         stages = sorted({span.action.stage for span in spans})
-        for span in spans:
-            place = stages.index(span.action.stage)
-            boxes.setdefault((span.action.kind, place), []).append((span.start, span.end, row))
-            colour = _paler(ACTIONS[span.action.kind][0], place, len(stages))
-            # As large as it fits, down to what can be read when one zooms in.
-            font = min(7.0, (span.end - span.start) * points_a_second / (0.7 * digits))
-            if font >= 3.5:
-                axes.text(
-                    (span.start + span.end) / 2,
-                    row,
-                    str(span.action.microbatch),
-                    size=round(font, 1),
-                    ha="center",
-                    va="center_baseline",
-                    color=_ink(colour),
-                )
-    n_stages = max(place for _, place in boxes) + 1
-    longest = max(len(spans) for spans in plan.spans)
-    line = min(0.5, 0.1 * points_a_second * end / longest)  # thin enough to leave short boxes their colour
-    axes.add_patch(_boxes([(0, end, row) for row in range(rows)], **WAITING))
-    for (kind, place), those in sorted(boxes.items()):
-        colour = _paler(ACTIONS[kind][0], place, n_stages)
-        patch = _boxes(those, facecolor=colour, edgecolor="white", linewidth=line)
-        patch.set_gid(f"boxes-{kind}-{place}")
-        axes.add_patch(patch)
-    update = [(end, plan.step_seconds, row) for row in range(rows)]
+        for action, start, stop in spans:
+            place = stages.index(action.stage)
+            colour = _paler(ACTIONS[action.kind][0], place, len(stages))
+            boxes.setdefault((action.kind, place, colour), []).append((start, stop, rank))
+            font = min(7.0, (stop - start) * points_per_second / (0.7 * digits))
+            if font >= 3.5:  # readable when zoomed
+                looks = {"size": round(font, 1), "color": _ink(colour), "ha": "center", "va": "center_baseline"}
+                axes.text((start + stop) / 2, rank, str(action.microbatch), **looks)
+    axes.add_patch(_boxes([(0, end, rank) for rank in range(n_ranks)], **IDLE))
+    for (kind, place, colour), spans in sorted(boxes.items()):
+        gid = f"boxes-{kind}-{place}"
+        axes.add_patch(_boxes(spans, facecolor=colour, edgecolor="white", linewidth=line, gid=gid))
+    update = [(end, plan.step_seconds, rank) for rank in range(n_ranks)]
     axes.add_patch(_boxes(update, facecolor=UPDATE_COLOUR, linewidth=0))
-    axes.set_xlim(0, plan.step_seconds)
-    axes.set_ylim(rows - 0.5, -0.5)
-    axes.set_yticks(range(rows))
+    axes.set(xlim=(0, plan.step_seconds), ylim=(n_ranks - 0.5, -0.5), yticks=range(n_ranks))
+    axes.set(xlabel="seconds", ylabel="pipeline rank")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("pipeline rank")
-    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == of for of, _ in boxes)]
+    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == other for other, *_ in boxes)]
     handles = [Patch(color=colour, label=name) for colour, name in (*used, (UPDATE_COLOUR, "update"))]
-    handles.append(Patch(**WAITING, label="waiting"))
+    handles.append(Patch(**IDLE, label="idle"))
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
     return figure
 
 
-def time_picture(plan: Plan) -> Figure:
-    """Seconds of the busiest rank's step, one bar of what they go to."""
+def time_figure(plan: Plan) -> Figure:
+    """Draw one bar of what the seconds of the busiest rank's step are spent on."""
     figure = Figure((WIDTH, 1.75), layout="constrained")
     axes, begin = figure.add_subplot(), 0.0
     for (name, seconds), colour in zip(time_shares(plan).items(), SHARE_COLOURS, strict=False):
@@ -264,17 +235,15 @@ def time_picture(plan: Plan) -> Figure:
         if share > 0.04:
             axes.text(begin + seconds / 2, 0, f"{share:.0%}", ha="center", va="center", color=_ink(colour))
         begin += seconds
-    axes.set_xlim(0, plan.step_seconds)
-    axes.set_yticks([])
+    axes.set(xlim=(0, plan.step_seconds), yticks=[], xlabel="seconds")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("seconds")
     figure.legend(loc="outside upper left", ncols=3, frameon=False)
     return figure
 
 
 def thinned(points: Sequence[Point], most: int) -> list[int]:
-    """Which points to draw, about `most` of them: the first, the last, and the highest and the lowest of each stretch,
-    so that no peak is lost."""
+    """Return the numbers of about `most` points to draw: the first, the last, and the highest and the lowest of each
+    stretch, so that no peak is lost."""
     if len(points) <= most:
         return list(range(len(points)))
     stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}
@@ -285,18 +254,18 @@ def thinned(points: Sequence[Point], most: int) -> list[int]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """That any rank ever has on its device, from the lowest."""
+    """Return the kinds that any rank ever has on its device, from the lowest."""
     return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
 
 
 def _limit(plan: Plan, rank: RankPlan) -> float:
-    """GiB that a rank's tensors can have."""
-    return (plan.device.memory - sum(rank.allowance.values())) / GIB
+    """Return the GiB that a rank's tensors can have."""
+    return (plan.device.memory - sum(rank.overhead.values())) / GIB
 
 
 def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
     numbers = thinned(rank.points, most)
-    # Rounded pieces can leave a kind some bytes below nothing.
+    # Rounding of allocations can leave a kind some bytes below zero.
     heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
     axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
     axes.set_xlim(0, len(rank.points) - 1)
@@ -304,7 +273,7 @@ def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
 
 
 def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
-    """Ticks where a forward, a backward, ... ends, and its name between two of them; a pipeline has too many."""
+    """Name each forward, backward and update below the axis, with ticks between them. A pipeline has too many."""
     phases = [point.label.split(",")[0] for point in points]
     begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
     if len(begins) > 12:
@@ -319,7 +288,7 @@ def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPatch:
-    """Boxes (start, end, row) as one outline: thousands of shapes of their own would be most of the file."""
+    """Return boxes (start, end, row) as one path: thousands of separate shapes would be most of the file."""
     corners, codes = [], []
     for start, end, row in boxes:
         corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]
@@ -328,43 +297,37 @@ def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPa
 
 
 def _paler(colour: str, place: int, of: int) -> str:
-    """A colour for a rank's first, second, ... stage."""
+    """Return the colour of a rank's first, second, ... stage."""
     white = 0.5 * place / max(of - 1, 1)
     return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
 
 
 def _ink(colour: str) -> str:
-    """What can be read on a colour."""
+    """Return a text colour that is readable on a colour."""
     red, green, blue = to_rgb(colour)
     return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """A picture as an element of a page.
-
-    Args:
-        name: begins all its ids, which several pictures of a page would share otherwise.
-    """
+    """Return a figure as an SVG element. The name is the prefix of its ids: no two elements of a page may share one."""
     file = io.StringIO()
     with style.context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
-    text = text[text.index("<svg") :]  # without the head of a file of its own
+    text = text[text.index("<svg") :]  # without the XML header
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # A hundredth of a point is enough.
+    # A precision of a hundredth of a point is enough.
     return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
 
 
-def _figure(picture: str, caption: str) -> str:
-    return f"<figure>\n{picture}<figcaption>{html.escape(caption)}</figcaption>\n</figure>\n"
-
-
-def _section(title: str, picture: str, caption: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{_figure(picture, caption)}"
+def _figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
+    heading = f"<h2>{title}</h2>\n" if title else ""
+    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
+    return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"
 
 
 def _report_in_html(plan: Plan, file: str) -> str:
-    """The terminal's report."""
+    """Return the terminal's report."""
     console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
     console.print(report(plan, file))
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

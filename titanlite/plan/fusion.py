@@ -1,69 +1,68 @@
-"""What torch.compile makes of a block's operators, without compiling: neighbours that only read and write elements
-become one kernel, and what no other kernel reads is never written.
+"""Model what torch.compile does with a block's operators, without compiling: neighbouring pointwise operators become
+one kernel, and results that no other kernel reads are never written.
 
-This is a model of inductor, not its run: every operator between two matrix products, attentions or collectives counts
-as fused with its neighbours.
+This is a model of inductor, not a run of it: all pointwise operators between two matrix multiplications, attentions or
+collectives count as one fused kernel.
 """
 
 from collections.abc import Sequence
 
-from titanlite.plan.op_trace import Event, Memory, Piece, Traffic, Work
+from titanlite.plan.op_trace import Allocation, Communication, Event, Memory, Work
 
-ALONE = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
-"""Beginnings of the names of operators that keep a kernel of their own."""
+UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
+"""Prefixes of the names of operators that keep a kernel of their own."""
 
 
 def is_fusible(work: Work) -> bool:
-    """Whether it goes over elements, and may so be part of a larger kernel."""
-    return not work.flops and not work.name.startswith(ALONE)
+    """Return whether an operator is pointwise, so that it can be part of a fused kernel."""
+    return not work.flops and not work.name.startswith(UNFUSED)
 
 
-def fuse(parts: Sequence[list[Event]]) -> list[list[Event]]:
-    """The same events with neighbours fused: a group's first operator has all that the group reads and writes, and the
-    others are gone; so are pieces that only the group knows.
-
-    Args:
-        parts: what is compiled as one; no kernel reaches from one into the next.
-    """
+def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
+    """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
+    operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
+    that only the group uses."""
     group_of: dict[int, int] = {}  # by the operator's identity
-    readers: dict[Piece, set[int]] = {}
-    writer: dict[Piece, int] = {}
+    readers: dict[Allocation, set[int]] = {}
+    writer: dict[Allocation, int] = {}
     group, members = 0, {}
-    for part in parts:
+    for segment in segments:
         group += 1
-        for event in part:
-            if isinstance(event, Traffic) or (isinstance(event, Work) and not is_fusible(event)):
-                group += 1
+        for event in segment:
+            separate = isinstance(event, Communication) or (isinstance(event, Work) and not is_fusible(event))
+            group += separate
             if isinstance(event, Work):
                 group_of[id(event)] = group
                 members.setdefault(group, []).append(event)
-                for piece in event.inputs:
-                    readers.setdefault(piece, set()).add(group)
-                for piece in event.outputs:
-                    writer.setdefault(piece, group)
-            if isinstance(event, Traffic) or (isinstance(event, Work) and not is_fusible(event)):
-                group += 1
-    inner = {
-        piece
-        for piece, number in writer.items()
+                for allocation in event.inputs:
+                    readers.setdefault(allocation, set()).add(group)
+                for allocation in event.outputs:
+                    writer.setdefault(allocation, group)
+            group += separate
+    internal = {
+        allocation
+        for allocation, number in writer.items()
         if is_fusible(members[number][0])
-        and piece.kind in ("temporary", "logits")
-        and readers.get(piece, set()) <= {number}
-        and piece.shape != ()
+        and allocation.kind in ("temporary", "logits")
+        and readers.get(allocation, set()) <= {number}
+        and allocation.shape != ()
     }
-    return [[new for event in part if (new := _fused(event, members, group_of, inner, writer))] for part in parts]
+    return [
+        [fused for event in segment if (fused := _fused(event, members, group_of, internal, writer))]
+        for segment in segments
+    ]
 
 
 def _fused(
     event: Event,
     members: dict[int, list[Work]],
     group_of: dict[int, int],
-    inner: set[Piece],
-    writer: dict[Piece, int],
+    internal: set[Allocation],
+    writer: dict[Allocation, int],
 ) -> Event | None:
-    """What becomes of an event; None: nothing."""
+    """Return what becomes of an event, or None if it is dropped."""
     if isinstance(event, Memory):
-        return None if event.piece in inner else event
+        return None if event.allocation in internal else event
     if not isinstance(event, Work) or not is_fusible(event):
         return event
     number = group_of[id(event)]
@@ -72,10 +71,10 @@ def _fused(
         return None
     read, written = {}, {}
     for work in group:
-        for piece in work.inputs:
-            if writer.get(piece) != number:
-                read[piece] = max(read.get(piece, 0), min(work.read, piece.largest))
-        for piece in work.outputs:
-            if piece not in inner:
-                written[piece] = max(written.get(piece, 0), min(work.written, piece.largest))
+        for allocation in work.inputs:
+            if writer.get(allocation) != number:
+                read[allocation] = max(read.get(allocation, 0), min(work.read, allocation.largest))
+        for allocation in work.outputs:
+            if allocation not in internal:
+                written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
     return event._replace(read=sum(read.values()), written=sum(written.values()))

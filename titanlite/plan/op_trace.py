@@ -1,8 +1,10 @@
-"""What a program does on fake tensors, written down: every allocation and its end, every operator's work, every
-collective. Nothing is computed and nothing is sent, so the world can have any size.
+"""Record what a program does on fake tensors: every allocation and its release, every operator, every collective.
+
+Nothing is computed and nothing is sent, so the world can have any size.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +22,8 @@ from titanlite.parallel import context
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """One rank's process group without the others: collectives return at once, with whatever their buffers held.
+    """Start one rank's process group without the other ranks. Its collectives return at once and leave their buffers
+    as they are.
 
     Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15).
     """
@@ -33,15 +36,14 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Piece:
-    """Memory that one tensor or several views of it lie in.
+class Allocation:
+    """The memory of one storage, which one tensor or several views of it use.
 
     Attributes:
-        size: bytes now.
-        largest: bytes at most, so far.
-        maker: what allocated it: an operator's name, or what `OpTrace.naming` said.
-        kind: what it is for (see titanlite/plan/memory.py); "" until somebody knows.
-        shape: of the tensor it was allocated for.
+        size, largest: bytes now, and the most so far.
+        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`.
+        kind: what it is for (see titanlite/plan/memory_timeline.py); "" until that is known.
+        shape: of the tensor that it was allocated for.
     """
 
     __slots__ = ("kind", "largest", "maker", "shape", "size")
@@ -51,9 +53,9 @@ class Piece:
 
 
 class Memory(NamedTuple):
-    """A piece grows or shrinks, in bytes: allocated or freed."""
+    """An allocation grows or shrinks by a number of bytes: it is allocated, resized or freed."""
 
-    piece: Piece
+    allocation: Allocation
     change: int
 
 
@@ -62,28 +64,27 @@ class Work(NamedTuple):
 
     Attributes:
         name: as in aten.mm.
-        flops: of matrix products and attention; 0 for all else.
-        rate: what its matrix rate is of: "bf16", "fp8", "fp32"; "" without flops.
+        flops: of matrix multiplication and attention; 0 for all other operators.
+        dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
         read, written: bytes.
-        inputs, outputs: the pieces these lie in.
+        inputs, outputs: the allocations that it reads and writes.
     """
 
     name: str
     flops: int
-    rate: str
+    dtype: str
     read: int
     written: int
-    inputs: tuple[Piece, ...]
-    outputs: tuple[Piece, ...]
+    inputs: tuple[Allocation, ...]
+    outputs: tuple[Allocation, ...]
 
 
-class Traffic(NamedTuple):
+class Communication(NamedTuple):
     """A collective, or a message.
 
     Attributes:
-        name: all_gather, reduce_scatter, all_reduce, all_to_all, send, receive, broadcast.
-        group: its process group's name.
-        size: bytes of the whole tensor: what is gathered, reduced, exchanged or sent.
+        group: name of its process group.
+        size: bytes of the full tensor that is gathered, reduced, exchanged or sent.
     """
 
     name: str
@@ -91,13 +92,15 @@ class Traffic(NamedTuple):
     size: int
 
 
-class Mark(NamedTuple):
-    """Where the program is: see titanlite/plan/rehearsal.py."""
-
-    what: tuple[Any, ...]
+Event = Memory | Work | Communication
 
 
-Event = Memory | Work | Traffic | Mark
+class Segment(NamedTuple):
+    """The events from one mark to the next. titanlite/plan/segments.py lists the marks."""
+
+    mark: tuple[Any, ...]
+    events: list[Event]
+
 
 COLLECTIVES = {
     "c10d._allgather_base_": ("all_gather", 0),
@@ -117,68 +120,65 @@ COLLECTIVES = {
     "_c10d_functional.all_reduce": ("all_reduce", 0),
     "_c10d_functional.all_to_all_single": ("all_to_all", 0),
 }
-"""Operator to the collective's name and which argument is the whole tensor; None: the result is."""
+"""Name of the collective and index of the argument that is the full tensor (None: the result), by operator."""
 
-FREE = {
-    # They move nothing: memory of any content, and what only looks at it.
-    *(
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "alias",
-        "view",
-        "_unsafe_view",
-    ),
-    *("_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_"),
-}
+# fmt: off
+VIEWS = frozenset((
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
+    "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
+))
+# fmt: on
+"""Operators that move no data: they allocate memory of any content, or return a view."""
 
 
 class OpTrace(TorchDispatchMode):
-    """Writes down what happens inside its context, which must be inside a FakeTensorMode.
+    """Records what happens inside its context, which must be inside a FakeTensorMode.
 
     Attributes:
-        events: in the order in which the CPU issues them.
-        live: pieces that exist, by their storage's number.
-        listens: whether operators are written down.
+        segments: in the order in which the CPU issues their events.
+        live: current allocations, by their storage's address.
+        enabled: whether operators are recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
-        self.live: dict[int, Piece] = {}
+        self.segments: list[Segment] = [Segment(("begin",), [])]
+        self.live: dict[int, Allocation] = {}
         self._watched: dict[int, Any] = {}
-        self.listens, self._namer = True, ""
+        self.enabled, self._maker = True, ""
 
-    def mark(self, *what: Any) -> None:
-        self.events.append(Mark(what))
+    def mark(self, *label: Any) -> None:
+        """Begin a segment."""
+        self.segments.append(Segment(label, []))
+
+    def record(self, event: Event) -> None:
+        """Add an event to the current segment."""
+        self.segments[-1].events.append(event)
 
     @contextlib.contextmanager
     def naming(self, maker: str) -> Iterator[None]:
-        """What is allocated in the body has this maker."""
-        before, self._namer = self._namer, maker
+        """Set the maker of what is allocated in the body."""
+        before, self._maker = self._maker, maker
         yield
-        self._namer = before
+        self._maker = before
 
-    def piece_of(self, tensor: Tensor) -> Piece | None:
-        """Where a plain tensor lies; None if it was made outside."""
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation of a plain tensor; None if it was allocated outside the trace."""
         return self.live.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind not in (FakeTensor, Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # DTensor and the like: what they are made of comes back here
+            return NotImplemented  # DTensor and other subclasses: their inner tensors come back here
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
-        inner = INSIDE.get(name)
-        if inner is not None:
+        implementation = DECOMPOSED.get(name)
+        if implementation is not None:
             with self:
-                return inner(*args, **kwargs)
+                return implementation(*args, **kwargs)
         out = func(*args, **kwargs)
-        if self.listens:
+        if self.enabled:
             self._record(name, func, args, kwargs, out)
         return out
 
@@ -186,133 +186,125 @@ class OpTrace(TorchDispatchMode):
         inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if name in COLLECTIVES:
-            self._pieces(name, outputs)
-            what, whole = COLLECTIVES[name]
-            tensors = [x for x in tree_iter(out if whole is None else args[whole]) if isinstance(x, Tensor)]
-            self.events.append(Traffic(what, _group_of(args), sum(map(_n_bytes, tensors))))
+            self._allocations(name, outputs)
+            collective, index = COLLECTIVES[name]
+            tensors = [x for x in tree_iter(out if index is None else args[index]) if isinstance(x, Tensor)]
+            self.record(Communication(collective, _group_of(args), sum(map(_n_bytes, tensors))))
             return
         before = {x.untyped_storage()._cdata for x in inputs}
-        written_to = self._pieces(name, outputs)
+        written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]
         mutates = func._schema.is_mutable
-        moves = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
-        if short in FREE or not moves or (not inputs and not outputs):
+        moves_data = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
+        if short in VIEWS or not moves_data or not (inputs or outputs):
             return
-        flops, rate = _flops(short, inputs, args)
-        self.events.append(
-            Work(
-                name,
-                flops,
-                rate,
-                sum(map(_n_bytes, inputs)),
-                sum(map(_n_bytes, outputs)) if outputs else (_n_bytes(inputs[0]) if mutates else 0),
-                tuple(piece for x in inputs if (piece := self.piece_of(x))),
-                tuple(written_to),
-            )
-        )
+        flops, dtype = _flops(short, inputs, args)
+        read = sum(map(_n_bytes, inputs))
+        written = sum(map(_n_bytes, outputs)) if outputs else (_n_bytes(inputs[0]) if mutates else 0)
+        read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
+        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
 
-    def _pieces(self, name: str, tensors: list[Tensor]) -> list[Piece]:
-        """The pieces of some tensors; those that are new begin here."""
-        found = []
+    def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
+        """Return the allocations of some tensors, and record those that are new."""
+        allocations = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            piece = self.live.get(key)
-            if piece is None and tensor.device.type != "meta":
-                piece = self.live[key] = Piece(self._namer or name, tuple(tensor.shape))
-                self.change(piece, storage.nbytes())
-                self._watched[key] = weakref.ref(storage, self._ender(key))
-            if piece is not None:
-                found.append(piece)
-        return found
+            allocation = self.live.get(key)
+            if allocation is None and tensor.device.type != "meta":
+                allocation = self.live[key] = Allocation(self._maker or name, tuple(tensor.shape))
+                self.resize(allocation, storage.nbytes())
+                self._watched[key] = weakref.ref(storage, functools.partial(self._free, key))
+            if allocation is not None:
+                allocations.append(allocation)
+        return allocations
 
-    def _ender(self, key: int) -> Callable[[Any], None]:
-        def end(_: Any) -> None:
-            self._watched.pop(key, None)
-            piece = self.live.pop(key, None)
-            if piece is not None:
-                self.change(piece, -piece.size)
+    def _free(self, key: int, _: Any) -> None:
+        self._watched.pop(key, None)
+        allocation = self.live.pop(key, None)
+        if allocation is not None:
+            self.resize(allocation, 0)
 
-        return end
-
-    def change(self, piece: Piece, change: int) -> None:
-        """Bytes that a piece grows by."""
+    def resize(self, allocation: Allocation, size: int) -> None:
+        """Record an allocation's new size in bytes."""
+        change = size - allocation.size
         if change:
-            piece.size += change
-            piece.largest = max(piece.largest, piece.size)
-            self.events.append(Memory(piece, change))
+            allocation.size = size
+            allocation.largest = max(allocation.largest, size)
+            self.record(Memory(allocation, change))
 
 
-INSIDE: dict[str, Callable[..., Any]] = {
+DECOMPOSED: dict[str, Callable[..., Any]] = {
     "titanlite.context_attention": context._attention._init_fn,
     "titanlite.context_attention_backward": context._attention_backward._init_fn,
 }
-"""Operators of our own, which are written down as what they consist of."""
+"""Custom operators of titanlite, which are recorded as the operators that they call."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):
+            with contextlib.suppress(RuntimeError, TypeError):  # not a process group
                 return dist.ProcessGroup.unbox(arg).group_name
     return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
 
 
 def _n_bytes(tensor: Tensor) -> int:
-    """Of what an operator touches: a view that repeats itself is read once."""
+    """Return the bytes that an operator touches: those of an expanded view are read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...]) -> tuple[int, str]:
-    """Operations of a matrix product or of attention (causal: of the half that counts), and at what rate they run."""
+    """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), and the
+    dtype whose peak rate applies."""
     if name in ("mm", "addmm", "bmm", "_scaled_mm"):
         left, right = (inputs[1], inputs[2]) if name == "addmm" else (inputs[0], inputs[1])
         flops = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1] * (left.shape[0] if name == "bmm" else 1)
-        return flops, "fp8" if name == "_scaled_mm" else _rate(left)
+        return flops, "fp8" if name == "_scaled_mm" else _rate_dtype(left)
     if "scaled_dot_product" in name:
         backward = "backward" in name
         q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
-        products = 5 if backward else 2  # the backward computes the scores again
+        products = 5 if backward else 2  # the backward recomputes the scores
         pairs = q.shape[2] * k.shape[2]
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
-        return products * 2 * q.shape[0] * q.shape[1] * pairs * q.shape[3] // (2 if causal else 1), _rate(q)
+        return products * 2 * q.shape[0] * q.shape[1] * pairs * q.shape[3] // (2 if causal else 1), _rate_dtype(q)
     return 0, ""
 
 
-def _rate(tensor: Tensor) -> str:
+def _rate_dtype(tensor: Tensor) -> str:
     return "bf16" if tensor.dtype in (torch.bfloat16, torch.float16) else "fp32"
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[OpTrace]:
-    """Fake tensors, and a tape of what is done with them.
+    """Enter a FakeTensorMode and record an op trace of what is done in it.
 
-    Private: what FSDP frees and restores, past all operators, through UntypedStorage.resize_; and that DTensor tries
-    operators on fake whole tensors, to learn what shape comes out, which no run with real ones spends memory on
-    (ShardingPropagator; the same name in torch 2.11 to 2.15).
+    Private: UntypedStorage.resize_, by which FSDP frees and allocates gathered weights without an operator; and
+    ShardingPropagator (the same name in torch 2.11 to 2.15), by which DTensor runs operators on fake full tensors to
+    learn the shape of the result. A real run spends no memory on the latter, so it is not recorded.
     """
-    tape, name = OpTrace(), "_propagate_tensor_meta_non_cached"
+    trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"
     resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        piece = tape.live.get(storage._cdata)
-        if piece is not None:
-            piece.kind = "gathered"
-            tape.change(piece, size - piece.size)
+    def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        allocation = trace.live.get(storage._cdata)
+        if allocation is not None:
+            allocation.kind = "gathered"
+            trace.resize(allocation, size)
         return resize(storage, size)
 
-    def propagate_quietly(*args: Any) -> Any:
-        before, tape.listens = tape.listens, False
+    def unrecorded_propagate(*args: Any) -> Any:
+        before, trace.enabled = trace.enabled, False
         try:
             return propagate(*args)
         finally:
-            tape.listens = before
+            trace.enabled = before
 
-    torch.UntypedStorage.resize_ = resize_
-    setattr(ShardingPropagator, name, propagate_quietly)
+    torch.UntypedStorage.resize_ = recorded_resize
+    setattr(ShardingPropagator, name, unrecorded_propagate)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), tape:
-            yield tape
+        with FakeTensorMode(allow_non_fake_inputs=True), trace:
+            yield trace
     finally:
         torch.UntypedStorage.resize_ = resize
         setattr(ShardingPropagator, name, propagate)

@@ -1,0 +1,99 @@
+"""Plan every config for GPUs, and variants of it, and write the tables of docs/reference_configs.md.
+
+    python benchmarks/reference_configs.py            (about three minutes on two idle cores)
+
+The test of the same name plans the configs again and compares the page with the plans.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from titanlite.config import load
+from titanlite.plan.planner import make_plan
+from titanlite.plan.result import Plan
+from titanlite.summary import describe_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = (
+    *("llama2_7b", "llama3_8b", "llama2_13b", "llama_30b", "70b", "175b", "405b_512", "405b"),
+    *("llama3_8b_256k", "llama3_8b_1m"),
+)
+SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective"
+BATCH = "--training.local_batch_size=64", "--training.global_batch_size=256"
+VARIANTS = (
+    ("llama_30b", "2 gradient accumulation steps", "--training.local_batch_size=16"),
+    ("70b", "without float8", "--float8.enable=false"),
+    ("405b_512", *SELECTIVE),
+    ("405b_512", "per-device batch of 64 sequences, global batch of 256", *BATCH),
+    ("405b", *SELECTIVE),
+    ("llama3_8b_256k", *SELECTIVE),
+    ("llama3_8b_256k", "unchunked cross-entropy", "--training.loss_chunks=1"),
+)
+PAGE = ROOT / "docs" / "reference_configs.md"
+RESULTS = "GiB, worst rank | spare | tokens/s per device | MFU | pipeline bubble |"
+HEAD = f"| config | devices | layout | AC | float8 | {RESULTS}"
+HEAD_VARIANTS = f"| config | variant | {RESULTS}"
+
+
+def planned(name: str, *overrides: str) -> Plan:
+    """Return the plan of a config with some options overridden."""
+    return make_plan(load([str(ROOT / "configs" / f"{name}.toml"), *overrides]))
+
+
+def results(plan: Plan) -> list[str]:
+    """Return the last five cells of a line."""
+    worst, memory = plan.worst.total / 2**30, plan.device.memory / 2**30
+    return [
+        f"{worst:.1f}",
+        f"{memory - worst:.1f}",
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.mfu:.1%}",
+        f"{plan.pipeline_bubble:.1%}" if plan.spans else "-",
+    ]
+
+
+def table_line(cells: Iterable[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def config_line(name: str) -> str:
+    """Plan a config and return its line of the table."""
+    plan = planned(name)
+    layout = " x ".join(degree for degree in describe_mesh(plan.config).split(" x ") if not degree.endswith(" 1"))
+    cells = [
+        f"[{name}](../configs/{name}.toml)",
+        f"{plan.world_size:,} {plan.config.plan.device}",
+        layout,
+        plan.config.activation_checkpoint.mode,
+        "yes" if plan.config.float8.enable else "no",
+    ]
+    return table_line(cells + results(plan))
+
+
+def lines_of_the_page() -> dict[str, str]:
+    """Return the lines of the first table of the page, by config."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| [")]
+    return {line.split("]")[0].removeprefix("| ["): line for line in lines}
+
+
+def write(head: str, table: Iterable[str]) -> None:
+    """Replace the lines below a table's head."""
+    lines = []
+    for text in table:
+        print(text, flush=True)
+        lines.append(text)
+    before, _, rest = PAGE.read_text().partition(head)
+    after = rest[rest.index("\n\n") :]
+    rule = "|" + " --- |" * (head.count("|") - 1)
+    PAGE.write_text("\n".join([before + head, rule, *lines]) + after)
+
+
+def main() -> None:
+    write(HEAD, map(config_line, NAMES))
+    variants = (table_line([name, label, *results(planned(name, *options))]) for name, label, *options in VARIANTS)
+    write(HEAD_VARIANTS, variants)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A closed-form estimate of a layout's memory. It decides which layouts are worth a plan."""
+
+import math
+
+from titanlite.advise.search_space import STATE_BYTES, Candidate, Task
+from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
+from titanlite.plan.planner import FRAGMENTATION, overhead_bytes
+
+
+def estimate_bytes(task: Task, candidate: Candidate) -> float:
+    """Return the bytes that the worst rank needs, from the model's dimensions alone: weights, gradients and optimizer
+    states; gathered weights; activations of the microbatches in flight; logits; messages; non-tensor overhead."""
+    mesh, model, schedule = candidate.mesh, task.model, candidate.schedule
+    layer_weights, saved, working, between = _layer_bytes(task, candidate)
+    tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
+    matrix = model.dim * model.vocab_size / mesh.tp
+    shards = mesh.dp_shard * mesh.cp
+    n_layers = model.n_layers
+    if mesh.pp > 1:  # the embedding and the head count as a layer each when layers are assigned to stages
+        n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
+    weights = n_layers * layer_weights
+    if mesh.pp == 1:
+        weights += matrix if model.tie_embeddings else 2 * matrix
+        # Two layers are gathered at a time, and the gradients of one are reduced.
+        gathered = max(4 * layer_weights, 2 * matrix) + max(6 * layer_weights, 6 * matrix)
+        in_flight, messages = n_layers, 0.0
+    else:
+        # Weights stay gathered and gradients unsharded in a gradient accumulation step.
+        gathered = weights * (2 + 4)
+        n_microbatches = candidate.local_batch // candidate.microbatch
+        in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
+        # Receive buffers of each stage in both directions, and, except under 1F1B, what was sent.
+        messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
+        if schedule in SPLIT_BACKWARD:
+            gathered += mesh.pp * n_layers / candidate.stages * between
+    logits = 10 * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
+    total = weights / shards * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
+    degrees = (mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses)
+    return total * (1 + FRAGMENTATION) + sum(overhead_bytes(task.device, degrees).values())
+
+
+def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
+    """Return the most forwards of a stage whose backward is yet to come, on the first rank, which has the most."""
+    pp, stages = candidate.mesh.pp, candidate.stages
+    if candidate.schedule in V_SHAPED:
+        return min(2 * pp, 2 * n_microbatches)
+    ahead = (stages - 1) * pp + 2 * (pp - 1) + 1 if stages > 1 else pp
+    return min(ahead, n_microbatches * stages)
+
+
+def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float, float]:
+    """Return, for a layer of a rank and one microbatch, the number of gathered weights, the bytes saved for backward,
+    those of temporary results, and those between the two parts of a split backward."""
+    mesh, model = candidate.mesh, task.model
+    tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
+    dim, kv_dim = model.dim, 2 * model.dim * model.n_kv_heads // model.n_heads
+    matrices = 1 if model.tie_embeddings else 2
+    weights = (task.n_parameters - matrices * dim * model.vocab_size - dim) / model.n_layers / mesh.tp
+    full = candidate.checkpointing == "full"
+    # The plan takes a compiled block as one that recomputes pointwise results, as inductor's partitioner does.
+    recomputes = full or candidate.checkpointing == "selective" or candidate.compiled
+    # Values per token. Tensor parallelism gathers some activations in full. Saved are the block's input and the results
+    # of its matrix multiplications and of attention; eager, everything else too.
+    unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
+    results = 5 * dim + kv_dim + 2 * model.ffn_dim + unsharded
+    everything = 12 * dim + 3 * kv_dim + 4 * model.ffn_dim + unsharded
+    saved = dim if full else results if recomputes else everything
+    working = everything if full else everything - results
+    between = everything if full else results / 2
+    return weights, 2 * tokens * saved, 2 * tokens * working, 2 * tokens * between

@@ -1,0 +1,48 @@
+"""Plan a config without the hardware that it names.
+
+    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE]
+
+Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
+with figures (memory over the step, pipeline schedule, step time). A config that cannot run is rejected with the same
+lines as by `titanlite train`.
+
+Exit status: 0 it fits its device; 1 it does not; 2 the config is wrong.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from titanlite.config import load
+from titanlite.config.loader import ConfigError, print_problems
+from titanlite.plan.planner import make_plan, silence_warnings
+from titanlite.plan.report import print_report, verdict
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite plan`. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite plan",
+        usage="%(prog)s CONFIG.toml [--section.key=value ...] [--html FILE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan with figures as an HTML page")
+    arguments, config_arguments = parser.parse_known_args(argv)
+    silence_warnings()
+    begin = time.monotonic()
+    try:
+        loaded = load(config_arguments)
+        plan = make_plan(loaded, show_progress=True)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    print_report(plan, loaded.file)
+    if arguments.html:
+        from titanlite.plan.figures import write_html  # here: matplotlib takes a second to import
+
+        write_html(plan, loaded.file, arguments.html)
+        print(f"wrote {arguments.html}")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 0 if verdict(plan)[0] else 1

@@ -1,0 +1,176 @@
+"""Plan a config: dry runs of its stages, and what they add up to on the device that the config names."""
+
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+
+from titanlite import build, devices
+from titanlite.config import Config, Launch, check
+from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
+from titanlite.config.loader import LoadedConfig
+from titanlite.config.schema import stage_modules
+from titanlite.config.stage_split import module_names, rank_of_stage
+from titanlite.launcher import ranks_wanted
+from titanlite.model import flops_per_token
+from titanlite.plan.cost_model import CostModel
+from titanlite.plan.dry_run import DryRun, checkpointing_period, dry_run
+from titanlite.plan.find_device import find_device
+from titanlite.plan.memory_timeline import Bytes, Point
+from titanlite.plan.progress_bar import progress_bar
+from titanlite.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.plan.segments import layers_of
+from titanlite.plan.step import StageCost, pipelined_step, single_stage_step
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""CUDA context, kernels and cuBLAS workspaces: what nvidia-smi shows of a process before its first tensor."""
+GROUP_BYTES = int(0.25 * 2**30)
+"""NCCL buffers of a process group."""
+FRAGMENTATION = 0.03
+"""Share of the peak that the caching allocator cannot use, with expandable segments."""
+
+
+def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
+    """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
+
+    Args:
+        world_size: number of ranks; None: what the degrees ask for, or, where data_parallel_shard_degree is -1, those
+            of a node.
+
+    Raises:
+        ConfigError: with the problems that train.py reports.
+    """
+    device = find_device(loaded.config.plan.device)
+    per_node = devices_per_node(loaded.config, device)
+    n_devices = 0 if loaded.config.plan.device == "cpu" else per_node
+    world = world_size or ranks_wanted(loaded, os.environ, n_devices)
+    return check(loaded, Launch(0, 0, world, min(world, per_node), n_devices)), device, world
+
+
+def make_plan(
+    loaded: LoadedConfig[Config], *, world_size: int | None = None, fold: bool = True, show_progress: bool = False
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        world_size: see `resolve`.
+        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
+        show_progress: show progress on standard error.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    config, device, world = resolve(loaded, world_size)
+    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+    names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
+    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
+    dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
+    per_node = devices_per_node(config, device)
+    stages = [StageCost(config, result, CostModel(device, result.axes, per_node)) for result in dry_runs]
+    step = single_stage_step(config, stages[0]) if degree == 1 else pipelined_step(config, stages, ranks)
+    degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
+    degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
+    degrees += [parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree]
+    sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
+    return Plan(
+        config=config,
+        device=device,
+        world_size=world,
+        ranks=[_rank_plan(config, rank, points, overhead) for rank, points in enumerate(step.points)],
+        spans=step.spans,
+        cost=step.cost,
+        step_seconds=step.seconds,
+        update_seconds=step.update_seconds,
+        flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
+        n_parameters=sum(sizes.values()),
+        axes=dict(dry_runs[0].axes.values()),
+    )
+
+
+def config_for_dry_run(config: Config) -> Config:
+    """Return a config that fake tensors can run, with the same allocations and the same work.
+
+    A compiled block runs as Python and recomputes pointwise results in its backward, as inductor's partitioner does; it
+    is fused afterwards (fusion.py). Fake tensors are the CPU's, so the attention backend is set to the one that CUDA
+    would choose. Offloaded weights stay on the device, where they are gathered from.
+    """
+    backend, mode = config.training.attention_backend, config.activation_checkpoint.mode
+    if backend == "auto" and config.plan.device != "cpu":
+        backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
+    compiled = config.compile.enable and "model" in config.compile.components
+    if mode == "memory_budget" or (compiled and mode == "none"):
+        mode = "selective"
+        config = config.replace(activation_checkpoint__selective_ac_option="op")
+    return config.replace(
+        training__attention_backend=backend,
+        training__enable_cpu_offload=False,
+        compile__enable=False,
+        activation_checkpoint__mode=mode,
+        parallelism__enable_async_tensor_parallel=False,
+    )
+
+
+def _dry_run_stages(
+    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
+) -> list[DryRun]:
+    """Return the dry run of each stage. Stages that are alike share one. Each dry run has its own process, because
+    torch keeps the process groups of a world until the process ends."""
+    fused = config.compile.components if config.compile.enable else ()
+    config = config_for_dry_run(config)
+    period = checkpointing_period(config)
+
+    def kind_of(names: list[str]) -> tuple:
+        layers = layers_of(names)
+        return tuple(name for name in names if name not in layers), len(layers), int(layers[0].split(".")[1]) % period
+
+    kinds: dict[tuple, int] = {}
+    for number, names in enumerate(stages):
+        kinds.setdefault(kind_of(names), number)
+    futures: dict[tuple, Future[DryRun]] = {}
+    with (
+        process_pool(len(kinds), preload="titanlite.plan.dry_run", max_tasks_per_child=1) as pool,
+        progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
+    ):
+        for kind, number in kinds.items():
+            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
+            futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
+        for _ in as_completed(futures.values()):
+            advance(1)
+    return [futures[kind_of(names)].result() for names in stages]
+
+
+def process_pool(n: int, *, preload: str, max_tasks_per_child: int | None = None) -> ProcessPoolExecutor:
+    """Return a pool of at most n processes, and no more than there are cores, that start with a module imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    workers = min(n, os.cpu_count() or 1)
+    return ProcessPoolExecutor(workers, context, initializer=silence_warnings, max_tasks_per_child=max_tasks_per_child)
+
+
+def silence_warnings() -> None:
+    """Silence the warnings of libraries: they are about real runs."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
+    """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak. Each axis whose degree
+    is above 1 has a process group, and so have all ranks together."""
+    if device == devices.DEVICES["cpu"]:
+        return {}
+    groups = 1 + sum(degree > 1 for degree in degrees)
+    return {"CUDA context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
+
+
+def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:
+    """Return a rank's plan, with what is offloaded moved to host memory and fragmentation added to the overhead."""
+    offloaded: Bytes = {}
+    if config.training.enable_cpu_offload:
+        kinds = ("parameters", "gradients", "optimizer")
+        offloaded = {kind: max(point.bytes[kind] for point in points) for kind in kinds}
+        points = [Point(point.label, {**point.bytes, **dict.fromkeys(kinds, 0)}) for point in points]
+    peak = max(point.total for point in points)
+    fragmentation = {"fragmentation": round(FRAGMENTATION * peak)} if overhead else {}
+    return RankPlan(rank, points, offloaded, {**overhead, **fragmentation})

@@ -1,0 +1,189 @@
+"""Put a training step together from the dry runs of its stages: memory of each rank, and time."""
+
+from typing import NamedTuple
+
+import torch
+
+from titanlite.config import Config
+from titanlite.config.stage_split import ONE_STAGE
+from titanlite.plan.cost_model import Cost, CostModel
+from titanlite.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_steps
+from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
+from titanlite.plan.schedule import Action, Span, all_actions, simulate
+from titanlite.plan.segments import KINDS
+
+ROUNDING = 512
+"""Bytes that CUDA's caching allocator rounds each tensor up to."""
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class StageCost:
+    """The dry run of a stage and what its phases cost."""
+
+    def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
+        self.dry_run, self.cost_model = dry_run, cost_model
+        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
+        self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
+        self._segment_costs: dict[int, Cost] = {}
+        self._phase_costs: dict[tuple, Cost] = {}
+
+    def of_phase(self, key: tuple) -> Cost:
+        """Return the cost of a phase: of its segments, one after the other."""
+        if key not in self._phase_costs:
+            total = Cost()
+            for segment in self.dry_run.phases.get(key, []):
+                if id(segment.events) not in self._segment_costs:  # the copies of a folded layer share its events
+                    self._segment_costs[id(segment.events)] = self.cost_model.cost(segment.events)
+                total.add(self._segment_costs[id(segment.events)])
+            self._phase_costs[key] = total
+        return self._phase_costs[key]
+
+    def of_action(self, action: Action) -> Cost:
+        """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
+        forward's matrix multiplications, and the input gradient the rest of the backward. A first stage has no input
+        gradient."""
+        if action.kind == "F":
+            return self.of_phase(("F", 0 if self.exposed_gather and action.microbatch == 0 else 1))
+        backward = self.of_phase(("B", min(action.microbatch, 1)))
+        if action.kind == "B":
+            return backward
+        weight = self.of_phase(("F", 1)).seconds["matmul"] / backward.elapsed if action.stage else 1.0
+        cost = Cost()
+        cost.add(backward, weight if action.kind == "W" else 1 - weight)
+        return cost
+
+    def seconds_of_all_weights(self, phase: str) -> float:
+        """Return the seconds of "reduce" or "update", for all the stage's weights."""
+        return self.of_phase((phase,)).elapsed * self.dry_run.scale
+
+
+class Step(NamedTuple):
+    """Memory and time of a step; see Plan. `points` are each pipeline rank's."""
+
+    points: list[list[Point]]
+    spans: list[list[Span]]
+    cost: Cost
+    seconds: float
+    update_seconds: float
+
+
+def single_stage_step(config: Config, stage: StageCost) -> Step:
+    """Return the step of a config without a pipeline."""
+    timeline, cost = MemoryTimeline(stage.dry_run.persistent, _rounding(config)), Cost()
+    phases = stage.dry_run.phases
+    for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
+        for kind, label in (("F", "forward"), ("B", "backward")):
+            timeline.replay(phases[kind, number], label)
+            cost.add(stage.of_phase((kind, number)), times)
+    timeline.replay(phases[("update",)], "update")
+    cost.add(stage.of_phase(("update",)), stage.dry_run.scale)
+    return Step([timeline.points], [], cost, cost.elapsed, stage.seconds_of_all_weights("update"))
+
+
+def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) -> Step:
+    """Return the step of a config with a pipeline, from the model's stages in order and the rank of each."""
+    parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
+    degree = parallelism.pipeline_parallel_degree
+    message = _message_bytes(config)
+    neighbours = [0, parallelism.world_size // degree]
+    message_seconds = stages[0].cost_model.collective_seconds("send", message, neighbours)
+    actions = all_actions(parallelism.pipeline_parallel_schedule, degree, n_stages, config.n_microbatches)
+    spans = simulate(actions, n_stages, lambda action: stages[action.stage].of_action(action).elapsed, message_seconds)
+    points, costs, reductions, updates = [], [], [], []
+    for rank, groups in enumerate(actions):
+        own = {number: stage for number, stage in enumerate(stages) if ranks[number] == rank}
+        own_actions = [action for group in groups for action in group]
+        points.append(_PipelineRank(config, own).points(own_actions))
+        cost, n_messages = Cost(), 0
+        for action in own_actions:
+            cost.add(own[action.stage].of_action(action), n_steps)
+            neighbour = action.stage + (1 if action.kind == "F" else -1)
+            n_messages += n_steps * (action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own)
+        for stage in own.values():
+            cost.add(stage.of_phase(("reduce",)), stage.dry_run.scale * n_steps)
+            cost.add(stage.of_phase(("update",)), stage.dry_run.scale)
+        cost.communication["pp", "send"] = n_messages, n_messages * message
+        cost.seconds["communication: pp"] += n_messages * message_seconds
+        costs.append(cost)
+        reductions.append(sum(stage.seconds_of_all_weights("reduce") for stage in own.values()))
+        updates.append(sum(stage.seconds_of_all_weights("update") for stage in own.values()))
+    end = max(span.end for rank in spans for span in rank)
+    seconds = (end + max(reductions)) * n_steps + max(updates)
+    return Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
+
+
+def _rounding(config: Config) -> int:
+    return 1 if config.plan.device == "cpu" else ROUNDING
+
+
+def _message_bytes(config: Config) -> int:
+    batch, tokens, dim = config.hidden_shape
+    return batch * tokens * dim * getattr(torch, config.training.mixed_precision_param).itemsize
+
+
+class _PipelineRank:
+    """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
+
+    def __init__(self, config: Config, stages: dict[int, StageCost]):
+        self.config, self.stages = config, stages
+        self.message, n_stages = _message_bytes(config), config.parallelism.n_stages
+        self.last_stage, self.last_microbatch = n_stages - 1, config.n_microbatches - 1
+        self.persistent: Bytes = {}
+        for number, stage in stages.items():
+            for kind, size in stage.dry_run.persistent.items():
+                self.persistent[kind] = self.persistent.get(kind, 0) + size
+            # torch receives each microbatch into a buffer of its own and keeps it.
+            buffers = (number > 0) + (number < self.last_stage)
+            self.persistent["communication"] += buffers * config.n_microbatches * self.message
+        self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).dry_run.rotary
+        self.timeline = MemoryTimeline(self.persistent, _rounding(config))
+
+    def points(self, actions: list[Action]) -> list[Point]:
+        """Return the rank's memory over a step. After the second, all gradient accumulation steps are alike."""
+        stages, timeline = self.stages, self.timeline
+        gradients = sum(stage.dry_run.gradients for stage in stages.values())
+        for _ in range(min(self.config.gradient_accumulation_steps, 2)):
+            with_gradients: set[int] = set()
+            for action in actions:
+                self._replay(action, first_backward=action.stage not in with_gradients)
+                if action.kind in "BW":
+                    with_gradients.add(action.stage)
+                timeline.current_bytes["communication"] += self._unsent(action) * self.message
+            for stage in stages.values():
+                timeline.replay(stage.dry_run.phases[("reduce",)], "reduce")
+            timeline.set_current({**self.persistent, "gradients": gradients})
+        for stage in stages.values():
+            timeline.replay(stage.dry_run.phases[("update",)], "update")
+        return timeline.points
+
+    def _unsent(self, action: Action) -> int:
+        """Return how many messages an action leaves allocated until the end of the step, when torch waits for what it
+        sent (under 1F1B it waits at once). They are outputs, which a backward would free, and input gradients."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        if schedule == "1F1B":
+            return 0
+        output = action.kind in "BW" and action.stage < self.last_stage and action.stage + 1 not in self.stages
+        gradient = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in self.stages
+        return (output and schedule != "GPipe") + gradient
+
+    def _replay(self, action: Action, *, first_backward: bool) -> None:
+        """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
+        timeline, phases, kind = self.timeline, self.stages[action.stage].dry_run.phases, action.kind
+        label = f"{ACTION_NAMES[kind]} of stage {action.stage}"
+        if action.stage == 0 and kind in "IW":  # a first stage takes its full backward with the weight gradient
+            if kind == "I":
+                return
+            kind = "B"
+        if kind == "I":
+            timeline.replay(phases[("I", SPLIT)], label, without="message")
+        elif kind == "W":
+            # It frees what the forward and the input gradient left. Its own phase lacks the folded layers.
+            nets = [timeline.net(phases[key, SPLIT], without="message") for key in "FI"]
+            after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}
+            if first_backward:
+                after["gradients"] += timeline.net(phases[("B", 0)], without="message")["gradients"]
+            timeline.replay(phases[("W", SPLIT)], label, without="message")
+            timeline.set_current(after)
+        else:
+            number = 0 if action.microbatch == 0 else 2 if action.microbatch == self.last_microbatch else 1
+            timeline.replay(phases.get((kind, number)) or phases[kind, 0], label, without="message")
