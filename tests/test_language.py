@@ -123,7 +123,7 @@ TERMS = {
     "fake tensors": "titanlite/plan/op_trace.py",
     "dry run": "titanlite/plan/dry_run.py",
     "NVLink": "titanlite/devices.py",
-    "all-gather": "titanlite/plan/cost_model.py",
+    "all-gather": "titanlite/parallel/tensor.py",
     "layout search": "titanlite/advise/search.py",
     "parity test": "titanlite/parity/compare.py",
     "single-process reference": "titanlite/parity/reference.py",
