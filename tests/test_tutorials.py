@@ -53,9 +53,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def pattern_of(line: str) -> str:
-    """Return a regular expression for a line of output in which every number may be another one."""
+    """Return a regular expression for a line of output: every number may be another one, and ... is anything."""
     parts = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in NUMBER.split(line)]
-    return r"-?[\d.,:e+-]+".join(parts)
+    return r"-?[\d.,:e+-]+".join(parts).replace(re.escape("..."), ".*")
 
 
 def missing_lines(shown: str, output: str) -> list[str]:
