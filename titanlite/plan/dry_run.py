@@ -113,6 +113,7 @@ def dry_run(
         else:
             _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
         _update(config, trace, stage, optimizer)
+        trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
     _fuse_compiled(trace.segments, fused)
@@ -150,7 +151,6 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim
         scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
         _optimizer_step(trace, optimizer)
         optimizer.zero_grad()
-    trace.mark("end")
 
 
 def _create_states(optimizer: torch.optim.Optimizer) -> None:

@@ -102,27 +102,20 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
+# fmt: off
 COLLECTIVES = {
-    "c10d._allgather_base_": ("all_gather", 0),
-    "c10d.allgather_": ("all_gather", 0),
+    "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
     "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_": ("reduce_scatter", 1),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
     "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d.allreduce_": ("all_reduce", 0),
-    "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d.alltoall_base_": ("all_to_all", 0),
-    "c10d.broadcast_": ("broadcast", 0),
-    "c10d.send": ("send", 0),
-    "c10d.recv_": ("receive", 0),
+    "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
+    "c10d.alltoall_base_": ("all_to_all", 0), "c10d.broadcast_": ("broadcast", 0),
+    "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0),
-    "_c10d_functional.all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", 0),
 }
 """Name of the collective and index of the argument that is the full tensor (None: the result), by operator."""
-
-# fmt: off
 VIEWS = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",

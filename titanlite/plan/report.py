@@ -85,8 +85,8 @@ def communication_table(plan: Plan) -> Table:
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):
         n_ranks, n_nodes = plan.axis_size(axis)
         interconnect = "within a node" if n_nodes == 1 else f"network, {n_nodes} nodes"
-        row = (axis, name, str(n_ranks), interconnect, str(count))
-        table.add_row(*row, f"{size / GIB:.2f}", f"{size / GIB / count:.4f}")
+        sizes = f"{size / GIB:.2f}", f"{size / GIB / count:.4f}"
+        table.add_row(axis, name, str(n_ranks), interconnect, str(count), *sizes)
     return table
 
 
@@ -150,7 +150,4 @@ def budget_line(plan: Plan) -> str:
 
 def print_report(plan: Plan, file: str) -> None:
     """Print the report, at least 126 columns wide: a wrapped line is easier to read than a truncated cell."""
-    console = Console(highlight=False)
-    if console.width < WIDTH:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(report(plan, file))
+    Console(highlight=False, width=max(Console().width, WIDTH)).print(report(plan, file))
