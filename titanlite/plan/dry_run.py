@@ -61,8 +61,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return the number of layers after which all that a layer does repeats. Where FSDP prefetches, it is at least the
-    number of layers that are prefetched."""
+    """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
     period, parallelism = checkpointing_period(config), config.parallelism
     prefetched = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
     return max(math.ceil(prefetched / period), 1) * period
@@ -86,7 +85,6 @@ def dry_run(
     """Run one training step of a stage, given by the names of its modules and its number.
 
     Args:
-        config: resolved.
         pipeline_rank: the rank that has the stage.
         fused: which of "model" and "loss" to treat as compiled (fusion.py).
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
@@ -169,8 +167,7 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _create_low_bit_tables() -> None:
-    """Have torchao create the value tables of 8-bit optimizer states, which it caches and cannot create from fake
-    tensors."""
+    """Have torchao cache the value tables of 8-bit optimizer states, which it cannot create from fake tensors."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     for signed in (True, False):

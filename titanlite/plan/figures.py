@@ -26,10 +26,12 @@ from titanlite.plan.result import Plan, RankPlan
 
 # The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
 # too, so that they can be told apart in a greyscale print.
+# fmt: off
 KIND_COLOURS = {
-    **{"parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77"},
-    **{"activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb"},
+    "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
+    "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
 }
+# fmt: on
 ACTIONS = {
     "F": ("#8fbce6", "forward"),
     "B": ("#c8553d", "backward"),

@@ -37,7 +37,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Allocation:
-    """The memory of one storage, which one tensor or several views of it use.
+    """The memory of a storage, which a tensor and its views use.
 
     Attributes:
         size, largest: bytes now, and the most so far.
@@ -187,13 +187,12 @@ class OpTrace(TorchDispatchMode):
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]
-        mutates = func._schema.is_mutable
-        moves_data = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
+        moves_data = func._schema.is_mutable or any(x.untyped_storage()._cdata not in before for x in outputs)
         if short in VIEWS or not moves_data or not (inputs or outputs):
             return
         flops, dtype = _flops(short, inputs, args)
         read = sum(map(_n_bytes, inputs))
-        written = sum(map(_n_bytes, outputs)) if outputs else (_n_bytes(inputs[0]) if mutates else 0)
+        written = sum(map(_n_bytes, outputs or inputs[:1]))  # without a result it changes its first input
         read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
         self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
 

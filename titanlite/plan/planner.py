@@ -36,8 +36,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
 
     Args:
-        world_size: number of ranks; None: what the degrees ask for, or, where data_parallel_shard_degree is -1, those
-            of a node.
+        world_size: number of ranks; None: what the degrees ask for, or, if one of them is -1, those of a node.
 
     Raises:
         ConfigError: with the problems that train.py reports.
@@ -115,8 +114,8 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
 ) -> list[DryRun]:
-    """Return the dry run of each stage. Stages that are alike share one. Each dry run has its own process, because
-    torch keeps the process groups of a world until the process ends."""
+    """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
+    the process groups of a world until the process ends."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     period = checkpointing_period(config)

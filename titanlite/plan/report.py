@@ -141,10 +141,8 @@ def budget_line(plan: Plan) -> str:
     hours = steps * plan.step_seconds / 3600
     device_hours = hours * plan.world_size
     energy = device_hours * plan.device.watts / 1e6
-    line = (
-        f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
-        f"{energy:,.2f} MWh at {plan.device.watts:.0f} W per device"
-    )
+    line = f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
+    line += f"{energy:,.2f} MWh at {plan.device.watts:.0f} W per device"
     return line + (f", costs {device_hours * options.price:,.0f}" if options.price else "")
 
 

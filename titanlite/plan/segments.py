@@ -18,7 +18,7 @@ KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "log
 
 
 Phases = dict[tuple[Any, ...], list[Segment]]
-"""Segments of each phase of a step, with all layers, by the mark that begins the phase."""
+"""Segments of each phase, with all layers, by the mark that begins it."""
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
