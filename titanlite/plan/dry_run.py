@@ -36,7 +36,7 @@ class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
     Attributes:
-        persistent: bytes by kind that exist from step to step.
+        persistent: bytes that exist from step to step.
         phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
             ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",).
         axes: axis and ranks of each process group, by the group's name.
@@ -99,7 +99,10 @@ def dry_run(
         axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, folded.names, CPU)
         if config.optimizer.state_dtype == "int8":
-            _create_low_bit_tables()
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            for signed in (True, False):  # torchao caches its value tables, and cannot create them from fake tensors
+                OptimState8bit.zeros((256,), signed, 256)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
@@ -164,14 +167,6 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
     if not low_bit:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _create_low_bit_tables() -> None:
-    """Have torchao cache the value tables of 8-bit optimizer states, which it cannot create from fake tensors."""
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    for signed in (True, False):
-        OptimState8bit.zeros((256,), signed, 256)
 
 
 def _is_low_bit(optimizer: torch.optim.Optimizer) -> bool:

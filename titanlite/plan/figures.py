@@ -94,21 +94,16 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
     target.write_text(page, encoding="utf-8", newline="\n")
 
 
-RANKS_CAPTION = (
-    "Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on other axes need "
-    "the same memory."
-)
-SCHEDULE_CAPTION = (
-    "The actions of each pipeline rank. The numbers are those of microbatches, where a box has room for one. Of a rank "
-    "with several stages, a later stage is paler. The gradient reduction and the update begin when the last rank is "
-    "done."
-)
+RANKS_CAPTION = """Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on \
+other axes need the same memory."""
+SCHEDULE_CAPTION = """The actions of each pipeline rank. The numbers are those of microbatches, where a box has room \
+for one. Of a rank with several stages, a later stage is paler. The gradient reduction and the update begin when the \
+last rank is done."""
 
 
 def _memory_caption(plan: Plan) -> str:
     rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
-    skipped = " At most three gradient accumulation steps are shown: the first, a middle, the last."
-    skipped = "" if plan.spans else skipped
+    skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
     return (
         f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
         f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
@@ -128,14 +123,9 @@ def memory_figure(plan: Plan) -> Figure:
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
     above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
-    axes.annotate(
-        f"peak: {peak:.2f} GiB in {rank.peak.label}",
-        xy=(at, peak),
-        xytext=(at, above + 0.09 * top),
-        ha=side,
-        va="bottom",
-        arrowprops={"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)},
-    )
+    arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
+    place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
+    axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
     _name_phases(axes, rank.points)
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in reversed(kinds)]
     looks = {"color": LIMIT_COLOUR, "linewidth": 1.2, "linestyle": "--" if near else "none"}

@@ -17,12 +17,7 @@ Bytes = dict[str, int]
 
 
 class Point(NamedTuple):
-    """A moment of the step.
-
-    Attributes:
-        label: what the program does.
-        bytes: what is allocated, by kind.
-    """
+    """What the program does at a moment of the step, and the bytes that are allocated."""
 
     label: str
     bytes: Bytes

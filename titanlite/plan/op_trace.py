@@ -63,11 +63,9 @@ class Work(NamedTuple):
     """An operator on the device.
 
     Attributes:
-        name: as in aten.mm.
         flops: of matrix multiplication and attention; 0 for all other operators.
         dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
-        read, written: bytes.
-        inputs, outputs: the allocations that it reads and writes.
+        read, written: bytes of its inputs and outputs.
     """
 
     name: str
@@ -80,12 +78,8 @@ class Work(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A collective, or a message.
-
-    Attributes:
-        group: name of its process group.
-        size: bytes of the full tensor that is gathered, reduced, exchanged or sent.
-    """
+    """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
+    reduced, exchanged or sent."""
 
     name: str
     group: str

@@ -103,11 +103,8 @@ def time_table(plan: Plan) -> Table:
 def time_shares(plan: Plan) -> dict[str, float]:
     """Return the seconds of the busiest rank's step: computation, exposed communication, and waiting."""
     cost = plan.cost
-    shares = {
-        "matrix multiplication": cost.seconds["matmul"],
-        "attention": cost.seconds["attention"],
-        "other operators (memory-bound)": cost.seconds["memory"],
-    }
+    shares = {"matrix multiplication": cost.seconds["matmul"], "attention": cost.seconds["attention"]}
+    shares["other operators (memory-bound)"] = cost.seconds["memory"]
     shares["exposed communication"] = max(cost.elapsed - sum(shares.values()), 0.0)
     if plan.spans:
         shares["waiting for other pipeline ranks"] = max(plan.step_seconds - cost.elapsed, 0.0)
@@ -123,14 +120,10 @@ def operations_line(plan: Plan) -> str:
 
 def speed_line(plan: Plan) -> str:
     """Return throughput, MFU and the pipeline bubble."""
-    parts = [
-        f"{plan.tokens_per_second:,.0f} tokens/s per device, {plan.tokens_per_second * plan.world_size:,.0f} in total",
-        f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s",
-    ]
-    if plan.spans:
-        schedule = plan.config.parallelism.pipeline_parallel_schedule
-        parts.append(f"pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})")
-    return "; ".join(parts)
+    speed, schedule = plan.tokens_per_second, plan.config.parallelism.pipeline_parallel_schedule
+    line = f"{speed:,.0f} tokens/s per device, {speed * plan.world_size:,.0f} in total; "
+    line += f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s"
+    return line + (f"; pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})" if plan.spans else "")
 
 
 def budget_line(plan: Plan) -> str:
@@ -140,9 +133,8 @@ def budget_line(plan: Plan) -> str:
     steps = math.ceil(tokens / plan.tokens_per_step)
     hours = steps * plan.step_seconds / 3600
     device_hours = hours * plan.world_size
-    energy = device_hours * plan.device.watts / 1e6
     line = f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
-    line += f"{energy:,.2f} MWh at {plan.device.watts:.0f} W per device"
+    line += f"{device_hours * plan.device.watts / 1e6:,.2f} MWh at {plan.device.watts:.0f} W per device"
     return line + (f", costs {device_hours * options.price:,.0f}" if options.price else "")
 
 

@@ -30,7 +30,7 @@ class FoldedStage(NamedTuple):
     """A stage with fewer layers that are alike.
 
     Attributes:
-        names: of the modules that remain.
+        names: of the remaining modules.
         repeated: numbers of the layers whose copies stand for the folded ones.
         copies: how many copies of them there are.
         numbers: of all the stage's layers.
