@@ -1,6 +1,5 @@
-"""python -m titanlite.plan --advise: which layouts are tried, how well the estimate orders them, what is written."""
+"""The layout search: which layouts are tried and in which order, what is recommended and why, what is written."""
 
-import argparse
 import contextlib
 import io
 import math
@@ -8,16 +7,17 @@ from unittest import mock
 
 import pytest
 
-from titanlite import plan
-from titanlite.advise import Candidate, Mesh, Planned, Search, Task
+from titanlite.advise import command, explanation, memory_bound, search, search_space
+from titanlite.advise.command import make_task, parse_options
+from titanlite.advise.search import PlannedLayout, Search
+from titanlite.advise.search_space import GIB, Candidate, Mesh, Task
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
-from titanlite.plan import __main__ as command
-from titanlite.plan import advise
+from titanlite.plan import command as plan_command
 from titanlite.plan.find_device import find_device
+from titanlite.plan.planner import make_plan
 
 H100 = find_device("h100")
-GIB = 2**30
 
 
 def task(flavor="llama3_8b", seq_len=8192, sequences=64, n_devices=8, **others):
@@ -28,9 +28,9 @@ def candidate(mesh=(1, 1, 8, 1, 1, 1), schedule="1F1B", stages=1, local=1, micro
     return Candidate(Mesh(*mesh), schedule, stages, local, micro, mode, **others)
 
 
-def refusal(task, candidate):
+def problems_of(task, candidate):
     with pytest.raises(ConfigError) as caught:
-        advise.loaded(task, candidate)
+        search_space.load_candidate(task, candidate)
     return "\n".join(caught.value.problems)
 
 
@@ -38,18 +38,18 @@ def refusal(task, candidate):
 
 
 def test_the_degrees_of_a_mesh_multiply_to_the_devices_and_every_sequence_has_a_rank():
-    found = list(advise.meshes(task(n_devices=24, sequences=48)))
-    assert found
-    assert len(found) == len(set(found))
-    for mesh in found:
+    meshes = list(search_space.meshes(task(n_devices=24, sequences=48)))
+    assert meshes
+    assert len(meshes) == len(set(meshes))
+    for mesh in meshes:
         assert mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp == 24
         assert 48 % mesh.dp == 0
         assert mesh.cp % mesh.ulysses == 0
-        assert 8 % mesh.tp == 0, "inside a host"
+        assert 8 % mesh.tp == 0, "within a node"
 
 
 def test_all_meshes_of_four_devices():
-    degrees = {(mesh.pp, mesh.dp, mesh.cp, mesh.tp) for mesh in advise.meshes(task(n_devices=4, sequences=4))}
+    degrees = {(mesh.pp, mesh.dp, mesh.cp, mesh.tp) for mesh in search_space.meshes(task(n_devices=4, sequences=4))}
     assert degrees == {
         (pp, dp, cp, tp)
         for pp in (1, 2, 4)
@@ -58,34 +58,34 @@ def test_all_meshes_of_four_devices():
         for tp in (1, 2, 4)
         if pp * dp * cp * tp == 4
     }
-    assert max(mesh.dp for mesh in advise.meshes(task(n_devices=4, sequences=2))) == 2
+    assert max(mesh.dp for mesh in search_space.meshes(task(n_devices=4, sequences=2))) == 2
 
 
-def test_weights_are_replicated_over_whole_hosts_and_only_over_many():
-    assert all(mesh.dp_replicate == 1 for mesh in advise.meshes(task(n_devices=32)))
-    hybrid = [mesh for mesh in advise.meshes(task(n_devices=64)) if mesh.dp_replicate > 1]
+def test_weights_are_replicated_over_full_nodes_and_only_over_many():
+    assert all(mesh.dp_replicate == 1 for mesh in search_space.meshes(task(n_devices=32)))
+    hybrid = [mesh for mesh in search_space.meshes(task(n_devices=64)) if mesh.dp_replicate > 1]
     assert Mesh(1, 8, 8, 1, 1, 1) in hybrid
     assert all(mesh.dp_shard * mesh.cp * mesh.tp % 8 == 0 for mesh in hybrid)
 
 
 def test_candidates_have_every_choice():
-    found = list(advise.candidates(task(n_devices=2, sequences=32, float8=True)))
-    of_pipelines = [one for one in found if one.mesh.pp == 2]
+    layouts = list(search_space.candidates(task(n_devices=2, sequences=32, float8=True)))
+    of_pipelines = [one for one in layouts if one.mesh.pp == 2]
     assert {(one.schedule, one.stages) for one in of_pipelines} == {
         ("1F1B", 1),
         ("Interleaved1F1B", 2),
         ("Interleaved1F1B", 4),
         ("ZBVZeroBubble", 2),
     }
-    assert {one.recomputation for one in found} == {"none", "selective", "full"}
-    assert {one.float8 for one in found} == {False, True}
-    assert {one.local_batch for one in found if one.mesh.pp == 1} == {1, 2, 4, 8}
+    assert {one.checkpointing for one in layouts} == {"none", "selective", "full"}
+    assert {one.float8 for one in layouts} == {False, True}
+    assert {one.local_batch for one in layouts if one.mesh.pp == 1} == {1, 2, 4, 8}
     assert {one.microbatch for one in of_pipelines} == {1, 2, 4}
-    assert not any(one.float8 for one in advise.candidates(task(n_devices=2)))
+    assert not any(one.float8 for one in search_space.candidates(task(n_devices=2)))
 
 
 @pytest.mark.parametrize(
-    ("made", "key"),
+    ("layout", "key"),
     [
         (candidate((1, 1, 1, 1, 1, 8)), None),
         (candidate((1, 1, 1, 8, 8, 1)), None),
@@ -99,30 +99,30 @@ def test_candidates_have_every_choice():
     ],
     ids=str,
 )
-def test_the_configs_own_rules_decide_what_is_legal(made, key):
+def test_the_configs_own_rules_decide_what_is_legal(layout, key):
     if key is None:
-        assert advise.loaded(task(), made).config.parallelism.tensor_parallel_degree == made.mesh.tp
+        assert search_space.load_candidate(task(), layout).config.parallelism.tensor_parallel_degree == layout.mesh.tp
     else:
-        assert key in refusal(task(), made)
+        assert key in problems_of(task(), layout)
 
 
-def test_heads_that_cannot_be_shared_are_refused():
-    assert "model.n_heads = 52" in refusal(task("llama_30b"), candidate((1, 1, 1, 1, 1, 8)))
+def test_heads_that_cannot_be_divided_are_rejected():
+    assert "model.n_heads = 52" in problems_of(task("llama_30b"), candidate((1, 1, 1, 1, 1, 8)))
 
 
-def test_streams_and_sequences_are_dealt_to_odd_degrees():
+def test_streaming_shards_and_sequences_are_divided_by_odd_degrees():
     odd = task(n_devices=24, sequences=48)
-    assert advise.loaded(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streaming_shards == 72
+    assert search_space.load_candidate(odd, candidate((1, 1, 24, 1, 1, 1))).config.training.streaming_shards == 72
 
 
-# The estimate
+# The memory estimate
 
 FACTOR = 1.25
-"""How far the estimate may be from the plan, either way. It orders candidates; what is advised is planned."""
+"""How far the estimate may be from the plan, either way. It chooses candidates; the recommended layout is planned."""
 
 
 @pytest.mark.parametrize(
-    ("job", "made"),
+    ("job", "layout"),
     [
         (task("llama3_1b", 2048), candidate()),
         (task("llama3_8b", 4096), candidate((1, 1, 2, 2, 1, 2), mode="full")),
@@ -130,125 +130,173 @@ FACTOR = 1.25
     ],
     ids=["shard", "shard x ring x tp, full", "pipeline x shard"],
 )
-def test_the_estimate_is_near_the_plan(job, made):
-    guess = advise.estimate(job, made)
-    planned = advise.evaluate(advise.loaded(job, made), made, job.n_devices)
+def test_the_estimate_is_near_the_plan(job, layout):
+    estimate = memory_bound.estimate_bytes(job, layout)
+    planned = search.plan_candidate(search_space.load_candidate(job, layout), layout, job.n_devices)
     assert not planned.problem
-    assert guess.bytes / planned.bytes == pytest.approx(1, abs=FACTOR - 1)
-    assert guess.seconds / planned.seconds == pytest.approx(1, abs=FACTOR - 1)
+    assert estimate / planned.bytes == pytest.approx(1, abs=FACTOR - 1)
 
 
 def test_the_estimate_knows_what_each_choice_costs():
-    def of(job=task(), **others):  # noqa: B008
-        return advise.estimate(job, candidate(**others))
+    def of(job=task(), **choices):  # noqa: B008
+        return memory_bound.estimate_bytes(job, candidate(**choices))
 
-    assert of(mode="full").bytes < of().bytes < of(compiled=False).bytes
-    assert of(mode="full").seconds > of().seconds
-    long = task(seq_len=2**20)
-    assert of(long, mode="full").seconds > 1.15 * of(long).seconds, "attention is computed again, too"
-    assert of(mesh=(1, 1, 1, 1, 1, 8), local=8, micro=8).seconds > of().seconds, "tensor parallel is waited for"
-    assert of(task(float8=True), float8=True).seconds < of().seconds
-    pipeline = {"mesh": (4, 1, 2, 1, 1, 1), "local": 4}
-    assert of(**pipeline, schedule="Interleaved1F1B", stages=2).seconds < of(**pipeline).seconds, "a smaller bubble"
+    assert of(mode="full") < of() < of(compiled=False)
+    assert of(local=2, micro=2) > of()
+    assert of(mesh=(1, 1, 4, 1, 1, 2)) < of(), "tensor parallelism shards activations"
+    pipeline = {"mesh": (4, 1, 2, 1, 1, 1), "local": 8}
+    assert of(**pipeline, schedule="Interleaved1F1B", stages=2) > of(**pipeline), "more microbatches in flight"
 
 
-# The search, with plans that are what the estimate says, times something
+# The search, with plans whose bytes are the estimate's, times something, and whose seconds follow simple rules
 
 
-def fake_evaluate(sizes=1.0, times=1.0):
-    def evaluate(config, made, n_devices):
-        job = TASKS[n_devices]
-        guess = advise.estimate(job, made)
-        seconds = guess.seconds * times
+def fake_plan(sizes=1.0, times=lambda layout: 1.0):
+    def plan(config, layout, n_devices):
+        job, mesh = TASKS[n_devices], layout.mesh
+        seconds = 10 * times(layout) * (4 / 3 if layout.checkpointing == "full" else 1) * (1 + 0.1 * (mesh.tp > 1))
+        seconds *= 1 + 0.05 * (mesh.pp - 1) / layout.stages
+        estimate = memory_bound.estimate_bytes(job, layout)
         speed = job.sequences * job.seq_len / seconds / n_devices
-        shares = {"matrix products": seconds * 0.9, "links, not overlapped": seconds * 0.1}
-        return Planned(
-            made, round(guess.bytes * sizes), seconds, speed, 0.5, 0.1, made.mesh.cuts, 0.2 * seconds, shares
-        )
+        shares = {"matrix multiplication": seconds * 0.9, "exposed communication": seconds * 0.1}
+        links = sum(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp))
+        return PlannedLayout(layout, round(estimate * sizes), seconds, speed, 0.5, 0.1, links, 0.2 * seconds, shares)
 
-    return evaluate
+    return plan
 
 
 TASKS = {8: task(), 64: task("llama3_70b", sequences=512, n_devices=64)}
 
 
-def searched(n_devices, evaluate):
-    """What `advise.search` does, in this process."""
-    found = Search(TASKS[n_devices])
-    for _ in range(advise.ROUNDS):
-        found.planned += [evaluate(config, made, n_devices) for made, config in found.next_round()]
-    return found
+def run_search(n_devices, plan):
+    """Do what `search.search` does, in this process."""
+    result = Search(TASKS[n_devices])
+    for number in range(1, search.ROUNDS + 1):
+        chosen = result.next_round(last=number == search.ROUNDS)
+        assert len(chosen) <= search.PLANS_PER_ROUND
+        result.planned += [plan(config, layout, n_devices) for layout, config in chosen]
+    return result
 
 
-def test_8b_on_a_host_is_sharded_and_nothing_else():
-    found = searched(8, fake_evaluate())
-    assert found.advised().candidate.mesh == found.usual == Mesh(1, 1, 8, 1, 1, 1)
-    assert any("the common guide's layout: dp_shard 8" in line for line in advise.explain(TASKS[8], found))
+def degrees(layouts):
+    return [(one.candidate.mesh.pp, one.candidate.mesh.cp, one.candidate.mesh.tp) for one in layouts]
 
 
-def test_what_does_not_fit_is_not_advised_and_the_search_goes_on_with_leaner_ones():
-    first = searched(8, fake_evaluate())
-    assert first.advised().candidate.local_batch > 1
-    found = searched(8, fake_evaluate(sizes=1.3))
-    assert all(one.bytes <= H100.memory for one in found.best())
-    assert any(one.bytes > H100.memory for one in found.planned), "the estimate was wrong, and a plan said so"
-    assert found.advised().bytes <= H100.memory
+def test_no_layout_is_planned_twice_and_each_of_the_first_rounds_tries_new_degrees():
+    result = run_search(64, fake_plan())
+    planned = [one.candidate for one in result.planned]
+    assert len(planned) == len(set(planned)) == search.ROUNDS * search.PLANS_PER_ROUND
+    first = result.planned[: 2 * search.PLANS_PER_ROUND]
+    assert len(set(degrees(first))) == len(first)
 
 
-def test_the_usual_layout_is_planned_too_and_the_explanation_compares_with_it():
-    found = searched(64, fake_evaluate())
-    assert found.usual == Mesh(4, 1, 2, 1, 1, 8)
-    assert {found.usual, Mesh(1, 1, 64, 1, 1, 1)} <= {one.candidate.mesh for one in found.planned}
-    text = "\n".join(advise.explain(TASKS[64], found))
-    assert "gives pp 4 x dp_shard 2 x tp 8: " in text
+def test_the_order_begins_with_the_baseline_and_fsdp_then_no_checkpointing_and_little_splitting():
+    chosen = [layout for layout, _ in Search(TASKS[64]).next_round(last=False)]
+    assert [layout.mesh for layout in chosen[:2]] == [Mesh(4, 1, 2, 1, 1, 8), Mesh(1, 1, 64, 1, 1, 1)]
+    assert [layout.checkpointing for layout in chosen] == ["none", "full", "none", "none"]
+    assert {layout.mesh.cp * layout.mesh.tp for layout in chosen[2:]} == {4}, "the least that needs no checkpointing"
+    assert all(layout.mesh.pp == 1 for layout in chosen[2:])
+
+
+def test_what_splits_more_than_a_layout_that_fits_comes_last():
+    result = Search(TASKS[64])
+    fits = fake_plan()(None, candidate((1, 1, 16, 2, 1, 2)), 64)
+    result.planned = [fits]
+    more, other = candidate((1, 1, 8, 4, 1, 2)), candidate((2, 1, 4, 1, 1, 8))
+    assert result._priority(other, [fits]) < result._priority(more, [fits])
+    assert result._priority(more, []) < result._priority(other, [])
+    less = fits._replace(candidate=fits.candidate._replace(checkpointing="full"))
+    assert result._priority(more, [less]) < result._priority(other, [less]), "it needs less checkpointing"
+
+
+def test_the_last_round_changes_one_choice_of_the_fastest_layouts():
+    result = Search(TASKS[64])
+    fast, slow = candidate((2, 1, 16, 1, 1, 2), local=16), candidate((1, 1, 16, 1, 1, 4))
+    result.planned = [fake_plan(sizes=0.1)(None, layout, 64) for layout in (fast, slow)]
+    result.planned[0] = result.planned[0]._replace(seconds=1.0)
+    chosen = [layout for layout, _ in result.next_round(last=True)]
+    assert len(chosen) == search.PLANS_PER_ROUND
+    # ZBVZeroBubble cannot be compiled, so only three variations of the fast layout are legal.
+    assert [layout.mesh.pp for layout in chosen] == [2, 2, 2, 1]
+    for layout in chosen:
+        base = fast if layout.mesh.pp == 2 else slow
+        assert (layout.mesh.cp, layout.mesh.tp) == (base.mesh.cp, base.mesh.tp)
+        changes = layout.mesh != base.mesh, layout.schedule != base.schedule or layout.stages != base.stages
+        assert sum([*changes, layout.checkpointing != base.checkpointing]) == 1
+        assert layout.checkpointing != "selective", "the same plan as none, if compiled"
+
+
+def test_8b_on_a_node_needs_fsdp_alone():
+    result = run_search(8, fake_plan())
+    assert result.recommended().candidate.mesh == result.baseline == Mesh(1, 1, 8, 1, 1, 1)
+    assert any("the heuristic baseline: dp_shard 8" in line for line in explanation.explain(result))
+
+
+def test_what_does_not_fit_is_not_recommended_and_plans_correct_the_estimates():
+    first = run_search(8, fake_plan())
+    assert first.recommended().candidate.local_batch > 1
+    result = run_search(8, fake_plan(sizes=1.3))
+    assert all(one.bytes <= H100.memory for one in result.fitting())
+    assert any(one.bytes > H100.memory for one in result.planned), "the estimate was wrong, and a plan said so"
+    assert all(one.bytes <= H100.memory for one in result.planned[search.PLANS_PER_ROUND :])
+    assert result.recommended().bytes <= H100.memory
+
+
+def test_the_baseline_is_planned_too_and_the_explanation_compares_with_it():
+    result = run_search(64, fake_plan())
+    assert result.baseline == Mesh(4, 1, 2, 1, 1, 8)
+    assert {result.baseline, Mesh(1, 1, 64, 1, 1, 1)} <= {one.candidate.mesh for one in result.planned}
+    text = "\n".join(explanation.explain(result))
+    assert "is pp 4 x dp_shard 2 x tp 8: " in text
     assert "% less" in text
 
 
-def test_usual_meshes():
-    assert advise.usual_mesh(task("llama2_7b", 4096, 1024)) == Mesh(1, 1, 8, 1, 1, 1)
-    assert advise.usual_mesh(task(seq_len=2**20, sequences=4, n_devices=128)) == Mesh(1, 1, 1, 16, 1, 8)
+def test_heuristic_baselines():
+    assert search_space.heuristic_baseline(task("llama2_7b", 4096, 1024)) == Mesh(1, 1, 8, 1, 1, 1)
+    assert search_space.heuristic_baseline(task(seq_len=2**20, sequences=4, n_devices=128)) == Mesh(1, 1, 1, 16, 1, 8)
 
 
 def test_the_explanation_names_what_was_chosen():
-    found = Search(TASKS[64])
-    made = candidate((2, 1, 4, 2, 1, 4), "Interleaved1F1B", 2, 64, mode="full")
-    found.planned = [fake_evaluate(sizes=0.1)(None, made, 64)]
-    text = "\n".join(advise.explain(TASKS[64], found))
+    result = Search(TASKS[64])
+    layout = candidate((2, 1, 4, 2, 1, 4), "Interleaved1F1B", 2, 64, mode="full")
+    result.planned = [fake_plan(sizes=0.1)(None, layout, 64)]
+    text = "\n".join(explanation.explain(result))
     for words in ("TP 4", "PP 2", "Interleaved1F1B with 2 stage(s)", "64 microbatches", "DP 4", "ring 2 x ulysses 1"):
         assert words in text
-    assert "Recomputation full" in text
+    assert "Full AC" in text
     assert "No TP" not in text
     bare = Search(TASKS[8])
-    bare.planned = [fake_evaluate()(None, candidate(), 8)]
-    text = "\n".join(advise.explain(TASKS[8], bare))
-    for words in ("No TP", "No PP", "No CP", "DP 8", "No recomputation"):
+    bare.planned = [fake_plan()(None, candidate(), 8)]
+    text = "\n".join(explanation.explain(bare))
+    for words in ("No TP", "No PP", "No CP", "DP 8", "No activation checkpointing"):
         assert words in text
 
 
-def test_of_equally_fast_layouts_the_usual_one_is_advised_or_that_which_is_least_on_links():
-    found = Search(TASKS[8])
-    found.usual = Mesh(8, 1, 1, 1, 1, 1)
-    fast, lean, slow = candidate((1, 1, 4, 2, 1, 1)), candidate(), candidate((1, 1, 4, 1, 1, 2))
-    found.planned = [
-        Planned(fast, GIB, 10.0, 103.0, links=9.0, shares={}),
-        Planned(lean, GIB, 10.2, 101.0, links=1.0, shares={}),
-        Planned(slow, GIB, 11.0, 94.0, links=0.0, shares={}),
+def test_of_equally_fast_layouts_the_baseline_is_recommended_or_the_one_with_the_least_communication():
+    result = Search(TASKS[8])
+    result.baseline = Mesh(8, 1, 1, 1, 1, 1)
+    fast, simple, slow = candidate((1, 1, 4, 2, 1, 1)), candidate(), candidate((1, 1, 4, 1, 1, 2))
+    result.planned = [
+        PlannedLayout(fast, GIB, 10.0, 103.0, communication=9.0),
+        PlannedLayout(simple, GIB, 10.2, 101.0, communication=1.0),
+        PlannedLayout(slow, GIB, 11.0, 94.0, communication=0.0),
     ]
-    assert [one.candidate for one in found.best()] == [fast, lean, slow]
-    assert found.advised().candidate == lean
-    assert "The fastest, dp_shard 4 x cp 2 (ring 2)" in advise.explain(TASKS[8], found)[-1]
-    found.planned.append(Planned(usual := candidate((8, 1, 1, 1, 1, 1)), GIB, 10.29, 100.0, links=20.0, shares={}))
-    assert found.advised().candidate == usual
-    assert "the guide's has been trained with" in advise.explain(TASKS[8], found)[-1]
+    assert [one.candidate for one in result.fitting()] == [fast, simple, slow]
+    assert result.recommended().candidate == simple
+    assert "The fastest, dp_shard 4 x cp 2 (ring 2)" in explanation.explain(result)[-1]
+    baseline = candidate((8, 1, 1, 1, 1, 1))
+    result.planned.append(PlannedLayout(baseline, GIB, 10.29, 100.0, communication=20.0))
+    assert result.recommended().candidate == baseline
+    assert "many have trained with the heuristic baseline" in explanation.explain(result)[-1]
 
 
 def test_a_layout_that_cannot_be_planned_is_reported():
-    with mock.patch.object(plan, "make_plan", side_effect=RuntimeError("no such kernel")):
-        planned = advise.evaluate(None, candidate(), 8)
+    with mock.patch.object(search, "make_plan", side_effect=RuntimeError("no such kernel")):
+        planned = search.plan_candidate(None, candidate(), 8)
     assert planned.problem == "RuntimeError: no such kernel"
-    found = Search(TASKS[8])
-    found.planned = [planned]
-    assert found.best() == []
+    result = Search(TASKS[8])
+    result.planned = [planned]
+    assert result.fitting() == []
 
 
 # What is written, and the command
@@ -256,13 +304,13 @@ def test_a_layout_that_cannot_be_planned_is_reported():
 
 def test_the_written_config_loads_and_is_planned(tmp_path):
     small = task("llama3_1b", 2048, 16, 2)
-    found = Search(small)
-    made = candidate((1, 1, 2, 1, 1, 1), local=2, micro=2, mode="full")
-    found.planned = [advise.evaluate(advise.loaded(small, made), made, 2)]
+    result = Search(small)
+    layout = candidate((1, 1, 2, 1, 1, 1), local=2, micro=2, mode="full")
+    result.planned = [search.plan_candidate(search_space.load_candidate(small, layout), layout, 2)]
     file = tmp_path / "best.toml"
-    file.write_text(advise.toml(small, found))
+    file.write_text(explanation.config_toml(result))
     config = load([str(file)])
-    assert plan.make_plan(config).worst.total == found.planned[0].bytes
+    assert make_plan(config).worst.total == result.planned[0].bytes
     training, parallelism = config.config.training, config.config.parallelism
     assert (training.dataset, training.streaming, training.seq_len) == ("c4", True, 2048)
     assert (training.local_batch_size, training.global_batch_size) == (2, 16)
@@ -270,65 +318,85 @@ def test_the_written_config_loads_and_is_planned(tmp_path):
     assert config.config.activation_checkpoint.mode == "full"
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert comments[0] == "# llama3_1b on 2 x h100: dp_shard 2."
-    assert "--advise --gpus 2 --device h100 --model llama3_1b --seq-len 2048" in " ".join(comments)
+    assert "titanlite advise --gpus 2 --device h100 --model llama3_1b --seq-len 2048" in " ".join(comments)
     assert max(map(len, comments)) <= 120
     given = set(config.origins)
     assert not given & {"parallelism.tensor_parallel_degree", "training.max_norm"}, "only what differs"
 
 
-def options(*arguments):
-    parser = argparse.ArgumentParser()
-    advise.add_options(parser)
-    return parser.parse_args(["--advise", *arguments])
-
-
-def test_the_batch_is_given_in_tokens():
+def test_the_batch_is_an_option_in_tokens():
     wanted = ("--gpus", "8", "--model", "llama3_8b", "--seq-len", "4096")
-    assert advise.make_task(options(*wanted)).sequences == 1024
-    assert advise.make_task(options(*wanted, "--global-batch", "110000")).sequences == 24, "for any degree of 8 devices"
-    assert advise.make_task(options(*wanted, "--global-batch", "1")).sequences == 1
-    assert advise.make_task(options(*wanted)).device is H100
+    assert make_task(parse_options(wanted)).sequences == 1024
+    assert make_task(parse_options([*wanted, "--global-batch", "110000"])).sequences == 24, (
+        "for any degree of 8 devices"
+    )
+    assert make_task(parse_options([*wanted, "--global-batch", "1"])).sequences == 1
+    assert make_task(parse_options(wanted)).device is H100
 
 
-def run(*arguments):
-    """Exit status and what is said of problems."""
+def run(*arguments, main=command.main):
+    """Return the exit status and what is printed of problems."""
     with contextlib.redirect_stderr(io.StringIO()) as errors:
-        return command.main(list(arguments)), errors.getvalue()
+        try:
+            status = main(list(arguments))
+        except SystemExit as exit:
+            status = exit.code
+    return status, errors.getvalue()
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--advise", "--gpus", "8", "--seq-len", "4096"], "--advise needs --model"),
-        (["--advise", "--gpus", "0", "--seq-len", "4096", "--model", "debug"], "--gpus = 0: expected"),
-        (["--advise", "--gpus", "8", "--seq-len", "1", "--model", "llama4"], '--model = "llama4": expected one of'),
-        (["configs/debug.toml", "--advise"], "configs/debug.toml: --advise takes no config"),
-        (["configs/debug.toml", "--gpus", "8"], "--gpus is read only with --advise"),
+        (["--gpus", "8", "--seq-len", "4096"], "required: --model"),
+        (["--gpus", "0", "--seq-len", "4096", "--model", "debug"], "--gpus: 0: expected a whole number at least 1"),
+        (["--gpus", "8", "--seq-len", "1", "--model", "llama4"], "--model: invalid choice: 'llama4' (choose from"),
+        (["configs/debug.toml", "--gpus", "8", "--seq-len", "8", "--model", "debug"], "arguments: configs/debug.toml"),
+        (["--gpus", "8", "--seq-len", "8", "--model", "debug", "--html", "x"], "unrecognized arguments: --html"),
         (
-            ["--advise", "--gpus", "8", "--seq-len", "8", "--model", "debug", "--device", "abacus"],
+            ["--gpus", "8", "--seq-len", "8", "--model", "debug", "--device", "abacus"],
             'plan.device = "abacus": expected one of',
         ),
         (
-            ["--advise", "--gpus", "8", "--seq-len", "8", "--model", "debug", "--write", "/no/such/folder/x.toml"],
+            ["--gpus", "8", "--seq-len", "8", "--model", "debug", "--write", "/no/such/folder/x.toml"],
             "no such folder: /no/such/folder",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_options_are_refused_before_the_search(arguments, problem):
-    status, said = run(*arguments)
+def test_wrong_options_are_rejected_before_the_search(arguments, problem):
+    with mock.patch.object(command, "search", side_effect=AssertionError("searched")):
+        status, errors = run(*arguments)
     assert status == 2
-    assert problem in said
+    assert problem in errors
+
+
+def test_the_planner_rejects_the_options_of_the_search():
+    status, errors = run("configs/debug.toml", "--gpus", "8", main=plan_command.main)
+    assert status == 2
+    assert "--gpus" in errors
 
 
 def test_nothing_fits(capsys):
-    def nothing(job, progress):
-        found = Search(job)
-        assert found.next_round() == []
-        return found
+    def nothing(job, *, show_progress):
+        result = Search(job)
+        assert result.next_round(last=False) == []
+        return result
 
-    with mock.patch.object(advise, "search", nothing):
-        assert run("--advise", "--gpus", "1", "--model", "llama3_405b", "--seq-len", "8192") == (1, "")
-    said = capsys.readouterr().out
-    assert "nothing fits: the leanest layout needs" in said
-    assert math.isfinite(Search(task("llama3_405b", 8192, 1, 1)).leanest())
+    with mock.patch.object(command, "search", nothing):
+        assert run("--gpus", "1", "--model", "llama3_405b", "--seq-len", "8192") == (1, "")
+    printed = capsys.readouterr().out
+    assert "nothing fits: the layout that needs least memory needs" in printed
+    assert math.isfinite(Search(task("llama3_405b", 8192, 1, 1)).least_bytes())
+
+
+def test_the_command_prints_the_layouts_and_the_reasons(capsys, tmp_path):
+    file = tmp_path / "best.toml"
+    with mock.patch.object(command, "search", return_value=run_search(8, fake_plan())):
+        options = ("--gpus", "8", "--model", "llama3_8b", "--seq-len", "8192", "--global-batch", str(64 * 8192))
+        assert run(*options, "--top", "3", "--write", str(file)) == (0, "")
+    printed = capsys.readouterr().out
+    assert "1 *" in printed
+    assert sum(line.startswith("│") for line in printed.splitlines()) >= 3
+    assert "- This is the heuristic baseline: dp_shard 8." in printed
+    assert "data_parallel_shard_degree" not in printed
+    assert file.read_text().startswith("# llama3_8b on 8 x h100: dp_shard 8.")

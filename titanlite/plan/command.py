@@ -21,13 +21,9 @@ from titanlite.plan.report import print_report, verdict
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="titanlite plan",
-        usage="%(prog)s CONFIG.toml [--section.key=value ...] [--html FILE]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE]"
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan with figures as an HTML page")
     arguments, config_arguments = parser.parse_known_args(argv)
     silence_warnings()

@@ -103,14 +103,12 @@ class CostModel:
         memory = (work.read + work.written) / (self.device.memory_bandwidth * EFFICIENCY["memory"][0])
         if not work.flops:
             return "memory", max(memory, KERNEL_SECONDS)
-        attention = "attention" in work.name
-        efficiency = f"matmul, {work.dtype}"
-        if attention:
+        category, efficiency = "matmul", f"matmul, {work.dtype}"
+        if "attention" in work.name:
             backward = ", backward" if "backward" in work.name else ""
-            efficiency = f"attention{backward}" if self.device.fp8 else "attention, Ampere"
+            category, efficiency = "attention", f"attention{backward}" if self.device.fp8 else "attention, Ampere"
         peak = getattr(self.device, work.dtype) or self.device.bf16
-        seconds = max(work.flops / (peak * EFFICIENCY[efficiency][0]), memory, KERNEL_SECONDS)
-        return "attention" if attention else "matmul", seconds
+        return category, max(work.flops / (peak * EFFICIENCY[efficiency][0]), memory, KERNEL_SECONDS)
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
         """Return the seconds of a collective of `size` bytes over some ranks as a ring: each of n ranks sends

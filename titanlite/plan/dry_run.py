@@ -36,7 +36,7 @@ class DryRun(NamedTuple):
     """The result of a stage's dry run.
 
     Attributes:
-        persistent: bytes by kind that exist from step to step.
+        persistent: bytes that exist from step to step.
         phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
             ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",).
         axes: axis and ranks of each process group, by the group's name.
@@ -61,8 +61,7 @@ def checkpointing_period(config: Config) -> int:
 
 
 def layer_period(config: Config) -> int:
-    """Return the number of layers after which all that a layer does repeats. Where FSDP prefetches, it is at least the
-    number of layers that are prefetched."""
+    """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
     period, parallelism = checkpointing_period(config), config.parallelism
     prefetched = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
     return max(math.ceil(prefetched / period), 1) * period
@@ -86,7 +85,6 @@ def dry_run(
     """Run one training step of a stage, given by the names of its modules and its number.
 
     Args:
-        config: resolved.
         pipeline_rank: the rank that has the stage.
         fused: which of "model" and "loss" to treat as compiled (fusion.py).
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
@@ -101,7 +99,10 @@ def dry_run(
         axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, folded.names, CPU)
         if config.optimizer.state_dtype == "int8":
-            _create_low_bit_tables()
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            for signed in (True, False):  # torchao caches its value tables, and cannot create them from fake tensors
+                OptimState8bit.zeros((256,), signed, 256)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
@@ -113,6 +114,7 @@ def dry_run(
         else:
             _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
         _update(config, trace, stage, optimizer)
+        trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
     _fuse_compiled(trace.segments, fused)
@@ -150,7 +152,6 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim
         scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
         _optimizer_step(trace, optimizer)
         optimizer.zero_grad()
-    trace.mark("end")
 
 
 def _create_states(optimizer: torch.optim.Optimizer) -> None:
@@ -166,15 +167,6 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
     if not low_bit:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _create_low_bit_tables() -> None:
-    """Have torchao create the value tables of 8-bit optimizer states, which it caches and cannot create from fake
-    tensors."""
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    for signed in (True, False):
-        OptimState8bit.zeros((256,), signed, 256)
 
 
 def _is_low_bit(optimizer: torch.optim.Optimizer) -> bool:

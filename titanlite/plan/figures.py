@@ -26,16 +26,12 @@ from titanlite.plan.result import Plan, RankPlan
 
 # The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
 # too, so that they can be told apart in a greyscale print.
+# fmt: off
 KIND_COLOURS = {
-    "parameters": "#332288",
-    "optimizer": "#88ccee",
-    "gradients": "#117733",
-    "communication": "#ddcc77",
-    "activations": "#cc6677",
-    "gathered": "#44aa99",
-    "logits": "#882255",
-    "temporary": "#bbbbbb",
+    "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
+    "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
 }
+# fmt: on
 ACTIONS = {
     "F": ("#8fbce6", "forward"),
     "B": ("#c8553d", "backward"),
@@ -44,44 +40,33 @@ ACTIONS = {
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc")
-"""In the order of time_shares."""
-WIDTH = 11.0
-"""Of a figure, in inches of 96 pixels on a screen."""
-MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120
-"""Of a memory curve. A figure has no room for more."""
-REPORT_WIDTH = 150
-"""Columns of text, so that the names in the memory table are not truncated."""
+SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc")  # in the order of time_shares
+WIDTH = 11.0  # of a figure, in inches of 96 pixels on a screen
+MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
+REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
 PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
+<html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>titanlite plan: {file}</title>
 <style>
 body {{ margin: 2em auto; max-width: 1080px; padding: 0 1em; font: 15px/1.45 sans-serif; color: #111; \
 background: #fff; }}
-h1 {{ font-size: 1.5em; margin-bottom: 0.2em; }}
-h2 {{ font-size: 1.15em; margin: 2em 0 0.3em; }}
-p {{ margin: 0.3em 0; }}
+h1 {{ font-size: 1.5em; margin-bottom: 0.2em; }} h2 {{ font-size: 1.15em; margin: 2em 0 0.3em; }}
+p {{ margin: 0.3em 0; }} svg {{ display: block; width: 100%; height: auto; }}
 figure {{ margin: 0.5em 0 1.5em; break-inside: avoid; }}
 figcaption {{ font-size: 0.87em; color: #444; max-width: 60em; }}
-svg {{ display: block; width: 100%; height: auto; }}
 pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }}
 @media print {{ body {{ margin: 0; max-width: none; padding: 0; }} pre {{ font-size: 6.5pt; overflow: visible; }} }}
-</style>
-</head>
-<body>
+</style></head><body>
 <h1>titanlite plan: {model}</h1>
 <p>Config <code>{file}</code>{description}</p>
 <p><strong>{verdict}</strong></p>
 <p>{speed}</p>
 {figures}<h2>The plan in numbers</h2>
 {report}
-</body>
-</html>
+</body></html>
 """
 
 
@@ -94,6 +79,8 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         if plan.spans:
             figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
         figures.append(_figure(time_figure(plan), "time", "Seconds of the busiest rank's step.", title="Step time"))
+    console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
+    console.print(report(plan, file))
     description = plan.config.job.description
     page = PAGE.format(
         file=html.escape(file),
@@ -102,26 +89,21 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         verdict=html.escape(verdict(plan)[1]),
         speed=html.escape(speed_line(plan)),
         figures="".join(figures),
-        report=_report_in_html(plan, file),
+        report=console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
     )
     target.write_text(page, encoding="utf-8", newline="\n")
 
 
-RANKS_CAPTION = (
-    "Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on other axes need "
-    "the same memory."
-)
-SCHEDULE_CAPTION = (
-    "The actions of each pipeline rank. The numbers are those of microbatches, where a box has room for one. Of a rank "
-    "with several stages, a later stage is paler. The gradient reduction and the update begin when the last rank is "
-    "done."
-)
+RANKS_CAPTION = """Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on \
+other axes need the same memory."""
+SCHEDULE_CAPTION = """The actions of each pipeline rank. The numbers are those of microbatches, where a box has room \
+for one. Of a rank with several stages, a later stage is paler. The gradient reduction and the update begin when the \
+last rank is done."""
 
 
 def _memory_caption(plan: Plan) -> str:
     rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
-    skipped = " At most three gradient accumulation steps are shown: the first, a middle, the last."
-    skipped = "" if plan.spans else skipped
+    skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
     return (
         f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
         f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
@@ -135,29 +117,22 @@ def memory_figure(plan: Plan) -> Figure:
     axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
     _stack(axes, rank, kinds, MAX_POINTS)
     limit, peak = _limit(plan, rank), rank.peak.total / GIB
-    # A line far above would leave the curve itself no height.
-    near = limit < 2.5 * peak
+    near = limit < 2.5 * peak  # a line far above would leave the curve itself no height
     top = 1.2 * max(peak, limit if near else 0)
     axes.set(ylim=(0, top), ylabel="GiB")
     at = rank.points.index(rank.peak)
     side = "right" if at > len(rank.points) / 2 else "left"
     above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
-    axes.annotate(
-        f"peak: {peak:.2f} GiB in {rank.peak.label}",
-        xy=(at, peak),
-        xytext=(at, above + 0.09 * top),
-        ha=side,
-        va="bottom",
-        arrowprops={"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)},
-    )
+    arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
+    place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
+    axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
     _name_phases(axes, rank.points)
     handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in reversed(kinds)]
-    name = f"device memory\nwithout overhead:\n{limit:.1f} GiB"
+    looks = {"color": LIMIT_COLOUR, "linewidth": 1.2, "linestyle": "--" if near else "none"}
     if near:
-        axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1.2, linestyle="--")
-        handles.append(Line2D([], [], color=LIMIT_COLOUR, linewidth=1.2, linestyle="--", label=name))
-    else:
-        handles.append(Line2D([], [], linestyle="none", label=f"{name},\nfar above"))
+        axes.axhline(limit, **looks)
+    name = f"device memory\nwithout overhead:\n{limit:.1f} GiB" + ("" if near else ",\nfar above")
+    handles.append(Line2D([], [], **looks, label=name))
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     return figure
 
@@ -324,10 +299,3 @@ def _figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
     heading = f"<h2>{title}</h2>\n" if title else ""
     caption = f"<figcaption>{html.escape(caption)}</figcaption>"
     return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"
-
-
-def _report_in_html(plan: Plan, file: str) -> str:
-    """Return the terminal's report."""
-    console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
-    console.print(report(plan, file))
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

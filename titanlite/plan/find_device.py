@@ -30,7 +30,5 @@ def _problem(file: Path, entry: Any) -> str:
     key = entry["loc"][0]
     if entry["type"] == "extra_forbidden":
         return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
-    expected = f"expected {expectation(Device.model_fields[key])}"
-    if entry["type"] == "missing":
-        return f"{file}: missing key {key}: {expected}"
-    return f"{file}: {key} = {show(entry['input'])}: {expected}"
+    where = f"missing key {key}" if entry["type"] == "missing" else f"{key} = {show(entry['input'])}"
+    return f"{file}: {where}: expected {expectation(Device.model_fields[key])}"

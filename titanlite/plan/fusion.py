@@ -47,34 +47,27 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         and readers.get(allocation, set()) <= {number}
         and allocation.shape != ()
     }
-    return [
-        [fused for event in segment if (fused := _fused(event, members, group_of, internal, writer))]
-        for segment in segments
-    ]
+    fused: list[list[Event]] = []
+    for segment in segments:
+        fused.append([])
+        for event in segment:
+            if isinstance(event, Work) and is_fusible(event):
+                number = group_of[id(event)]
+                if event is members[number][0]:
+                    outputs = {allocation for work in members[number] for allocation in work.outputs}
+                    own = {allocation for allocation in outputs if writer[allocation] == number}
+                    fused[-1].append(_kernel(members[number], own, internal))
+            elif not isinstance(event, Memory) or event.allocation not in internal:
+                fused[-1].append(event)
+    return fused
 
 
-def _fused(
-    event: Event,
-    members: dict[int, list[Work]],
-    group_of: dict[int, int],
-    internal: set[Allocation],
-    writer: dict[Allocation, int],
-) -> Event | None:
-    """Return what becomes of an event, or None if it is dropped."""
-    if isinstance(event, Memory):
-        return None if event.allocation in internal else event
-    if not isinstance(event, Work) or not is_fusible(event):
-        return event
-    number = group_of[id(event)]
-    group = members[number]
-    if event is not group[0]:
-        return None
+def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) -> Work:
+    """Return a group of operators as one kernel. It does not read its own results, nor write the internal ones."""
     read, written = {}, {}
     for work in group:
-        for allocation in work.inputs:
-            if writer.get(allocation) != number:
-                read[allocation] = max(read.get(allocation, 0), min(work.read, allocation.largest))
-        for allocation in work.outputs:
-            if allocation not in internal:
-                written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
-    return event._replace(read=sum(read.values()), written=sum(written.values()))
+        for allocation in set(work.inputs) - own:
+            read[allocation] = max(read.get(allocation, 0), min(work.read, allocation.largest))
+        for allocation in set(work.outputs) - internal:
+            written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
+    return group[0]._replace(read=sum(read.values()), written=sum(written.values()))

@@ -8,6 +8,7 @@ its buffers), gradients, optimizer (states), activations (saved in a forward for
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from titanlite.config import Config
 from titanlite.plan.op_trace import Memory, Segment
 from titanlite.plan.segments import KINDS
 
@@ -16,12 +17,7 @@ Bytes = dict[str, int]
 
 
 class Point(NamedTuple):
-    """A moment of the step.
-
-    Attributes:
-        label: what the program does.
-        bytes: what is allocated, by kind.
-    """
+    """What the program does at a moment of the step, and the bytes that are allocated."""
 
     label: str
     bytes: Bytes
@@ -33,19 +29,16 @@ class Point(NamedTuple):
 
 
 class MemoryTimeline:
-    """Replays segments and keeps what is allocated at each moment.
-
-    Args:
-        persistent: bytes that exist from step to step.
-        rounding: bytes that the allocator rounds each allocation up to a multiple of.
+    """Replays segments, beginning with the bytes that exist from step to step.
 
     Attributes:
         current_bytes: what is allocated now.
         points: the peak and the end of each segment.
     """
 
-    def __init__(self, persistent: Bytes, rounding: int = 1):
-        self.current_bytes, self.rounding = {kind: persistent.get(kind, 0) for kind in KINDS}, rounding
+    def __init__(self, config: Config, persistent: Bytes):
+        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
+        self.rounding = 1 if config.plan.device == "cpu" else 512  # bytes, by CUDA's caching allocator
         self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 
@@ -77,10 +70,8 @@ class MemoryTimeline:
             at_peak = dict(now)
             for event in segment.events:
                 if isinstance(event, Memory) and event.allocation.maker != without:
-                    change = event.change
-                    if self.rounding > 1:
-                        size = -(-abs(change) // self.rounding) * self.rounding
-                        change = size if change > 0 else -size
+                    size = -(-abs(event.change) // self.rounding) * self.rounding
+                    change = size if event.change > 0 else -size
                     now[event.allocation.kind or "temporary"] += change
                     total += change
                     if total > most:

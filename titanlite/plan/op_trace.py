@@ -37,7 +37,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Allocation:
-    """The memory of one storage, which one tensor or several views of it use.
+    """The memory of a storage, which a tensor and its views use.
 
     Attributes:
         size, largest: bytes now, and the most so far.
@@ -63,11 +63,9 @@ class Work(NamedTuple):
     """An operator on the device.
 
     Attributes:
-        name: as in aten.mm.
         flops: of matrix multiplication and attention; 0 for all other operators.
         dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
-        read, written: bytes.
-        inputs, outputs: the allocations that it reads and writes.
+        read, written: bytes of its inputs and outputs.
     """
 
     name: str
@@ -80,12 +78,8 @@ class Work(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A collective, or a message.
-
-    Attributes:
-        group: name of its process group.
-        size: bytes of the full tensor that is gathered, reduced, exchanged or sent.
-    """
+    """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
+    reduced, exchanged or sent."""
 
     name: str
     group: str
@@ -102,27 +96,20 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
+# fmt: off
 COLLECTIVES = {
-    "c10d._allgather_base_": ("all_gather", 0),
-    "c10d.allgather_": ("all_gather", 0),
+    "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
     "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d.reduce_scatter_": ("reduce_scatter", 1),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
     "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d.allreduce_": ("all_reduce", 0),
-    "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d.alltoall_base_": ("all_to_all", 0),
-    "c10d.broadcast_": ("broadcast", 0),
-    "c10d.send": ("send", 0),
-    "c10d.recv_": ("receive", 0),
+    "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
+    "c10d.alltoall_base_": ("all_to_all", 0), "c10d.broadcast_": ("broadcast", 0),
+    "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0),
-    "_c10d_functional.all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", 0),
 }
 """Name of the collective and index of the argument that is the full tensor (None: the result), by operator."""
-
-# fmt: off
 VIEWS = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
@@ -194,13 +181,12 @@ class OpTrace(TorchDispatchMode):
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]
-        mutates = func._schema.is_mutable
-        moves_data = mutates or any(x.untyped_storage()._cdata not in before for x in outputs)
+        moves_data = func._schema.is_mutable or any(x.untyped_storage()._cdata not in before for x in outputs)
         if short in VIEWS or not moves_data or not (inputs or outputs):
             return
         flops, dtype = _flops(short, inputs, args)
         read = sum(map(_n_bytes, inputs))
-        written = sum(map(_n_bytes, outputs)) if outputs else (_n_bytes(inputs[0]) if mutates else 0)
+        written = sum(map(_n_bytes, outputs or inputs[:1]))  # without a result it changes its first input
         read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
         self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
 

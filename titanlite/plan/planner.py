@@ -24,10 +24,9 @@ from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import layers_of
 from titanlite.plan.step import StageCost, pipelined_step, single_stage_step
 
-CONTEXT_BYTES = int(0.6 * 2**30)
-"""CUDA context, kernels and cuBLAS workspaces: what nvidia-smi shows of a process before its first tensor."""
-GROUP_BYTES = int(0.25 * 2**30)
-"""NCCL buffers of a process group."""
+# CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
+# buffers of a process group.
+CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
 FRAGMENTATION = 0.03
 """Share of the peak that the caching allocator cannot use, with expandable segments."""
 
@@ -36,8 +35,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
 
     Args:
-        world_size: number of ranks; None: what the degrees ask for, or, where data_parallel_shard_degree is -1, those
-            of a node.
+        world_size: number of ranks; None: what the degrees ask for, or, if one of them is -1, those of a node.
 
     Raises:
         ConfigError: with the problems that train.py reports.
@@ -52,15 +50,12 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
 def make_plan(
     loaded: LoadedConfig[Config], *, world_size: int | None = None, fold: bool = True, show_progress: bool = False
 ) -> Plan:
-    """Plan a run.
+    """Plan a run. Raises ConfigError as `resolve` does.
 
     Args:
         world_size: see `resolve`.
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
         show_progress: show progress on standard error.
-
-    Raises:
-        ConfigError: as `resolve`.
     """
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
@@ -115,8 +110,8 @@ def config_for_dry_run(config: Config) -> Config:
 def _dry_run_stages(
     config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
 ) -> list[DryRun]:
-    """Return the dry run of each stage. Stages that are alike share one. Each dry run has its own process, because
-    torch keeps the process groups of a world until the process ends."""
+    """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
+    the process groups of a world until the process ends."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     period = checkpointing_period(config)

@@ -85,8 +85,8 @@ def communication_table(plan: Plan) -> Table:
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):
         n_ranks, n_nodes = plan.axis_size(axis)
         interconnect = "within a node" if n_nodes == 1 else f"network, {n_nodes} nodes"
-        row = (axis, name, str(n_ranks), interconnect, str(count))
-        table.add_row(*row, f"{size / GIB:.2f}", f"{size / GIB / count:.4f}")
+        sizes = f"{size / GIB:.2f}", f"{size / GIB / count:.4f}"
+        table.add_row(axis, name, str(n_ranks), interconnect, str(count), *sizes)
     return table
 
 
@@ -103,11 +103,8 @@ def time_table(plan: Plan) -> Table:
 def time_shares(plan: Plan) -> dict[str, float]:
     """Return the seconds of the busiest rank's step: computation, exposed communication, and waiting."""
     cost = plan.cost
-    shares = {
-        "matrix multiplication": cost.seconds["matmul"],
-        "attention": cost.seconds["attention"],
-        "other operators (memory-bound)": cost.seconds["memory"],
-    }
+    shares = {"matrix multiplication": cost.seconds["matmul"], "attention": cost.seconds["attention"]}
+    shares["other operators (memory-bound)"] = cost.seconds["memory"]
     shares["exposed communication"] = max(cost.elapsed - sum(shares.values()), 0.0)
     if plan.spans:
         shares["waiting for other pipeline ranks"] = max(plan.step_seconds - cost.elapsed, 0.0)
@@ -123,14 +120,10 @@ def operations_line(plan: Plan) -> str:
 
 def speed_line(plan: Plan) -> str:
     """Return throughput, MFU and the pipeline bubble."""
-    parts = [
-        f"{plan.tokens_per_second:,.0f} tokens/s per device, {plan.tokens_per_second * plan.world_size:,.0f} in total",
-        f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s",
-    ]
-    if plan.spans:
-        schedule = plan.config.parallelism.pipeline_parallel_schedule
-        parts.append(f"pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})")
-    return "; ".join(parts)
+    speed, schedule = plan.tokens_per_second, plan.config.parallelism.pipeline_parallel_schedule
+    line = f"{speed:,.0f} tokens/s per device, {speed * plan.world_size:,.0f} in total; "
+    line += f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s"
+    return line + (f"; pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})" if plan.spans else "")
 
 
 def budget_line(plan: Plan) -> str:
@@ -140,17 +133,11 @@ def budget_line(plan: Plan) -> str:
     steps = math.ceil(tokens / plan.tokens_per_step)
     hours = steps * plan.step_seconds / 3600
     device_hours = hours * plan.world_size
-    energy = device_hours * plan.device.watts / 1e6
-    line = (
-        f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
-        f"{energy:,.2f} MWh at {plan.device.watts:.0f} W per device"
-    )
+    line = f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
+    line += f"{device_hours * plan.device.watts / 1e6:,.2f} MWh at {plan.device.watts:.0f} W per device"
     return line + (f", costs {device_hours * options.price:,.0f}" if options.price else "")
 
 
 def print_report(plan: Plan, file: str) -> None:
     """Print the report, at least 126 columns wide: a wrapped line is easier to read than a truncated cell."""
-    console = Console(highlight=False)
-    if console.width < WIDTH:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(report(plan, file))
+    Console(highlight=False, width=max(Console().width, WIDTH)).print(report(plan, file))

@@ -42,7 +42,6 @@ class Plan:
 
     Attributes:
         config: resolved for `world_size` ranks of `device`.
-        ranks: of the pipeline.
         spans: of each pipeline rank's actions in a gradient accumulation step, in seconds from its beginning; empty
             without a pipeline.
         cost: of the busiest rank's step; `elapsed` does not include waiting for other ranks.

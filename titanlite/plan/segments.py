@@ -18,7 +18,7 @@ KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "log
 
 
 Phases = dict[tuple[Any, ...], list[Segment]]
-"""Segments of each phase of a step, with all layers, by the mark that begins the phase."""
+"""Segments of each phase, with all layers, by the mark that begins it."""
 
 
 def layers_of(names: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ class FoldedStage(NamedTuple):
     """A stage with fewer layers that are alike.
 
     Attributes:
-        names: of the modules that remain.
+        names: of the remaining modules.
         repeated: numbers of the layers whose copies stand for the folded ones.
         copies: how many copies of them there are.
         numbers: of all the stage's layers.

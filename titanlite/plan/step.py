@@ -12,8 +12,6 @@ from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.plan.schedule import Action, Span, all_actions, simulate
 from titanlite.plan.segments import KINDS
 
-ROUNDING = 512
-"""Bytes that CUDA's caching allocator rounds each tensor up to."""
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -40,8 +38,7 @@ class StageCost:
 
     def of_action(self, action: Action) -> Cost:
         """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
-        forward's matrix multiplications, and the input gradient the rest of the backward. A first stage has no input
-        gradient."""
+        forward's matmuls, and the input gradient the rest of the backward. A first stage has no input gradient."""
         if action.kind == "F":
             return self.of_phase(("F", 0 if self.exposed_gather and action.microbatch == 0 else 1))
         backward = self.of_phase(("B", min(action.microbatch, 1)))
@@ -69,7 +66,7 @@ class Step(NamedTuple):
 
 def single_stage_step(config: Config, stage: StageCost) -> Step:
     """Return the step of a config without a pipeline."""
-    timeline, cost = MemoryTimeline(stage.dry_run.persistent, _rounding(config)), Cost()
+    timeline, cost = MemoryTimeline(config, stage.dry_run.persistent), Cost()
     phases = stage.dry_run.phases
     for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
         for kind, label in (("F", "forward"), ("B", "backward")):
@@ -112,10 +109,6 @@ def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) ->
     return Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
 
 
-def _rounding(config: Config) -> int:
-    return 1 if config.plan.device == "cpu" else ROUNDING
-
-
 def _message_bytes(config: Config) -> int:
     batch, tokens, dim = config.hidden_shape
     return batch * tokens * dim * getattr(torch, config.training.mixed_precision_param).itemsize
@@ -125,9 +118,8 @@ class _PipelineRank:
     """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
 
     def __init__(self, config: Config, stages: dict[int, StageCost]):
-        self.config, self.stages = config, stages
-        self.message, n_stages = _message_bytes(config), config.parallelism.n_stages
-        self.last_stage, self.last_microbatch = n_stages - 1, config.n_microbatches - 1
+        self.config, self.stages, self.message = config, stages, _message_bytes(config)
+        self.last_stage, self.last_microbatch = config.parallelism.n_stages - 1, config.n_microbatches - 1
         self.persistent: Bytes = {}
         for number, stage in stages.items():
             for kind, size in stage.dry_run.persistent.items():
@@ -136,7 +128,7 @@ class _PipelineRank:
             buffers = (number > 0) + (number < self.last_stage)
             self.persistent["communication"] += buffers * config.n_microbatches * self.message
         self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).dry_run.rotary
-        self.timeline = MemoryTimeline(self.persistent, _rounding(config))
+        self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
         """Return the rank's memory over a step. After the second, all gradient accumulation steps are alike."""
