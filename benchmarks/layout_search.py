@@ -33,7 +33,7 @@ LOG = Path(__file__).parent / "logs" / "advise.log"
 
 def old_output(options: str, checkout: Path | None) -> str:
     """Return what the old search prints: from its log, or else by running it."""
-    logged = LOG.read_text().partition(f"$ python -m titanlite.plan --advise {options}\n")[2]
+    logged = LOG.read_text().partition(f"$ python -m titanlite.plan --advise {options}")[2]
     if logged:
         return logged.partition("\n$ ")[0]
     if checkout is None:
