@@ -152,8 +152,6 @@ class Search:
             return load_candidate(self.task, candidate)
         except ConfigError as error:
             self.rejected.setdefault(candidate.mesh, error.problems[0])
-            if "compile.enable" in str(error):  # some layouts cannot be compiled
-                self._open.add(candidate._replace(compiled=False))
         return None
 
 
@@ -175,7 +173,7 @@ def _costs(candidate: Candidate) -> tuple[int, ...]:
 def _choices(candidate: Candidate) -> tuple:
     """Return the choices that the last round varies."""
     pipeline = candidate.schedule, candidate.stages
-    return candidate.mesh, pipeline, candidate.checkpointing, candidate.float8, candidate.compiled
+    return candidate.mesh, pipeline, candidate.checkpointing, candidate.float8
 
 
 def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Candidate]:

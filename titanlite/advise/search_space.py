@@ -15,6 +15,7 @@ from titanlite import devices
 from titanlite.config import load
 from titanlite.config.loader import LoadedConfig
 from titanlite.config.schema import Config, Model, count_parameters
+from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.plan.planner import resolve
 
 GIB = 2**30
@@ -170,7 +171,8 @@ def meshes(task: Task) -> Iterator[Mesh]:
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
-    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not, compiled."""
+    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not. All are
+    compiled, except zero-bubble schedules."""
     for mesh in meshes(task):
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
@@ -182,7 +184,8 @@ def candidates(task: Task) -> Iterator[Candidate]:
                 if local_sequences % (steps * size) == 0
             ]
         for batch, checkpointing, float8 in itertools.product(batches, CHECKPOINTING, {False, task.float8}):
-            yield Candidate(mesh, *batch, checkpointing, float8=float8)
+            # A compiled block cannot split its backward.
+            yield Candidate(mesh, *batch, checkpointing, batch[0] not in SPLIT_BACKWARD, float8)
 
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems
-from titanlite.plan.planner import make_plan, silence_warnings
+from titanlite.plan.planner import make_plan
 from titanlite.plan.report import print_report, verdict
 
 
@@ -26,7 +26,6 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan with figures as an HTML page")
     arguments, config_arguments = parser.parse_known_args(argv)
-    silence_warnings()
     begin = time.monotonic()
     try:
         loaded = load(config_arguments)
