@@ -216,7 +216,7 @@ def test_the_last_round_changes_one_choice_of_the_fastest_layouts():
     result.planned[0] = result.planned[0]._replace(seconds=1.0)
     chosen = [layout for layout, _ in result.next_round(last=True)]
     assert len(chosen) == search.PLANS_PER_ROUND
-    # ZBVZeroBubble, whose blocks cannot be compiled, is estimated not to fit: three variations of the fast layout remain.
+    # ZBVZeroBubble, not compiled, is estimated not to fit: three variations of the fast layout remain.
     zero_bubble = candidate((2, 1, 16, 1, 1, 2), "ZBVZeroBubble", 2, 32, compiled=False)
     assert zero_bubble in search_space.candidates(TASKS[64])
     assert memory_bound.estimate_bytes(TASKS[64], zero_bubble) > H100.memory
