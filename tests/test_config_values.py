@@ -434,6 +434,7 @@ def test_configs_of_an_installed_package(tmp_path: Path):
     """A wheel has the configs inside the package; its own come first."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "titanlite" / "config", tmp_path / "titanlite" / "config", ignore=ignore)
+    shutil.copy(ROOT / "titanlite" / "__init__.py", tmp_path / "titanlite")
     (tmp_path / "titanlite" / "configs").mkdir()
     (tmp_path / "titanlite" / "configs" / "own.toml").write_text("training.steps = 77")
     (tmp_path / "own.toml").write_text("training.steps = 78")
