@@ -12,6 +12,7 @@ The config is checked once, here, before any rank starts: a mistake is one line,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -121,11 +122,13 @@ def main(argv: list[str]) -> int:
         print_problems(error)
         return 2
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "titanlite.train", *argv]
-    # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which passes it on once.
+    # A session of its own: Ctrl-C and a hangup of the terminal reach the launcher alone, which passes them on once.
     torchrun = subprocess.Popen(command, env=environment_of_ranks(ranks), start_new_session=True)
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_requests.append(number))
-    signal.signal(signal.SIGINT, lambda number, frame: torchrun.send_signal(number))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: torchrun.send_signal(number))
     signaled: set[int] = set()
     while True:
         try:
@@ -134,7 +137,8 @@ def main(argv: list[str]) -> int:
             # SIGTERM goes to the ranks and not to torchrun, which would kill them: they finish the step, save and exit
             # with 0. A rank that starts later gets it too.
             for rank in set(children(torchrun.pid)) - signaled if stop_requests else ():
-                os.kill(rank, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(rank, signal.SIGTERM)
                 signaled.add(rank)
 
 
@@ -152,9 +156,12 @@ def environment_of_ranks(ranks: int) -> dict[str, str]:
 
 def children(process: int) -> list[int]:
     """Return the process IDs of a process's children: from /proc on Linux, from ps elsewhere."""
-    lists = list(Path(f"/proc/{process}/task").glob("*/children"))
-    if lists:
-        return [int(child) for file in lists for child in file.read_text().split()]
-    done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    pairs = (line.split() for line in done.stdout.splitlines())
-    return [int(child) for child, parent in pairs if int(parent) == process]
+    if not Path("/proc/self").exists():
+        done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+        pairs = (line.split() for line in done.stdout.splitlines())
+        return [int(child) for child, parent in pairs if int(parent) == process]
+    pids: list[int] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or the process, has just ended
+            pids += map(int, file.read_text().split())
+    return pids
