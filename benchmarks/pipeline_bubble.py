@@ -124,7 +124,7 @@ class Measured(NamedTuple):
 
 def measure(schedule: Schedule, n_stages: int, n_microbatches: int, sleeps: Sleeps, steps: int) -> Measured:
     """Run the schedule on this rank and return its timing. Every rank of the process group must call it."""
-    rank, clock, shape = dist.get_rank(), Clock(), (1, 1, 1)
+    rank, clock, shape = dist.get_rank(), Clock(), (1, 1)
     ranks = rank_of_stage(schedule, dist.get_world_size(), n_stages)
     own = [number for number in range(n_stages) if ranks[number] == rank]
     pipeline = PipelineRunner(

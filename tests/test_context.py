@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanlite.model import ScaledDotProductAttention
+from titanlite.model import Documents, ScaledDotProductAttention
 from titanlite.parallel import context
 from titanlite.parallel.attention import ATTENTION_BACKENDS
 from titanlite.parallel.context import ContextAttention, apply_context_parallel, local_positions
@@ -105,11 +105,10 @@ def differences(
     with INJECTED_BUGS[bug]():
         own = context.local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
         of_ring_rank = context.local_positions(TOKENS, ring=ring, ulysses=1, rank=dist.get_rank() // ulysses)
-        if document_positions is not None:
-            document_positions = document_positions[:, of_ring_rank]
+        documents = Documents(document_positions[:, of_ring_rank]) if kind else None
         attend = ContextAttention(**groups(ring, ulysses), backend=backend)
         call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-        actual = gradients(lambda *qkv: call(*qkv, document_positions), *(x[:, own] for x in inputs))
+        actual = gradients(lambda *qkv: call(*qkv, documents), *(x[:, own] for x in inputs))
     return worst(actual, [x[:, own] for x in expected])
 
 
@@ -333,9 +332,9 @@ def test_inputs_that_are_rejected():
     with pytest.raises(
         ValueError, match=r"document_positions: expected \[2, 32\] in host memory, got \[2, 31\] on cpu"
     ):
-        attend(q, k, v, torch.zeros(2, 31, dtype=torch.int64))
+        attend(q, k, v, Documents(torch.zeros(2, 31, dtype=torch.int64)))
     with pytest.raises(ValueError, match="on meta"):
-        attend(q, k, v, torch.zeros(2, 32, dtype=torch.int64, device="meta"))
+        attend(q, k, v, Documents(torch.zeros(2, 32, dtype=torch.int64, device="meta")))
     attend.ulysses_size = 4
     with pytest.raises(ValueError, match="4 query heads and 2 KV heads"):
         attend(q, k, v)
@@ -389,10 +388,10 @@ def test_injected_bug_fails(ranks, bug, kind, first):
 def test_equals_the_models_own_attention(kind):
     block = SimpleNamespace(attention=nn.Module())
     apply_context_parallel(SimpleNamespace(layers={"0": block}), ring_group=None, ulysses_group=None, backend="cpu")
-    document_positions = document_positions_of(kind) if kind else None
+    documents = Documents(document_positions_of(kind)) if kind else None
     inputs = draw(3, 4, 2)
     actual, expected = (
-        gradients(lambda *qkv, attend=attend: attend(*qkv, document_positions), *inputs)
+        gradients(lambda *qkv, attend=attend: attend(*qkv, documents), *inputs)
         for attend in (block.attention.inner_attention, ScaledDotProductAttention())
     )
     assert not wrong([worst(actual, expected)])

@@ -3,7 +3,7 @@
 Training, validation and logging follow one rule: the sum of token losses over the number of valid tokens of the global
 batch. Every valid token weighs the same, whatever the ranks, gradient accumulation steps and padding.
 
-Shapes: B batch, T tokens, N = B x T, D model width, V vocabulary.
+Shapes: N tokens, D model width, V vocabulary.
 """
 
 import functools
@@ -23,17 +23,16 @@ IGNORED = -100
 ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
 
 
-def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum of the token losses over the targets that are not IGNORED: nats, a scalar in float32 or better.
 
     The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
     group's ranks in equal shards, in order. All of them must call this, and each gets the loss.
     """
-    logits, targets = logits_BTV.flatten(0, 1), targets_BT.flatten()
     if group is not None:
-        return _VocabularyParallel.apply(logits, targets, group)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return _VocabularyParallel.apply(logits_NV, targets_N, group)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=IGNORED)
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -78,13 +77,13 @@ def linear_cross_entropy(
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
         mesh = None
-    return cross_entropy_sum(logits_NV[None], targets_N[None], mesh.get_group() if mesh is not None else None)
+    return cross_entropy_sum(logits_NV, targets_N, mesh.get_group() if mesh is not None else None)
 
 
 def chunked_cross_entropy(
-    x_BTD: Tensor,
+    x_ND: Tensor,
     weight_VD: Tensor,
-    targets_BT: Tensor,
+    targets_N: Tensor,
     *,
     n_chunks: int,
     loss_parallel: bool,
@@ -96,7 +95,7 @@ def chunked_cross_entropy(
     exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
 
     Args:
-        x_BTD: [B, T, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
+        x_ND: [N, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
         weight_VD: the output head's weight; a DTensor if it is sharded over the vocabulary.
         loss_parallel: leave the logits sharded as the weight is, instead of gathering them.
     """
@@ -104,8 +103,7 @@ def chunked_cross_entropy(
     if isinstance(weight_VD, DTensor):
         mesh = weight_VD.device_mesh
         # Each rank's shard of the vocabulary contributes a partial sum to the gradient of x.
-        x_BTD, weight_VD = x_BTD.to_local(grad_placements=[Partial()]), weight_VD.to_local()
-    x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+        x_ND, weight_VD = x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()
     chunk_loss = functools.partial(chunk_loss, mesh=mesh, loss_parallel=loss_parallel)
     if n_chunks > 1 and torch.is_grad_enabled():
         return _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, n_chunks, chunk_loss)
@@ -120,9 +118,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Return the sum of the losses of chunks of tokens, and save its gradients, computed here, for backward."""
         weight_VD = weight_VD.detach().requires_grad_()
-        # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product does not have.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
-        losses, grads_x = [], []
+        losses, grads_x, grad_weight_VD = [], [], None
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
@@ -130,17 +126,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_x, grad_weight = torch.autograd.grad(loss, (x, weight_VD))
             losses.append(loss.detach())
             grads_x.append(grad_x)
-            grad_weight_VD += grad_weight
-        ctx.save_for_backward(torch.cat(grads_x), grad_weight_VD.to(weight_VD.dtype))
+            # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product lacks.
+            if grad_weight_VD is None:
+                grad_weight_VD = grad_weight.to(torch.promote_types(weight_VD.dtype, torch.float32))
+            else:
+                grad_weight_VD += grad_weight
+        ctx.save_for_backward(torch.cat(grads_x), grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place, since a zero-bubble schedule asks for one gradient at a time; and not in a type that would round
-        # the factor, which is 1 over the number of valid tokens.
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        products = [(saved.to(wide) * grad.to(wide)).to(saved.dtype) for saved in ctx.saved_tensors]
+        grad_x_ND, grad_weight_VD = ctx.saved_tensors
+        products = _scaled(grad_x_ND, grad, grad_x_ND.dtype), _scaled(grad_weight_VD, grad, ctx.weight_dtype)
         return *products, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gradient * factor. It is not in place, since a zero-bubble schedule asks for one gradient at a time. The
+    factor, 1 over the number of valid tokens, is not rounded to a lower type. On CUDA, this is one pass."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
 
 
 def count_valid(targets: list[Tensor], device: torch.device) -> Tensor:

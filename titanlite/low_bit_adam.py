@@ -1,5 +1,8 @@
 """Low-bit Adam: 8-bit optimizer states, or another type than the weights', and stochastic rounding of weights.
-It extends torchao's optimizers: the step is computed in float32 for each element, and compiled on a GPU."""
+
+torchao has the states and the rounding. The step here computes each element in float32; on a GPU it is compiled, once
+for each shape and type.
+"""
 
 import contextlib
 from collections.abc import Iterable
@@ -7,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
+from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
+from torchao.utils import TorchAOBaseTensor
 
 from titanlite.config.schema import Optimizer
 
@@ -23,19 +29,43 @@ class LowBitAdam(AdamW8bit):
     then moved by their exp_avg over eps.
     """
 
+    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):
         self.state_dtype, self._full_precision = optimizer.state_dtype, {id(weight) for weight in full_precision}
         betas, block = (optimizer.beta1, optimizer.beta2), 256 if self.state_dtype == "int8" else 1
         rounding = {"bf16_stochastic_round": optimizer.stochastic_rounding}
         super().__init__(groups, optimizer.lr, betas, optimizer.eps, block_size=block, **rounding)
         self.is_adamw = optimizer.name == "AdamW"
+        self._update = torch.compile(_update, fullgraph=True, dynamic=False)
 
-    def step(self, closure: Any = None) -> Any:
-        """Take a step, eagerly on a CPU."""
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step, eagerly on a CPU, with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
+        device = self.param_groups[0]["params"][0].device
+        scaling = (
+            getattr(self, "grad_scale", torch.ones((), device=device)),
+            getattr(self, "found_inf", torch.zeros((), device=device)),
+        )
         # The code that inductor generates for the 8-bit step crashes the process on a CPU (torch 2.13, torchao 0.18).
-        on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
-        with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
-            return super().step(closure)
+        stance = torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
+        # A model has more shapes than the compiler allows for by default, but no more than these.
+        with stance, torch._dynamo.config.patch(recompile_limit=64):
+            for group in self.param_groups:
+                numbers = *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        state = self._state_of(weight)
+                        rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
+                        tensors = map(_local, (weight, weight.grad, *state.values()))
+                        self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
+
+    def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
+            state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(weight, True), self._new_buffer(weight, False)
+        return {name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}
 
     def _new_buffer(self, weight: Tensor, signed: bool) -> Tensor:
         if self.state_dtype == "float32":
@@ -47,3 +77,46 @@ class LowBitAdam(AdamW8bit):
             # It decodes to the type of this tensor, and a step needs float32.
             return AdamW8bit._subclass_zeros(torch.empty_like(weight, dtype=torch.float32), signed, block_size)
         return torch.zeros_like(weight, dtype=torch.bfloat16 if self.state_dtype == "bfloat16" else weight.dtype)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard: DTensors would cost the host more than the step costs the device."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    stochastic: bool,
+) -> None:
+    """Update a weight and its states in place (arXiv:1412.6980, algorithm 1; decoupled: arXiv:1711.05101)."""
+    takes = found_inf == 0
+    step += takes
+    gradient_f32, weight_f32 = gradient.float() / grad_scale, weight.float()
+    if decoupled:
+        weight_f32 = weight_f32 - lr * weight_decay * weight_f32
+    else:
+        gradient_f32 = gradient_f32 + weight_decay * weight_f32
+    first, second = _float32(exp_avg), _float32(exp_avg_sq)
+    new_first, new_second = first.lerp(gradient_f32, 1 - beta1), second.lerp(gradient_f32.square(), 1 - beta2)
+    size = (new_second / (1 - beta2**step)).sqrt() + eps
+    weight_f32 = weight_f32 - lr * (new_first / (1 - beta1**step)) / size
+    exp_avg.copy_(new_first.where(takes, first))
+    exp_avg_sq.copy_(new_second.where(takes, second))
+    new = round_stochastically(weight_f32) if stochastic else weight_f32.to(weight.dtype)
+    weight.copy_(new.where(takes, weight))
+
+
+def _float32(state: Tensor) -> Tensor:
+    return state.dequantize() if isinstance(state, TorchAOBaseTensor) else state.float()

@@ -4,9 +4,11 @@ RMSNorm before each sublayer, rotary position embedding (RoPE, with Llama 3.1's 
 SwiGLU, optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
 (arXiv:2407.21783). Module names are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
 
-Shapes: B batch, T sequence, D model width, H query heads, G KV heads, K head_dim, F feed-forward width, V vocabulary.
+Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
+width, V vocabulary. Only attention tells sequences apart: everything else sees tokens, [N, D].
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
@@ -36,42 +38,51 @@ def rope_frequencies(model: Model) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return exp(i * position * frequency), complex [length, K/2]. Angles are computed in float64: positions in the
-    millions have no accurate sine in float32. The table is in complex64, or in complex128 for a float64 model."""
+    """Return cos and sin of position * frequency, [length, K/2, 2]. Angles are computed in float64: positions in the
+    millions have no accurate sine in float32. The table is in float32, or in float64 for a float64 model."""
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
-    table = torch.polar(torch.ones_like(angles), angles)
-    return table if dtype == torch.float64 else table.to(torch.complex64)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).to(torch.promote_types(dtype, torch.float32))
 
 
-def apply_rotary_emb(x_BTHK: Tensor, rope_TK: Tensor) -> Tensor:
+def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     """Rotate each pair of neighbouring channels of queries or keys by its position's angle, in float32 or better.
-    `rope_TK` is complex [T, K/2], or [B, T, K/2] where positions differ between sequences."""
+    `rope_TK2` is cos and sin, [T, K/2, 2], or [B, T, K/2, 2] where positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    rotated = torch.view_as_complex(pairs) * rope_TK.unsqueeze(-2)
-    return torch.view_as_real(rotated).flatten(-2).to(x_BTHK.dtype)
+    cos_sin = rope_TK2.unsqueeze(-3)
+    if torch.compiler.is_compiling():  # inductor has no kernels for complex numbers, and fuses these into one
+        (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # one pass instead of seven
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin))
+    return rotated.flatten(-2).to(x_BTHK.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+    """Says which tokens of a packed sequence are one document: tokens attend only within theirs.
+
+    It is not a bare tensor, since fully_shard moves tensors that a model is given to its device. Attention computes the
+    sizes of its calls from this one, and reading those back would wait for the device.
+    """
+
+    positions_BT: Tensor
+    """Position of each token in its document, int64 in host memory."""
 
 
 class ScaledDotProductAttention(nn.Module):
     """Computes causal softmax(q k^T / sqrt K) v. Nothing else mixes positions; as a module it can be replaced."""
 
-    def forward(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BT: Tensor | None = None
-    ) -> Tensor:
-        """Return [B, T, H, K]. Query head h attends to KV head h * G // H.
-
-        Args:
-            document_positions_BT: position of each token in its document, int64 in host memory: tokens attend only
-                within their document. None: a sequence is one document.
-        """
-        if document_positions_BT is None:
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Without documents a sequence is one."""
+        if documents is None:
             q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
             out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped)
             return out_BHTK.transpose(1, 2)
         sequences = []
-        for b, document_positions_T in enumerate(document_positions_BT):
-            starts = (document_positions_T[1:] == 0).nonzero().flatten() + 1
-            bounds = pairwise([0, *starts.tolist(), len(document_positions_T)])
+        for b, positions_T in enumerate(documents.positions_BT):
+            starts = (positions_T[1:] == 0).nonzero().flatten() + 1
+            bounds = pairwise([0, *starts.tolist(), len(positions_T)])
             qkv = q_BTHK[b : b + 1], k_BTGK[b : b + 1], v_BTGK[b : b + 1]
             sequences.append(torch.cat([self(*(x[:, start:end] for x in qkv)) for start, end in bounds], dim=1))
         return torch.cat(sequences)
@@ -87,11 +98,14 @@ class Attention(nn.Module):
         self.wo = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=False)
         self.inner_attention = ScaledDotProductAttention()
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor, document_positions_BT: Tensor | None) -> Tensor:
-        # -1 heads: a rank may have only some of them.
-        q_BTHK, k_BTGK, v_BTGK = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK), apply_rotary_emb(k_BTGK, rope_TK)
-        return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, document_positions_BT).flatten(-2))
+    def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
+        # -1 sequences and -1 heads: a rank may have only some of them.
+        sizes = -1, rope_TK2.shape[-3]
+        q_BTHK, k_BTGK, v_BTGK = (
+            w(x_ND).unflatten(-1, (-1, self.head_dim)).unflatten(0, sizes) for w in (self.wq, self.wk, self.wv)
+        )
+        q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK2), apply_rotary_emb(k_BTGK, rope_TK2)
+        return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -103,8 +117,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(model.ffn_dim, model.dim, bias=False)
         self.w3 = nn.Linear(model.dim, model.ffn_dim, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_ND)) * self.w3(x_ND))
 
 
 class Block(nn.Module):
@@ -115,20 +129,20 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
         self.feed_forward = FeedForward(model)
 
-    def forward(self, x_BTD: Tensor, rope_TK: Tensor, document_positions_BT: Tensor | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TK, document_positions_BT)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+    def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
+        x_ND = x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
+        return x_ND + self.feed_forward(self.ffn_norm(x_ND))
 
 
 class Output(nn.Linear):
     """The output head projects to logits, or computes the loss, so that the logits need not all exist."""
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of (x, weight, targets), a scalar. Whoever passes targets sets it."""
+    """Of (x_ND, weight, targets_N), a scalar. Whoever passes targets sets it."""
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits [B, T, V], or the loss if there are targets."""
-        return super().forward(x_BTD) if targets_BT is None else self.loss(x_BTD, self.weight, targets_BT)
+    def forward(self, x_ND: Tensor, targets_N: Tensor | None = None) -> Tensor:
+        """Return logits [N, V], or the loss if there are targets."""
+        return super().forward(x_ND) if targets_N is None else self.loss(x_ND, self.weight, targets_N)
 
 
 class Llama(nn.Module):
@@ -146,7 +160,7 @@ class Llama(nn.Module):
             return modules is None or name in modules
 
         self.max_seq_len, self.tied, self.rope_frequencies = max_seq_len, model.tie_embeddings, rope_frequencies(model)
-        rope = torch.empty(max_seq_len, len(self.rope_frequencies), dtype=torch.complex64)
+        rope = torch.empty(max_seq_len, len(self.rope_frequencies), 2)
         self.register_buffer("rope", rope, persistent=False)
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
         # Keyed by number, so that a layer keeps its name when the model is split into stages.
@@ -173,26 +187,30 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_positions: Tensor | None = None,
+        documents: Documents | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V], or the loss if there are targets; on a stage without output head, [B, T, D].
+        """Return logits [B, T, V], or the loss if there are targets; on a stage without output head, [N, D].
 
         Args:
-            tokens: [B, T] token ids; on a stage without embedding, the previous stage's [B, T, D].
-            positions: [T] or [B, T] position of each token for the rotary embedding; None: 0 .. T-1.
-            document_positions: see ScaledDotProductAttention.
+            tokens: [B, T] token ids; on a stage without embedding, the previous stage's [N, D].
+            positions: [T] or [B, T] position of each token for the rotary embedding; None: 0 .. T-1, where T is
+                max_seq_len on a stage without embedding.
+            documents: see Documents; None: a sequence is one document.
             targets: [B, T] token ids, -100 where there is nothing to predict.
         """
-        rope_TK = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
-        if document_positions is not None:
-            document_positions = document_positions.cpu()  # once here, not in each layer
-        x_BTD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
+        rope_TK2 = self.rope[:length] if positions is None else self.rope[positions]
+        x_ND = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens.flatten())
         for block in self.layers.values():
-            x_BTD = block(x_BTD, rope_TK, document_positions)
+            x_ND = block(x_ND, rope_TK2, documents)
         if self.norm is not None:
-            x_BTD = self.norm(x_BTD)
-        return self.output(x_BTD, targets) if self.output is not None else x_BTD
+            x_ND = self.norm(x_ND)
+        if self.output is None:
+            return x_ND
+        if targets is not None:
+            return self.output(x_ND, targets.flatten())
+        return self.output(x_ND).unflatten(0, (-1, rope_TK2.shape[-3]))
 
 
 def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int:

@@ -62,7 +62,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
         if parameter.grad is not None:
             by_replicas.setdefault(n_replicas(parameter.grad), []).append(local_shard(parameter.grad))
     for replicas, shards in by_replicas.items():
-        norms = torch.stack(torch._foreach_norm(shards, 2)).to(device, torch.float64)
+        wide = torch.promote_types(shards[0].dtype, torch.float32)  # bfloat16 norms would be rounded to 8 bits
+        norms = torch.stack(torch._foreach_norm(shards, 2, wide)).to(device, torch.float64)
         squares += norms.square().sum() / replicas  # each of n replicas of a shard counts 1/n of its square
     dist.all_reduce(squares)
     return squares.sqrt()
@@ -92,6 +93,30 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the gradient clipping factor of `torch.nn.utils.clip_grad_norm_`: at most 1, about max_norm / norm."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step scales gradients, or skips the update, by what is on the device."""
+    in_float64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not in_float64
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tensor) -> None:
+    """Take an optimizer step on gradients multiplied by `factor`, or none unless `finite`.
+
+    Both are scalars that all ranks have computed alike. A fused or low-bit optimizer reads them on the device, as it
+    would a gradient scaler's: no pass over the gradients, and the host does not wait. It does in float64, whose factor
+    the fused step would round to float32, and with the other implementations of Adam.
+    """
+    if scales_gradients(optimizer):
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.grad_scale = (1 / factor).to(device, torch.float32)
+        optimizer.found_inf = (~finite).to(device, torch.float32)
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    elif finite.item():
+        scale_gradients((weight for group in optimizer.param_groups for weight in group["params"]), factor)
+        optimizer.step()
 
 
 class LossScale:

@@ -28,7 +28,7 @@ from titanlite.config import USAGE, Config, ConfigError, Launch, check, load
 from titanlite.config.loader import print_problems
 from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
-from titanlite.optimizer import build_loss_scale, clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
+from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
 from titanlite.profiling import build_profilers
 from titanlite.progress import progress
@@ -117,19 +117,19 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
             norm = gradient_norm(parameters, device)
 
-            # One small all-reduce tells every rank the loss and whether some rank was asked to stop.
+            # One small all-reduce tells every rank the loss and whether some rank was asked to stop. All ranks take the
+            # step, or none does; whether the numbers are finite is read after it, so that the device need not wait.
             totals = torch.stack([loss_sum, torch.full_like(loss_sum, stop_requested())])
             dist.all_reduce(totals)
-            loss, norm_value, stopping = torch.stack([totals[0] / n_valid, norm.to(totals), totals[1]]).tolist()
+            numbers = torch.stack([totals[0] / n_valid, norm, totals[1]])
+            clipped_step(optimizer, clip_factor(norm, training.max_norm), numbers.isfinite().all())
+            loss, norm_value, stopping = numbers.tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
-            if math.isfinite(loss) and math.isfinite(norm_value):
-                scale_gradients(parameters, clip_factor(norm, training.max_norm))
-                optimizer.step()
-            elif overflowed and loss_scale.value > 1:
+            if overflowed and loss_scale.value > 1:
                 log_rank0(
                     f"step {step}: gradients overflow at loss scale {loss_scale.value:g}; skipped, and the scale halved"
                 )
-            else:
+            elif not (math.isfinite(loss) and math.isfinite(norm_value)):
                 reason = explain_nonfinite(step, loss, norm_value, loss_sum)
                 if n_skipped == training.nonfinite_steps_allowed:
                     raise TrainingError(f"{reason} (training.nonfinite_steps_allowed = {n_skipped}, all used)")

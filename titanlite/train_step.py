@@ -12,7 +12,7 @@ from titanlite.data import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
-from titanlite.parallel.pipeline import PipelineRunner
+from titanlite.parallel.pipeline import PipelineRunner, inputs_of_every_stage
 
 
 class SingleStageRunner:
@@ -29,7 +29,7 @@ class SingleStageRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the sum of the token losses."""
-        return self.model(batch.tokens, batch.positions, batch.document_positions, batch.targets)
+        return self.model(batch.tokens, **inputs_of_every_stage(batch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -104,9 +105,13 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         reduce = "float64" if training.dtype == "float64" else "float32"
     reshard, backend = parallelism.fsdp_reshard_after_forward, training.attention_backend
     if reshard == "default":
-        reshard = "never" if parallelism.pipeline_parallel_degree > 1 else "always"
+        # On one shard, gathered weights are a cast of the weights. Without one, they are a second copy.
+        one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
+        keeps = parallelism.pipeline_parallel_degree > 1 or (one_shard and param != training.dtype)
+        reshard = "never" if keeps else "always"
     if backend == "auto" and (parallelism.context_parallel_degree > 1 or training.document_mask):
         backend = ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
+    chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
     if batch_size == -1:
         batch_size = training.local_batch_size * parallelism.data_parallel_replicate_degree * shard_degree
@@ -117,10 +122,22 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         training__global_batch_size=batch_size,
         training__attention_backend=backend,
+        training__loss_chunks=chunks,
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=reduce,
         lr_scheduler__total_steps=training.steps if total_steps == -1 else total_steps,
     )
+
+
+def _loss_chunks(config: Config) -> int:
+    """Return into how many chunks of tokens the loss is split so that a chunk's logits on a rank take at most 1 GiB in
+    float32. Smaller chunks save no more than other peaks allow, and each adds to the head's gradient once more."""
+    parallelism, training = config.parallelism, config.training
+    piped = parallelism.pipeline_parallel_degree > 1
+    sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
+    tokens = sequences * training.seq_len / parallelism.context_parallel_degree
+    shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
+    return math.ceil(tokens * config.model.vocab_size / shards * 4 / 2**30)
 
 
 def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) -> None:

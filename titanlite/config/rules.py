@@ -205,7 +205,7 @@ def _split_backward_rules(config: Config, changed: set[str], reject: Rejections)
     if config.compile.enable:
         message = f"{reason}, and a compiled block would compute both of them twice; set false, or the schedule to "
         reject("compile.enable", message + '"Interleaved1F1B"', SCHEDULE)
-    if (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"):
+    if checkpointing.mode == "selective" and not isinstance(checkpointing.selective_ac_option, int):
         message = f'{reason} and would need the recomputed tensors twice; set a number, or mode = "full"'
         reject("activation_checkpoint.selective_ac_option", message, AC_MODE, SCHEDULE)
 

@@ -125,8 +125,9 @@ class Training(Section):
     """float16: initial factor on the loss. A step whose gradients overflow is skipped and halves it."""
     loss_scale_growth_interval: Count = 2000
     """float16: steps without overflow after which the loss scale doubles."""
-    loss_chunks: Count = 1
-    """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident."""
+    loss_chunks: Union[Literal[-1], Count] = -1
+    """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident.
+    -1: as many as keep a chunk's logits on a rank within 1 GiB in float32, which is 1 for small vocabularies."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; copy a layer's weights to the device when used."""
 
@@ -177,7 +178,8 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Union[Literal["default", "always", "never"], Annotated[int, Field(ge=2)]] = "default"
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
     gather them once per step (ZeRO-1, ZeRO-2); N: keep them sharded over groups of N ranks in between. default: always,
-    but never in a pipeline, where every microbatch would gather them again."""
+    but never in a pipeline, where every microbatch would gather them again, nor on a single shard that computes in
+    another type than the weights', where what is kept is their cast."""
     fsdp_reduce_gradients: Literal["every_accumulation_step", "last_accumulation_step"] = "every_accumulation_step"
     """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
     the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""
@@ -263,9 +265,9 @@ class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option;
     memory_budget: the compiler chooses what is saved, within memory_budget."""
-    selective_ac_option: Union[Literal["op"], Count] = "op"
-    """op: save the results of matrix products, attention and collectives, recompute the rest; N: full activation
-    checkpointing every N layers, none in between."""
+    selective_ac_option: Union[Literal["op", "every_second_mm"], Count] = "op"
+    """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
+    same, but of every second matrix product only; N: full activation checkpointing every N layers, none in between."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of a block's activations to save, from 0 (its inputs only) to 1 (all that its backward uses)."""
 
@@ -394,11 +396,11 @@ class Config(Section):
         return self.training.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
 
     @property
-    def hidden_shape(self) -> tuple[int, int, int]:
-        """Shape of what one pipeline stage sends to the next: [sequences of a microbatch, tokens of a rank, dim]."""
+    def hidden_shape(self) -> tuple[int, int]:
+        """Shape of what one pipeline stage sends to the next: [tokens of a microbatch on a rank, dim]."""
         parallelism = self.parallelism
         ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-        return parallelism.pipeline_parallel_microbatch_size, self.training.seq_len // ranks, self.model.dim
+        return parallelism.pipeline_parallel_microbatch_size * self.training.seq_len // ranks, self.model.dim
 
     def replace(self, **values: Any) -> Config:
         """Return a copy with other values, keyed `section__key`, which are not validated."""

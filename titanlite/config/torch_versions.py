@@ -25,4 +25,4 @@ def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> No
         if config.float8.enable:
             reject("float8.enable", message)
         if config.training.loss_chunks > 1:
-            reject("training.loss_chunks", message)
+            reject("training.loss_chunks", f"{message}, or loss_chunks = 1")

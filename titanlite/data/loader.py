@@ -29,11 +29,13 @@ class Batch(NamedTuple):
     positions: Tensor
     """Position of each token in its sequence or, with a document mask, in its document."""
     document_positions: Tensor | None = None
-    """With a document mask: positions in documents of all tokens of this rank's attention, [B, T / ring ranks]."""
+    """With a document mask: positions in documents of all tokens of this rank's attention, [B, T / ring ranks]; always
+    in host memory, where the sizes of attention's calls are computed from them."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return a copy on a device. The copy does not wait if this batch is in pinned memory."""
-        return Batch(*(tensor if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
+        on_device = (tensor.to(device, non_blocking=True) for tensor in self[:3])
+        return Batch(*on_device, self.document_positions)
 
 
 class SequenceShard(NamedTuple):

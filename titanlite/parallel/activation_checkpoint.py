@@ -9,10 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
+
+PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)]
+PRODUCTS.append(torch.ops.aten._scaled_mm.default)
 
 
 def _saved_operators() -> list[Any]:
@@ -22,30 +30,43 @@ def _saved_operators() -> list[Any]:
     else (norms, rotary embedding, SwiGLU's product, casts) reads memory once and is recomputed. An all-gather is not
     saved: its result is as many times its input as there are ranks, which have just met for the layer's backward."""
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-    products = [aten.mm, aten.addmm, aten.bmm, aten._scaled_mm]
     attention = [aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu]
     attention += [aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention]
     attention += [aten._scaled_dot_product_attention_math, torch.ops.titanlite.context_attention]
     reductions = [collectives.reduce_scatter_tensor, collectives.all_reduce]
-    return [operator.default for operator in products + attention + reductions]
+    return PRODUCTS + [operator.default for operator in attention + reductions]
+
+
+def _every_second_product() -> Any:
+    """Return the contexts of one call of a block under "every_second_mm", which saves its first, third, ... product."""
+    saved, counts = set(_saved_operators()), {False: 0, True: 0}  # of the forward, and of its recomputation
+
+    def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        counts[context.is_recompute] += operator in PRODUCTS
+        skipped = operator in PRODUCTS and counts[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if operator in saved and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
     """Checkpoint the blocks of a model or a pipeline stage in place, before they are compiled.
 
     Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
-    operators; N: of every N layers, one saves its inputs only. Memory budget: the compiler decides what is saved.
+    operators; "every_second_mm": those, but of every second matrix product only, as torchtitan does; N: of every N
+    layers, one saves its inputs only. Memory budget: the compiler decides what is saved.
     """
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     _set_memory_budget(activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0)
     if mode in ("none", "memory_budget"):
         return
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective" and option == "op":
+    by_operator = mode == "selective" and not isinstance(option, int)
+    if by_operator:
         contexts = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
-        recompute = functools.partial(recompute, context_fn=contexts)
+        recompute = functools.partial(recompute, context_fn=contexts if option == "op" else _every_second_product)
     for number, block in model.layers.items():
-        if mode == "full" or option == "op" or int(number) % option == 0:
+        if mode == "full" or by_operator or int(number) % option == 0:
             block.forward = _checkpointed(recompute, block.forward)
 
 

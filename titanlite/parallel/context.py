@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.model import Llama
+from titanlite.model import Documents, Llama
 from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 
 
@@ -57,15 +57,13 @@ class ContextAttention(nn.Module):
         self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
         self.ring_size, self.ulysses_size = _rank_and_size(self.ring)[1], _rank_and_size(self.ulysses)[1]
 
-    def forward(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_positions_BS: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
         """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Raise ValueError if heads or tokens cannot
-        be split evenly, or document_positions has another shape or device.
+        be split evenly, or the positions in documents have another shape or device.
 
         Args:
-            document_positions_BS: position in its document of each token of this rank's Ulysses ranks (not only of this
-                rank), int64 in host memory: tokens attend only within their document. None: a sequence is one document.
+            documents: of all tokens of this rank's Ulysses ranks, [B, S], not only of this rank's. None: a sequence is
+                one document.
         """
         batch, tokens, heads, _ = q_BTHK.shape
         ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
@@ -74,7 +72,7 @@ class ContextAttention(nn.Module):
             raise ValueError(f"{heads} query heads and {kv_heads} KV heads cannot be split over {ranks} ranks")
         if self.ring_size > 1 and sequence % 2:
             raise ValueError(f"{sequence} tokens of a ring rank cannot be split into two chunks")
-        positions = document_positions_BS
+        positions = None if documents is None else documents.positions_BT
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")

@@ -4,8 +4,10 @@ docs/data_parallel.md has the table from those names to the options. One rank ta
 the mixed precision.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -47,8 +49,25 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
     for module in _units(model):
         # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.
-        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if settings["mesh"].size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        else:  # a factor, even of 1, is one more pass over the gradients
+            module.set_custom_reduce_scatter(NothingToReduce())
+
+
+class NothingToReduce:
+    """Stands for the reduce-scatter of one rank, where fully_shard copies the gradients from a buffer to another. It
+    takes both from here in turn, and gets the same one twice, so that there is nothing to copy."""
+
+    buffer: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty(*size, dtype=dtype, device=device)
+            return self.buffer
+        output, self.buffer = self.buffer, None
+        return output
 
 
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:

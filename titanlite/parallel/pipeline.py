@@ -6,17 +6,19 @@ One microbatch under GPipe is naive model parallelism.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils._pytree import register_pytree_node
 
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data import Batch
-from titanlite.model import Llama
+from titanlite.model import Documents, Llama
 
 
 def pipeline_stage(
@@ -25,14 +27,15 @@ def pipeline_stage(
     parallelism: Parallelism,
     *,
     group: dist.ProcessGroup,
-    hidden_shape: tuple[int, int, int],
+    hidden_shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> PipelineStage:
     """Return a stage as torch's schedules take it. The arguments are PipelineRunner's."""
     # With these shapes none is inferred by running a microbatch. requires_grad marks what gets gradients.
-    n_tokens = hidden_shape[1] * parallelism.tensor_parallel_degree  # sequence parallel splits what stages send
-    tokens = torch.empty(hidden_shape[0], n_tokens, dtype=torch.int64, device="meta")
+    n_tokens = hidden_shape[0] * parallelism.tensor_parallel_degree  # sequence parallel splits what stages send
+    batch_size = parallelism.pipeline_parallel_microbatch_size
+    tokens = torch.empty(batch_size, n_tokens // batch_size, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
     n_stages = parallelism.n_stages
@@ -51,8 +54,8 @@ class PipelineRunner:
     _: dataclasses.KW_ONLY
     group: dist.ProcessGroup
     n_microbatches: int
-    hidden_shape: tuple[int, int, int]
-    """Of the activations between stages: [sequences of a microbatch, tokens of this rank, D]."""
+    hidden_shape: tuple[int, int]
+    """Of the activations between stages: [tokens of a microbatch on this rank, D]."""
     dtype: torch.dtype
     device: torch.device
 
@@ -85,7 +88,7 @@ class PipelineRunner:
             *((batch.tokens,) if 0 in self.stages else ()),
             target=batch.targets if self.parallelism.n_stages - 1 in self.stages else None,
             return_outputs=False,
-            **_inputs_of_every_stage(batch),
+            **inputs_of_every_stage(batch),
         )
         return self._loss_sum
 
@@ -106,7 +109,7 @@ class PipelineRunner:
                 elif source is not None:
                     hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
                     dist.recv(hidden, group=self.group, group_src=source)
-                hidden = stage(hidden, **_inputs_of_every_stage(microbatch))
+                hidden = stage(hidden, **inputs_of_every_stage(microbatch))
                 if destination is None:
                     loss_sum += hidden
                 elif destination == self.group.rank():
@@ -128,5 +131,13 @@ class PipelineRunner:
         return [Batch(*microbatch) for microbatch in zip(*fields, strict=True)]
 
 
-def _inputs_of_every_stage(batch: Batch) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in batch._asdict().items() if name != "tokens" and tensor is not None}
+def inputs_of_every_stage(batch: Batch) -> dict[str, Any]:
+    """Return what the model takes by name: all but the tokens, which only a first stage gets."""
+    positions = batch.document_positions
+    documents = {} if positions is None else {"documents": Documents(positions)}
+    return {"positions": batch.positions, "targets": batch.targets, **documents}
+
+
+# A schedule splits tensors into microbatches and repeats other arguments: it must find the tensor in Documents.
+# Private: torch.utils._pytree (tried on torch 2.13).
+register_pytree_node(Documents, lambda each: ([each.positions_BT], None), lambda tensors, _: Documents(*tensors))

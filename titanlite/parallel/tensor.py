@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.model import Llama
 
-SEQUENCE = Shard(1)  # of an activation [B, T, D]
+SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
 FULL = Replicate()
 
 
@@ -43,8 +43,8 @@ class VocabularyParallel(ParallelStyle):
 
     @staticmethod
     def _gather_sequence(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x_BTD, *targets = inputs
-        return x_BTD.redistribute(placements=[FULL]), *targets  # the norm before it returns a DTensor
+        x_ND, *targets = inputs
+        return x_ND.redistribute(placements=[FULL]), *targets  # the norm before it returns a DTensor
 
     @staticmethod
     def _gather_logits(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -62,25 +62,25 @@ class VocabularyParallelEmbedding(ParallelStyle):
         return module
 
     @staticmethod
-    def _look_up(module: nn.Module, mesh: DeviceMesh, tokens_BT: Tensor) -> Tensor:
+    def _look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
         weight_VD = module.weight.to_local()
-        local_BT = tokens_BT - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
-        is_local_BT = (local_BT >= 0) & (local_BT < len(weight_VD))
-        x_BTD = F.embedding(local_BT.where(is_local_BT, 0), weight_VD).where(is_local_BT.unsqueeze(-1), 0)
-        return DTensor.from_local(x_BTD, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
+        local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
+        is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
+        x_ND = F.embedding(local_N.where(is_local_N, 0), weight_VD).where(is_local_N.unsqueeze(-1), 0)
+        return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
 
 # fmt: off
 BLOCK: dict[str, ParallelStyle] = {
-    "attention_norm":  SequenceParallel(),
-    # (x, rope, document_positions): the sequence is gathered, the rest are full tensors on every rank.
+    "attention_norm":  SequenceParallel(sequence_dim=0),
+    # (x, rope, documents): the sequence is gathered, the rest are full tensors on every rank.
     "attention":       PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                           desired_input_layouts=(FULL, None, None)),
     "attention.wq":    ColwiseParallel(),
     "attention.wk":    ColwiseParallel(),
     "attention.wv":    ColwiseParallel(),
     "attention.wo":    RowwiseParallel(output_layouts=SEQUENCE),
-    "ffn_norm":        SequenceParallel(),
+    "ffn_norm":        SequenceParallel(sequence_dim=0),
     "feed_forward":    PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(FULL,)),
     "feed_forward.w1": ColwiseParallel(),
     "feed_forward.w3": ColwiseParallel(),
@@ -88,7 +88,7 @@ BLOCK: dict[str, ParallelStyle] = {
 }
 ENDS: dict[str, ParallelStyle] = {
     "tok_embeddings":  VocabularyParallelEmbedding(),
-    "norm":            SequenceParallel(),
+    "norm":            SequenceParallel(sequence_dim=0),
     "output":          VocabularyParallel(),
 }
 # fmt: on

@@ -15,6 +15,7 @@ from titanlite.config import Config
 from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy_sum
+from titanlite.model import Documents
 from titanlite.optimizer import build_loss_scale, lr_factor, scale_gradients, set_lr
 from titanlite.progress import progress
 
@@ -76,12 +77,12 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     def loss_of_step(step: int) -> Tensor:
         """Return the mean over the valid tokens of the full global batch."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
-        tensors = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*batch, strict=True))
-        tokens, targets, document_positions = tensors
-        positions = [document_positions if training.document_mask else None] * 2
+        tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
+        tokens, targets = tokens.to(device), targets.to(device)
+        masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
         weights = {name: parameter.to(compute_dtype) for name, parameter in parameters.items()}
-        logits = torch.func.functional_call(model, weights, (tokens, *positions))
-        return cross_entropy_sum(logits, targets) / (targets != IGNORED).sum()
+        logits = torch.func.functional_call(model, weights, (tokens, *masked))
+        return cross_entropy_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORED).sum()
 
     trace = trace_of("initial weight", parameters)
     with progress("single-process reference", total=steps, unit="steps") as advance:

@@ -8,7 +8,7 @@ from titanlite import build
 from titanlite.checkpoint import Checkpointer
 from titanlite.config import Config, Launch
 from titanlite.data import Batch
-from titanlite.optimizer import build_loss_scale, clip_factor, gradient_norm, lr_factor, scale_gradients, set_lr
+from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
 from titanlite.parity.reference import RandomSequences, Trace, trace_of
 from titanlite.progress import progress
@@ -38,8 +38,7 @@ class TrainingRun:
 
     def update(self, norm: Tensor) -> None:
         """Clip the gradients, whose norm is `norm`, and update the weights."""
-        scale_gradients(self.parameters.values(), clip_factor(norm, self.max_norm))
-        self.optimizer.step()
+        clipped_step(self.optimizer, clip_factor(norm, self.max_norm), norm.isfinite())
         self.optimizer.zero_grad()
 
     def trace_of_all_stages(self, kind: str, tensors: dict[str, Tensor]) -> Trace:

@@ -18,7 +18,7 @@ from titanlite.config import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data import Batch
 from titanlite.model import Llama
-from titanlite.optimizer import clip_factor, gradient_norm, scale_gradients
+from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, scale_gradients, scales_gradients
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan.fusion import fuse
@@ -57,7 +57,7 @@ class DryRun(NamedTuple):
 def checkpointing_period(config: Config) -> int:
     """Return the number of layers after which the pattern of activation checkpointing repeats."""
     option = config.activation_checkpoint.selective_ac_option
-    return option if config.activation_checkpoint.mode == "selective" and option != "op" else 1
+    return option if config.activation_checkpoint.mode == "selective" and isinstance(option, int) else 1
 
 
 def layer_period(config: Config) -> int:
@@ -149,8 +149,7 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim
     with torch.no_grad():
         parameters = list(stage.parameters())
         norm = gradient_norm(parameters, CPU)
-        scale_gradients(parameters, clip_factor(norm, config.training.max_norm))
-        _optimizer_step(trace, optimizer)
+        _optimizer_step(trace, optimizer, clip_factor(norm, config.training.max_norm))
         optimizer.zero_grad()
 
 
@@ -173,11 +172,15 @@ def _is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__name__ == "LowBitAdam"  # whose module takes a second to import
 
 
-def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer. LowBitAdam's compiled step reads and writes each weight and its states once, and reads its
-    gradient."""
+def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
+    """Step the optimizer on gradients multiplied by `factor`. LowBitAdam's compiled step reads and writes each weight
+    and its states once, and reads its gradient."""
     if not _is_low_bit(optimizer):
-        optimizer.step()
+        if scales_gradients(optimizer):
+            clipped_step(optimizer, factor, torch.ones((), dtype=torch.bool))
+        else:  # as clipped_step does where it reads from the device whether to, which fake tensors cannot
+            scale_gradients((weight for group in optimizer.param_groups for weight in group["params"]), factor)
+            optimizer.step()
         return
     for weight, state in optimizer.state.items():
         updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
@@ -276,7 +279,7 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
     valid = torch.ones((), dtype=torch.float64)
 
     def forward() -> tuple[Tensor, Tensor]:
-        batch = _batch(config, shape[0])
+        batch = _batch(config, parallelism.pipeline_parallel_microbatch_size)
         with trace.naming("message"):
             hidden = batch.tokens if first else torch.empty(shape, dtype=dtype).requires_grad_()
         output = stage.forward_maybe_with_nosync(hidden, positions=batch.positions, targets=batch.targets)

@@ -114,8 +114,12 @@ VIEWS = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
 ))
-# fmt: on
 """Operators that move no data: they allocate memory of any content, or return a view."""
+COPIES = frozenset((
+    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy", "fsdp.all_gather_copy_in",
+))
+"""Operators that do not read what they change."""
+# fmt: on
 
 
 class OpTrace(TorchDispatchMode):
@@ -182,11 +186,14 @@ class OpTrace(TorchDispatchMode):
         written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]
         moves_data = func._schema.is_mutable or any(x.untyped_storage()._cdata not in before for x in outputs)
-        if short in VIEWS or not moves_data or not (inputs or outputs):
+        copies_to_itself = short == "copy_" and args[0] is args[1]
+        if short in VIEWS or copies_to_itself or not moves_data or not (inputs or outputs):
             return
         flops, dtype = _flops(short, inputs, args)
-        read = sum(map(_n_bytes, inputs))
-        written = sum(map(_n_bytes, outputs or inputs[:1]))  # without a result it changes its first input
+        changed = _changed(func, args, kwargs)
+        overwritten = {id(x) for x in changed if name in COPIES or x is kwargs.get("out")}
+        read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
+        written = sum(map(_n_bytes, outputs or changed))
         read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
         self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
 
@@ -238,6 +245,14 @@ def _group_of(args: tuple[Any, ...]) -> str:
 def _n_bytes(tensor: Tensor) -> int:
     """Return the bytes that an operator touches: those of an expanded view are read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments that its schema says it changes."""
+    parameters = func._schema.arguments
+    given = {**{parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}, **kwargs}
+    writes = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
+    return [x for name in writes for x in tree_iter(given.get(name)) if isinstance(x, Tensor)]
 
 
 def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...]) -> tuple[int, str]:

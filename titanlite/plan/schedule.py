@@ -63,7 +63,7 @@ def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches:
                 parallelism,
                 group=torch.distributed.group.WORLD,
                 n_microbatches=n_microbatches,
-                hidden_shape=(1, 1, 1),
+                hidden_shape=(1, 1),
                 dtype=torch.float32,
                 device=torch.device("cpu"),
             ).order

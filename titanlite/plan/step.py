@@ -1,5 +1,6 @@
 """Put a training step together from the dry runs of its stages: memory of each rank, and time."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -110,8 +111,7 @@ def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) ->
 
 
 def _message_bytes(config: Config) -> int:
-    batch, tokens, dim = config.hidden_shape
-    return batch * tokens * dim * getattr(torch, config.training.mixed_precision_param).itemsize
+    return math.prod(config.hidden_shape) * getattr(torch, config.training.mixed_precision_param).itemsize
 
 
 class _PipelineRank:

@@ -1,0 +1,264 @@
+"""What a step costs a device that a CPU lacks, counted: bytes moved besides the work, waits for the device, compiles,
+collectives that overlap. docs/speed.md has the table."""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
+
+from titanlite import build, config
+from titanlite.config.schema import Optimizer
+from titanlite.data import Batch
+from titanlite.loss import chunked_cross_entropy
+from titanlite.low_bit_adam import LowBitAdam, _float32
+from titanlite.optimizer import build_optimizer, clip_factor, clipped_step, gradient_norm
+from titanlite.parallel import mesh
+from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.plan.op_trace import Work, fake_world, recording
+
+CPU = torch.device("cpu")
+DEBUG = "configs/debug.toml"
+
+
+def resolve(*overrides: str, world_size: int = 1) -> config.Config:
+    """Return the debug config as it is for a GPU: computation in bfloat16."""
+    arguments = [DEBUG, "--training.mixed_precision_param=bfloat16", *overrides]
+    return config.check(config.load(arguments), config.Launch(0, 0, 1, world_size, n_devices=0))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with fake_world(0, 1):
+        yield
+    mesh.forget_layouts()
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_fsdp(job: config.Config) -> float:
+    """Return the bytes per parameter that copies of a forward and backward read and write. With only four tokens, these
+    are copies of weights and gradients."""
+    layout = mesh.build_layout(job.parallelism, CPU)
+    model = build.build_stage(job, layout, None, CPU)
+    with recording() as trace:
+        model.materialize(CPU)
+        step = build.build_train_step(job, layout, model, {0: model}, CPU)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        trace.mark("step")
+        loss = step.runner.forward(Batch(tokens, tokens, tokens))
+        loss.backward()
+    copies = [event for event in trace.segments[-1].events if isinstance(event, Work) and is_copy(event.name)]
+    return sum(work.read + work.written for work in copies) / sum(parameter.numel() for parameter in model.parameters())
+
+
+def is_copy(name: str) -> bool:
+    operators = ("copy", "copy_", "cat", "div", "add_", "mul_")
+    return name.startswith(("fsdp.", "aten._foreach")) or name.partition(".")[2].lstrip("_").endswith(operators)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "expected"),
+    [("default", 6 + 4 + 6), ("never", 6 + 4 + 6), ("always", 2 * (6 + 4) + 6)],
+    ids=["default", "never", "always"],
+)
+def test_one_rank_pays_for_no_sharding(alone, reshard, expected):
+    """A weight is cast (4 bytes read, 2 written) and copied (2 and 2), once or twice, and its gradient is cast (2 and
+    4). It was 42 bytes: gathered twice, and the gradient divided by 1 (4 and 4) and copied (4 and 4)."""
+    job = resolve(f"--parallelism.fsdp_reshard_after_forward={reshard}", "--training.seq_len=16")
+    assert bytes_of_fsdp(job) == pytest.approx(expected, rel=0.03)
+
+
+def test_one_rank_in_one_type_does_not_keep_a_second_copy(alone):
+    job = resolve("--training.dtype=bfloat16", "--training.mixed_precision_reduce=bfloat16", "--training.seq_len=16")
+    assert job.parallelism.fsdp_reshard_after_forward == "always"
+    assert bytes_of_fsdp(job) == pytest.approx(3 * (2 + 2), rel=0.03)
+
+
+def test_chunks_of_the_loss_read_and_write_the_heads_gradient_once_more_each():
+    """The gradient of each chunk but the first is added in float32 (read 2 + 4, written 4), and the sum is scaled and
+    cast in one operator (read 4, written 2)."""
+    vocabulary, dim, n_chunks = 512, 64, 4
+    x = torch.randn(8, dim, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, dim, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(8, dtype=torch.int64)
+    with recording() as trace:
+        x, weight, targets = (torch.empty_like(each, requires_grad=each.requires_grad) for each in (x, weight, targets))
+        trace.mark("step")
+        loss = chunked_cross_entropy(x, weight, targets, n_chunks=n_chunks, loss_parallel=True)
+        (loss / 8).backward()
+    size = weight.numel()
+    passes = [
+        (work.read // size, work.written // size)
+        for work in trace.segments[-1].events
+        if isinstance(work, Work) and not work.flops and work.written >= size
+    ]
+    assert passes == [(2, 4), *[(6, 4)] * (n_chunks - 1), (4, 2)]
+
+
+# Waits for the device ------------------------------------------------------------------------------------------------
+
+READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu")
+
+
+@contextlib.contextmanager
+def no_value_is_read() -> Iterator[None]:
+    """Fail where Python reads a tensor's value, for which it would wait for a GPU."""
+
+    def reads(*_: Any, **__: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(Tensor, name, reads))
+        yield
+
+
+def test_a_read_value_is_seen():
+    with no_value_is_read(), pytest.raises(AssertionError, match="waits"):
+        bool(torch.ones(()).isfinite().all())
+
+
+def small_model() -> nn.Module:
+    """Return what an optimizer asks of a model, with a gradient of norm 64 in each of two weights."""
+    model = nn.Module()
+    model.tok_embeddings = None
+    model.matrix, model.vector = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(4096))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+OPTIMIZERS = {
+    "fused": Optimizer(),
+    "foreach": Optimizer(implementation="foreach"),
+    "int8 states": Optimizer(state_dtype="int8"),
+    "bfloat16 states": Optimizer(state_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", ["fused", "int8 states", "bfloat16 states"])
+def test_clipping_and_skipping_do_not_wait(alone, name):
+    model = small_model()
+    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    optimizer.step()  # creates the states
+    with no_value_is_read():
+        norm = gradient_norm(model.parameters(), CPU)
+        clipped_step(optimizer, clip_factor(norm, 1.0), norm.isfinite())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_clipped_step_is_that_of_scaled_gradients(name):
+    """Two roundings of float32 in a gradient do not change Adam's first step by more than two of its own."""
+    clipped, scaled, states = small_model(), small_model(), []
+    for model, factor in ((clipped, 0.25), (scaled, None)):
+        optimizer = build_optimizer(model, OPTIMIZERS[name])
+        if factor:
+            clipped_step(optimizer, torch.tensor(factor, dtype=torch.float64), torch.tensor(True))
+        else:
+            for parameter in model.parameters():
+                parameter.grad *= 0.25
+            optimizer.step()
+        states.append([_float32(optimizer.state[weight]["exp_avg"]) for weight in model.parameters()])
+    torch.testing.assert_close(*states, rtol=2**-22, atol=0)
+    torch.testing.assert_close(list(clipped.parameters()), list(scaled.parameters()), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing(name):
+    """Neither weights nor states change, nor the number of steps, which later bias corrections depend on."""
+    model = small_model()
+    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    clipped_step(optimizer, torch.ones((), dtype=torch.float64), torch.tensor(True))
+    before = everything(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    clipped_step(optimizer, torch.full((), float("nan"), dtype=torch.float64), torch.tensor(False))
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(model, optimizer), strict=True))
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [_float32(state).clone() for each in optimizer.state.values() for state in each.values()]
+    return [*(parameter.detach().clone() for parameter in model.parameters()), *states]
+
+
+def test_documents_stay_in_host_memory():
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    batch = Batch(tokens, tokens, tokens, tokens).to(torch.device("meta"))
+    assert [field.device.type for field in batch] == ["meta", "meta", "meta", "cpu"]
+
+
+# Compiles ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_low_bit_step_is_compiled_once():
+    model, compiled = small_model(), mock.Mock(side_effect=lambda function, **_: mock.Mock(side_effect=function))
+    with mock.patch.object(torch, "compile", compiled):
+        optimizer = LowBitAdam([{"params": list(model.parameters())}], OPTIMIZERS["int8 states"], full_precision=[])
+        for _ in range(3):
+            optimizer.step()
+    assert compiled.call_count == 1
+    update = optimizer._update
+    assert update.call_count == 3 * 2
+    assert not [arg for call in update.call_args_list for arg in call.args if "DTensor" in type(arg).__name__]
+
+
+# Asynchronous tensor parallel ----------------------------------------------------------------------------------------
+
+
+def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
+    """Return the collectives of a compiled block's forward and backward on one of four tensor-parallel ranks, after
+    inductor's passes (private: torch._inductor, tried on torch 2.13)."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    graphs: list[Counter[str]] = []
+
+    def after_passes(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        fused = copy.deepcopy(graph)
+        values = (node.meta.get("val") for node in fused.graph.nodes)
+        with V.set_fake_mode(next(value.fake_mode for value in values if isinstance(value, Tensor))):
+            post_grad_passes(fused, is_inference=False)
+        names = [str(node.target) for node in fused.graph.nodes if "wait_tensor" not in str(node.target)]
+        graphs.append(Counter(name for name in names if name.startswith(("_c10d_functional", "symm_mem"))))
+        return make_boxed_func(graph)
+
+    job = resolve("--model.n_layers=1", "--training.seq_len=64")
+    with fake_world(0, 4):
+        tp = mesh.init_device_mesh("cpu", (4,))
+        model = build.meta_model(job).to(torch.bfloat16)
+        apply_tensor_parallel(model, tp)
+        model.materialize(CPU)
+        enable_symm_mem_for_group(tp.get_group().group_name)
+        block = torch.compile(
+            model.layers["0"].forward,
+            fullgraph=True,
+            backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=after_passes),
+        )
+        x_ND = torch.zeros(n_sequences * 64 // 4, 256, dtype=torch.bfloat16, requires_grad=True)
+        # inductor looks for these collectives on CUDA only, and takes NCCL for it.
+        with inductor.patch(_micro_pipeline_tp=True), mock.patch.object(dist, "is_nccl_available", return_value=True):
+            block(x_ND, model.rope, None).sum().backward()
+    return graphs
+
+
+@pytest.mark.filterwarnings("ignore:.*enable_symm_mem_for_group:FutureWarning")
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_asynchronous_tensor_parallel_overlaps_collectives(n_sequences):
+    """All of the forward's, and the backward's gathers. Its reduce-scatters add the products of several weights first,
+    which inductor does not take apart. (With activations [sequences, tokens, D], none was found.)"""
+    forward, backward = collectives_of_a_block(n_sequences)
+    gathers = {"symm_mem.fused_all_gather_matmul.default": 2}
+    assert forward == gathers | {"symm_mem.fused_matmul_reduce_scatter.default": 2}
+    assert backward == gathers | {"_c10d_functional.reduce_scatter_tensor.default": 2}
