@@ -47,8 +47,10 @@ REJECTED = [
      {BACKEND: 'expected one of "auto", "flash", "cudnn", "efficient", "math" on CUDA in bfloat16'}),
     ({MASK: True, PARAM: "float32", BACKEND: "flash"}, on(1, devices=1),
      {BACKEND: 'expected one of "auto", "efficient", "math" on CUDA in float32'}),
-    ({BACKEND: "cudnn", CONTEXT: 2, f"--{DTYPE}": "bfloat16", f"--{PARAM}": "float32"}, on(2, devices=2),
+    ({BACKEND: "flash", CONTEXT: 2, f"--{DTYPE}": "bfloat16", f"--{PARAM}": "float32"}, on(2, devices=2),
      {BACKEND: 'expected one of "auto", "efficient", "math" on CUDA in float32'}),
+    ({MASK: True, BACKEND: "cudnn"}, on(1, devices=1), {BACKEND: "cuDNN takes dense tensors"}),
+    ({CONTEXT: 4, ULYSSES: 2, BACKEND: "cudnn"}, on(4, devices=4), {BACKEND: "cuDNN takes dense tensors"}),
     ({MASK: True, PARAM: "float16", BACKEND: "cpu"}, on(1, devices=1),
      {BACKEND: 'expected one of "auto", "flash", "cudnn", "efficient", "math" on CUDA in float16'}),
     ({DTYPE: "float64", CONTEXT: 2, f"--{BACKEND}": "efficient"}, on(2, devices=2),
@@ -66,7 +68,7 @@ REJECTED = [
      {SHARD: "shard 4 needs 4 ranks", RESHARD: 'expected one of "default", "always", "never", 2 for 4 shards',
      GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 4 = 32",
      STREAMING_SHARDS: "multiple of the data-parallel degree 4", SNAPSHOT: "needs CUDA, and this run is on a CPU"}),
-    ({**C4_STREAM, GLOBAL_BATCH: 40, BACKEND: "cudnn", COMPILE: True, PIPELINE: 2, CONTEXT: 2, TENSOR: 2, SHARD: 3,
+    ({**C4_STREAM, GLOBAL_BATCH: 40, BACKEND: "flash", COMPILE: True, PIPELINE: 2, CONTEXT: 2, TENSOR: 2, SHARD: 3,
      ASYNC: True}, on(8), {SHARD: "pipeline 2 x context 2 x tensor 2 x shard 3 needs 24 ranks",
      GLOBAL_BATCH: "multiple of local_batch_size x data-parallel ranks = 8 x 3 = 24",
      STREAMING_SHARDS: "multiple of the data-parallel degree 3",
@@ -247,19 +249,19 @@ RESOLVED = {  # settings, launch, values of RESOLVED_KEYS
 RESOLVED_PARALLELISM_KEYS = (SHARD, GLOBAL_BATCH, RESHARD, BACKEND, STAGES)
 RESOLVED_PARALLELISM = {  # settings, launch, values of RESOLVED_PARALLELISM_KEYS
     "one CPU rank":        ({}, on(1),                                              (1, 8, "always", "auto", 1)),
-    "bfloat16":            ({MASK: True}, GPU,                                      (1, 8, "always", "flash", 1)),
+    "bfloat16":            ({MASK: True}, GPU,                                      (1, 8, "never", "flash", 1)),
     "bfloat16 weights":    ({MASK: True, DTYPE: "bfloat16"}, GPU,                   (1, 8, "always", "flash", 1)),
-    "float16":             ({MASK: True, PARAM: "float16"}, GPU,                    (1, 8, "always", "flash", 1)),
+    "float16":             ({MASK: True, PARAM: "float16"}, GPU,                    (1, 8, "never", "flash", 1)),
     "float32":             ({MASK: True, PARAM: "float32"}, GPU,                    (1, 8, "always", "efficient", 1)),
     "float64":             ({MASK: True, DTYPE: "float64"}, GPU,                    (1, 8, "always", "math", 1)),
     "bfloat16 on CPU":     ({MASK: True, DTYPE: "bfloat16"}, on(1),                 (1, 8, "always", "cpu", 1)),
     "float64 on CPU":      ({MASK: True, DTYPE: "float64"}, on(1),                  (1, 8, "always", "cpu", 1)),
-    "cp, explicit":        ({CONTEXT: 2, BACKEND: "cudnn"}, on(2, devices=2),       (1, 8, "always", "cudnn", 1)),
+    "cp, explicit":        ({CONTEXT: 2, BACKEND: "efficient"}, on(2, devices=2),   (1, 8, "always", "efficient", 1)),
     "cp, explicit on CPU": ({CONTEXT: 2, BACKEND: "math"}, on(2),                   (1, 8, "always", "math", 1)),
     "cp, bfloat16":        ({CONTEXT: 2}, on(2, devices=2),                         (1, 8, "always", "flash", 1)),
     "cp, float32":         ({CONTEXT: 2, PARAM: "float32"}, on(2, devices=2),       (1, 8, "always", "efficient", 1)),
     "cp, float64":         ({CONTEXT: 2, DTYPE: "float64"}, on(2, devices=2),       (1, 8, "always", "math", 1)),
-    "masked, bfloat16":    ({MASK: True, BACKEND: "efficient"}, GPU,                (1, 8, "always", "efficient", 1)),
+    "masked, bfloat16":    ({MASK: True, BACKEND: "efficient"}, GPU,                (1, 8, "never", "efficient", 1)),
     "masked, float32":     ({MASK: True, PARAM: "float32", BACKEND: "math"}, GPU,   (1, 8, "always", "math", 1)),
     "masked, float64":     ({MASK: True, DTYPE: "float64", BACKEND: "math"}, GPU,   (1, 8, "always", "math", 1)),
     "explicit reshard":    ({RESHARD: "never"}, on(2),                              (2, 16, "never", "auto", 1)),
@@ -295,9 +297,29 @@ def test_launch_resolves(tmp_path: Path, settings: Settings, launch: Launch, val
     loaded = load(tmp_path, settings)
     resolved = config.check(loaded, launch)
     assert {key: of(resolved, key) for key in values} == values
-    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS}
+    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS, "training.loss_chunks"}
     changed = {key.replace(".", "__"): of(resolved, key) for key in keys}
     assert resolved == loaded.config.replace(**changed)  # nothing else has changed
+
+
+SEQ_LEN, LOCAL_BATCH = "training.seq_len", "training.local_batch_size"
+LLAMA_3 = {"model.vocab_size": 128_256, SEQ_LEN: 8192}
+LOSS_CHUNKS = {  # settings, launch, chunks: a sequence's logits are 3.9 GiB in float32
+    "small vocabulary": ({}, on(1), 1),
+    "one sequence": ({**LLAMA_3, LOCAL_BATCH: 1}, on(1), 4),
+    "two sequences": ({**LLAMA_3, LOCAL_BATCH: 2}, on(1), 8),
+    "microbatch": ({**LLAMA_3, LOCAL_BATCH: 2, PIPELINE: 2}, on(2), 4),
+    "context": ({**LLAMA_3, LOCAL_BATCH: 1, CONTEXT: 2}, on(2), 2),
+    "loss parallel": ({**LLAMA_3, LOCAL_BATCH: 1, TENSOR: 4}, on(4), 1),
+    "gathered logits": ({**LLAMA_3, LOCAL_BATCH: 1, TENSOR: 4, "parallelism.disable_loss_parallel": True}, on(4), 4),
+    "explicit": ({**LLAMA_3, "training.loss_chunks": 1}, on(1), 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_CHUNKS)
+def test_logits_of_a_chunk_take_at_most_a_gibibyte(tmp_path: Path, name: str):
+    settings, launch, chunks = LOSS_CHUNKS[name]
+    assert config.check(load(tmp_path, settings), launch).training.loss_chunks == chunks
 
 
 def test_derived_numbers(tmp_path: Path):
@@ -307,7 +329,7 @@ def test_derived_numbers(tmp_path: Path):
     assert (parallelism.data_parallel_degree, parallelism.world_size, parallelism.ranks_per_shard) == (6, 96, 32)
     assert (parallelism.n_stages, parallelism.ring_degree) == (2, 2)
     assert (resolved.gradient_accumulation_steps, resolved.n_microbatches) == (2, 4)
-    assert resolved.hidden_shape == (2, 2048 // 8, 256)
+    assert resolved.hidden_shape == (2 * 2048 // 8, 256)
     with pytest.raises(AttributeError, match=r"^no option training\.backend$"):
         resolved.replace(training__backend="math")
 

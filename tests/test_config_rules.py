@@ -445,7 +445,7 @@ ACCEPTED_DEGREES = [
     ({SEQ_LEN: 4, CONTEXT: 2, ULYSSES: 2, TENSOR: 2}, on(4), (1, 1, 1, 2, 2, 2)),
     ({SEQ_LEN: 8, CONTEXT: 2, TENSOR: 4}, on(8), (1, 1, 1, 2, 1, 4)),
     ({BACKEND: "cpu", CONTEXT: 2}, on(2), (1, 1, 1, 2, 1, 1)),
-    ({BACKEND: "cudnn", CONTEXT: 2}, on(2, devices=2), (1, 1, 1, 2, 1, 1)),
+    ({BACKEND: "cudnn", CONTEXT: 2, ULYSSES: 2}, on(2, devices=2), (1, 1, 1, 2, 2, 1)),
     ({BACKEND: "math", CONTEXT: 2}, on(2), (1, 1, 1, 2, 1, 1)),
     # a feature that is turned off: its other options are not read, be they in the file or on the command line
     ({CONTEXT: 4, ULYSSES: 4, f"--{CONTEXT}": 1}, on(1), (1, 1, 1, 1, 1, 1)),

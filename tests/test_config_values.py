@@ -54,8 +54,7 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_microbatch_size = 0", "parallelism.pipeline_parallel_microbatch_size = -1",
         "parallelism.context_parallel_degree = 0", "parallelism.context_parallel_degree = true",
         "parallelism.context_parallel_ulysses_degree = 0", 'parallelism.context_parallel_ulysses_degree = "all"',
-        "training.gc_freq = 0", "training.loss_scale_growth_interval = 0", "training.loss_chunks = 0",
-        "training.loss_chunks = -1",
+        "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
         "training.nonfinite_steps_allowed = -1", "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
@@ -64,6 +63,7 @@ WRONG_VALUES = {
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
     "-1, or an integer >= 1": [
+        "training.loss_chunks = 0", "training.loss_chunks = -2",
         "training.global_batch_size = 0", "training.global_batch_size = -2", "training.global_batch_size = 8.0",
         "training.global_batch_size = true", "lr_scheduler.total_steps = 0",
         "parallelism.data_parallel_shard_degree = 0", "checkpoint.load_step = 0", "validation.steps = 0",
@@ -136,7 +136,7 @@ WRONG_VALUES = {
     'one of "none", "full", "selective", "memory_budget"': [
         'activation_checkpoint.mode = "op"', "activation_checkpoint.mode = true",
     ],
-    '"op", or an integer >= 1': [
+    'one of "op", "every_second_mm", or an integer >= 1': [
         'activation_checkpoint.selective_ac_option = "2"', "activation_checkpoint.selective_ac_option = 0",
         "activation_checkpoint.selective_ac_option = true",
     ],
@@ -503,7 +503,7 @@ HELP = {
     '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
     "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
     "  --float8.filter_fqns   a list of strings; default []",
-    '  --activation_checkpoint.selective_ac_option   "op", or an integer >= 1; default "op"',
+    '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", or an integer >= 1; default "op"',
     "  --activation_checkpoint.memory_budget   a finite number >= 0 and <= 1; default 0.5",
     "  --profiling.profile_freq   an integer >= 4; default 10",
     '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.model import Documents, ScaledDotProductAttention
+from titanlite.parallel import attention as attention_backends
 from titanlite.parallel import context
 from titanlite.parallel.attention import ATTENTION_BACKENDS
 from titanlite.parallel.context import ContextAttention, apply_context_parallel, local_positions
@@ -253,6 +255,53 @@ def test_backward_of_some_keys_from_the_softmax_over_all(backend, heads):
     dqs, dks, dvs = zip(*(backward(grad, q, *kv, out, lse, False) for kv in slices), strict=True)
     actual = [x.transpose(1, 2) for x in (out, sum(dqs), torch.cat(dks, dim=2), torch.cat(dvs, dim=2))]
     assert not wrong([worst(actual, gradients(lambda *qkv: attention(*qkv, ALL), *inputs))])
+
+
+def _one_by_one(inputs: list[Tensor], bounds: Tensor) -> Iterator[list[Tensor]]:
+    """Yield each document of some [N, heads, K] as a batch of one, heads first."""
+    for begin, end in pairwise(bounds.tolist()):
+        yield [x[None, begin:end].transpose(1, 2) for x in inputs]
+
+
+def emulated_packed_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *qkv, bounds, longest = arguments
+    assert bounds.dtype == torch.int32
+    assert longest == bounds.diff().max()
+    outs, lses = zip(
+        *(ATTENTION_BACKENDS["cpu"].forward(*each, True) for each in _one_by_one(qkv, bounds)), strict=True
+    )
+    return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous(), torch.cat(lses, dim=2)[0]
+
+
+def emulated_packed_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, lse_HN, bounds, _ = arguments
+    documents = _one_by_one([*tensors, lse_HN.T[..., None]], bounds)
+    grads = [ATTENTION_BACKENDS["cpu"].backward(*each[:-1], each[-1][..., 0].contiguous(), True) for each in documents]
+    return tuple(torch.cat(x, dim=2)[0].transpose(0, 1).contiguous() for x in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_documents_in_one_call(kind):
+    """What goes to varlen attention and comes back, with its CUDA operators emulated. The first sequence begins in the
+    middle of a document."""
+    positions, inputs = document_positions_of(kind), draw(3, 4, 2)
+    positions[0, : DOCUMENTS[kind][0][0]] += 7
+    documents = Documents(positions)
+    emulated = attention_backends.PackedAttention(emulated_packed_forward, emulated_packed_backward)
+    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu")
+    expected = gradients(lambda *qkv: attend(*qkv, documents), *inputs)
+    with mock.patch.dict(attention_backends.PACKED_ATTENTION, {"cpu": emulated}):
+        assert not wrong([worst(gradients(lambda *qkv: attend(*qkv, documents), *inputs), expected)])
+
+
+def test_schemas_of_varlen_attention():
+    """As test_schemas_of_cuda_backends."""
+    q, k, v, grad = (x.to("meta", torch.bfloat16).flatten(0, 1) for x in draw(2, 4, 2))
+    bounds = torch.zeros(3, dtype=torch.int32, device="meta")
+    out, lse = attention_backends.PACKED_ATTENTION["flash"].forward(q, k, v, bounds, TOKENS)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 2 * TOKENS), torch.float32)
+    actual = attention_backends.PACKED_ATTENTION["flash"].backward(grad, q, k, v, out, lse, bounds, TOKENS)
+    assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])

@@ -44,6 +44,7 @@ FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
 BUDGET = COMPILED | {"activation_checkpoint__mode": "memory_budget"}
 EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
+EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
 CHUNKED_LOSS = {"training__loss_chunks": 3}
 PREFETCH = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}
 ONE_ACCUMULATION_STEP = {"accumulation_steps": 1}
@@ -126,6 +127,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
        for mode in ("full", "selective") for name in ("pp", "shard", "cp", "tp")},
     "selective AC, every 2 layers, tp": EVERY_2_LAYERS | TP,
     "selective AC, every 2 layers, pp": EVERY_2_LAYERS | PP,
+    **{f"selective AC, every second mm, {name}": EVERY_SECOND_MM | AXES[name] for name in ("pp", "shard", "cp", "tp")},
     "full AC, ulysses, document mask": FULL | ULYSSES | DOCUMENTS,
     "selective AC, ulysses, document mask": SELECTIVE | ULYSSES | DOCUMENTS,
     "full AC, ZBVZeroBubble": FULL | schedule("ZBVZeroBubble"),
@@ -142,6 +144,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # Compiled blocks
     "compiled, full AC, tp": COMPILED | FULL | TP,
     "compiled, selective AC, cp": COMPILED | SELECTIVE | CP,
+    "compiled, selective AC, every second mm, tp": COMPILED | EVERY_SECOND_MM | TP,
     "compiled, memory budget, tp": BUDGET | TP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
@@ -434,8 +437,8 @@ def operator_counts(job: config.Config) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("options", "products", "attentions", "silus"),
-    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_2_LAYERS, 3, 0.5, 0.5)],
-    ids=["no AC", "full AC", "selective AC", "selective AC, every 2 layers"],
+    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_SECOND_MM, 3, 0, 1), (EVERY_2_LAYERS, 3, 0.5, 0.5)],
+    ids=["no AC", "full AC", "selective AC", "selective AC, every second mm", "selective AC, every 2 layers"],
 )
 def test_recomputed_operators(ranks, tmp_path, options, products, attentions, silus):
     """Without AC, a block computes 7 products and their 14 gradients. No gradient needs the last product, so full AC,

@@ -20,6 +20,7 @@ ATTENTION_BACKENDS_ON_CUDA = {
     "float64": ("math",),
 }
 """By the data type that the model computes in, the default first."""
+CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +164,13 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     if config.training.attention_backend not in backends:
         device = f"CUDA in {param}" if on_cuda else "a CPU"
         reject("training.attention_backend", f"expected one of {', '.join(map(show, backends))} on {device}")
+    if config.training.attention_backend == "cudnn":
+        if config.training.document_mask or parallelism.ring_degree > 1:
+            message = "cuDNN takes dense tensors, and documents and the chunks of a ring are slices; set"
+            reject("training.attention_backend", f'{message} "flash"')
+        if os.environ.get(CUDNN_SWITCH) == "1":
+            message = f"{CUDNN_SWITCH}=1 changes the layout of its log-sum-exp; unset that variable, or set"
+            reject("training.attention_backend", f'{message} "flash"')
     needs_cuda = "needs CUDA, and this run is on a CPU; set"
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.model import Documents, Llama
-from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
+from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION, float32_or_better
 
 
 def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
@@ -193,6 +193,8 @@ def _ring_forward(
     q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
+    if document_positions is not None and not ring and backend in PACKED_ATTENTION:
+        return _packed_forward(q, k, v, document_positions, backend)
     out = lse_BSH = None
     dtype = float32_or_better(q) if ring else q.dtype  # in which results over other ranks' keys are merged
     for k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring):
@@ -212,6 +214,8 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
+    if document_positions is not None and not ring and backend in PACKED_ATTENTION:
+        return _packed_backward(saved, document_positions, backend)
     lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring else q.dtype
     dq = dk = dv = None
     for step, (k_step, v_step, tiles) in enumerate(_ring_steps(k, v, document_positions, ring)):
@@ -291,6 +295,28 @@ def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BS
     weight = torch.sigmoid(tile_lse_BSH - lse_BSH)  # exp(tile_lse) of exp(lse) + exp(tile_lse)
     out_BSHK.lerp_(tile_out_BSHK.to(out_BSHK.dtype), weight.unsqueeze(-1))
     lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))
+
+
+# Documents without a ring: one call for all -------------------------------------------------------------------------
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    qkv, bounds = (x.flatten(0, 1) for x in (q, k, v)), _bounds(document_positions, q.device)
+    out_NHK, lse_HN = PACKED_ATTENTION[backend].forward(*qkv, *bounds)
+    return out_NHK.view(q.shape), lse_HN.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+
+def _packed_backward(saved: list[Tensor], document_positions: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, lse_BHS = saved
+    lse_HN, bounds = lse_BHS.transpose(0, 1).flatten(1), _bounds(document_positions, lse_BHS.device)
+    grads = PACKED_ATTENTION[backend].backward(*(x.flatten(0, 1) for x in tensors), lse_HN, *bounds)
+    return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
+
+
+def _bounds(document_positions_BS: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """Return PackedAttention's bounds and longest. They are computed on the host, and copied without waiting."""
+    begins = document_positions_BS == 0
+    begins[:, 0] = True  # also where a sequence begins in the middle of a document
+    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
+    return bounds.to(device, non_blocking=True), int(bounds.diff().max())
 
 
 # Which queries attend to which keys -----------------------------------------------------------------------------------
