@@ -21,7 +21,6 @@ from titanlite.model import Llama
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.train_step import SingleStageRunner, TrainStep
 
 
@@ -99,8 +98,10 @@ def build_train_step(
 ) -> TrainStep:
     """Return the forward and backward of this rank's optimizer steps, for what `build_model` returned."""
     parallelism, training = config.parallelism, config.training
-    runner: SingleStageRunner | PipelineRunner = SingleStageRunner(model)
+    runner: Any = SingleStageRunner(model)
     if parallelism.pipeline_parallel_degree > 1:
+        from titanlite.parallel.pipeline import PipelineRunner
+
         runner = PipelineRunner(
             stages,
             parallelism,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from titanlite.data import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
-from titanlite.parallel.pipeline import PipelineRunner, inputs_of_every_stage
 
 
 class SingleStageRunner:
@@ -29,7 +29,7 @@ class SingleStageRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the sum of the token losses."""
-        return self.model(batch.tokens, **inputs_of_every_stage(batch))
+        return self.model(batch.tokens, **batch.inputs())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class TrainStep:
 
     model: nn.Module
     """All modules that this rank has."""
-    runner: SingleStageRunner | PipelineRunner
+    runner: Any
+    """A SingleStageRunner or a PipelineRunner."""
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool

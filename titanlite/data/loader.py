@@ -15,6 +15,7 @@ from torch import Tensor
 from titanlite.config.schema import Training, Validation
 from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
 from titanlite.data.streaming import StreamingSequences
+from titanlite.model import Documents
 
 Sequences = PackedSequences | StreamingSequences
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
@@ -31,6 +32,11 @@ class Batch(NamedTuple):
     document_positions: Tensor | None = None
     """With a document mask: positions in documents of all tokens of this rank's attention, [B, T / ring ranks]; always
     in host memory, where the sizes of attention's calls are computed from them."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what every pipeline stage takes by name: all but the tokens, which only the first one gets."""
+        documents = {} if self.document_positions is None else {"documents": Documents(self.document_positions)}
+        return {"positions": self.positions, "targets": self.targets, **documents}
 
     def to(self, device: torch.device) -> "Batch":
         """Return a copy on a device. The copy does not wait if this batch is in pinned memory."""

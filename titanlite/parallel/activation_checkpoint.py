@@ -39,7 +39,7 @@ def _saved_operators() -> list[Any]:
 
 def _every_second_product() -> Any:
     """Return the contexts of one call of a block under "every_second_mm", which saves its first, third, ... product."""
-    saved, counts = set(_saved_operators()), {False: 0, True: 0}  # of the forward, and of its recomputation
+    saved, counts = set(_saved_operators()), {False: 0, True: 0}  # by whether the forward is computed again
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         counts[context.is_recompute] += operator in PRODUCTS

@@ -7,7 +7,6 @@ from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import Layout
-from titanlite.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
@@ -35,6 +34,8 @@ def parallelize(
     """
     tensor_parallel = layout.mesh["tp"].size() > 1
     if tensor_parallel:
+        from titanlite.parallel.tensor import apply_tensor_parallel
+
         apply_tensor_parallel(stage, layout.mesh["tp"])
     if training.attention_backend != "auto":
         apply_context_parallel(stage, layout.ring_group, layout.ulysses_group, training.attention_backend)

@@ -6,7 +6,6 @@ One microbatch under GPipe is naive model parallelism.
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +87,7 @@ class PipelineRunner:
             *((batch.tokens,) if 0 in self.stages else ()),
             target=batch.targets if self.parallelism.n_stages - 1 in self.stages else None,
             return_outputs=False,
-            **inputs_of_every_stage(batch),
+            **batch.inputs(),
         )
         return self._loss_sum
 
@@ -109,7 +108,7 @@ class PipelineRunner:
                 elif source is not None:
                     hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
                     dist.recv(hidden, group=self.group, group_src=source)
-                hidden = stage(hidden, **inputs_of_every_stage(microbatch))
+                hidden = stage(hidden, **microbatch.inputs())
                 if destination is None:
                     loss_sum += hidden
                 elif destination == self.group.rank():
@@ -129,13 +128,6 @@ class PipelineRunner:
         n = self.n_microbatches
         fields = [[None] * n if field is None else field.chunk(n) for field in batch]
         return [Batch(*microbatch) for microbatch in zip(*fields, strict=True)]
-
-
-def inputs_of_every_stage(batch: Batch) -> dict[str, Any]:
-    """Return what the model takes by name: all but the tokens, which only a first stage gets."""
-    positions = batch.document_positions
-    documents = {} if positions is None else {"documents": Documents(positions)}
-    return {"positions": batch.positions, "targets": batch.targets, **documents}
 
 
 # A schedule splits tensors into microbatches and repeats other arguments: it must find the tensor in Documents.
