@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -40,11 +41,13 @@ def environment() -> dict[str, str]:
     if not torch.cuda.is_available():
         return result | {"device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
-    driver = subprocess.run(query, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[0]
     result |= {"cuDNN": str(torch.backends.cudnn.version()), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    device = f"{torch.cuda.get_device_name()}, {memory:.2f} GiB, {torch.cuda.device_count()} on this node"
-    return result | {"device": device, "driver, power limit, largest clock": driver}
+    result["device"] = f"{torch.cuda.get_device_name()}, {memory:.2f} GiB, {torch.cuda.device_count()} on this node"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        output = subprocess.run(query, stdout=subprocess.PIPE, text=True).stdout
+        result["driver, power limit, largest clock"] = output.partition("\n")[0]
+    return result
 
 
 def median_seconds(call: Callable[[], object], groups: int) -> float:

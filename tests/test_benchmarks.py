@@ -261,6 +261,29 @@ def test_configs_of_a_gpu_session_are_valid_and_their_runs_have_names(gpu_sessio
         check(load([str(gpu_session.TOML), *options]), Launch(0, 0, 1, 1, n_devices=0))
 
 
+def test_a_gpu_session_shows_the_published_figures_beside_its_own(gpu_session):
+    values = {"tflops": 500.0, "mfu(%)": 50.6, "causal": 0.9, "parameters": 2**30, "flops per token": 5e10}
+    values |= {"throughput(tps)": 10_000.0, "memory/max_active(GiB)": 70.0, "memory/max_reserved(GiB)": 72.0}
+    results = {"rates": {"status": "done", "seconds": 9, "matmul TFLOP/s": 800.0}}
+    results["8b-published"] = {"status": "done", "seconds": 90, **values}
+    results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2}
+    results["8b-b4-none"] = {"status": "failed", "seconds": 90, "reason": "out | of memory", "lines": ["the output"]}
+    lines = gpu_session.summary(gpu_session.all_steps(), results, dry_run=False).splitlines()
+    assert "| 8b-published | done | 10,000 | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 70.00 | 72.00 | 70.00 |" in lines
+    assert "| KempnerForge, one H200 | published | 10,471 | 523.5 |  |  |  |  | 80.7 |  |  |" in lines
+    assert "| plan-8b-published | done | 67.20 | 70.00 | -4.0% |" in lines
+    assert any(line.startswith("| 8b-b4-none | failed: out \\| of memory |") for line in lines)
+    assert "the output" in lines
+
+
+def test_kernels_of_a_trace_are_summed(gpu_session):
+    event = {"ph": "X", "cat": "kernel", "dur": 1500}
+    names = ["matmul", "copy", "matmul", "an operator"]
+    events = [{**event, "name": name} for name in names[:3]] + [{**event, "cat": "cpu_op", "name": names[3]}]
+    lines = [line.split() for line in gpu_session.kernel_times({"traceEvents": events})]
+    assert lines == [["4.50", "ms", "in", "3", "kernels"], ["3.00", "2", "matmul"], ["1.50", "1", "copy"]]
+
+
 def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
     tree = ast.parse((ROOT / "tests" / "test_gpu.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
