@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from python_path import with_python_path
 
-ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"step +\d+\S* +loss +(\S+)")
 MODEL_AND_BATCH = (re.compile(r"([\d,]+) (?:total )?parameters"), re.compile(r"(\d+) sequences x (\d+) tokens"))
 STEP_TIMEOUT_SECONDS = 600  # the first step includes the start of the program, and may compile
@@ -54,12 +54,6 @@ def program(name: str, ranks: int, script: Iterable[str], options: Options, *, p
 
 def arguments_of(options: Options) -> list[str]:
     return [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()]
-
-
-def with_python_path(environment: dict[str, str]) -> dict[str, str]:
-    """Return a copy of the environment in which this checkout is first in PYTHONPATH."""
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class RunningProgram:

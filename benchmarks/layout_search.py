@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from python_path import with_python_path
+
 from titanlite.advise.command import make_task, parse_options
 from titanlite.advise.search import search
 from titanlite.advise.search_space import GIB
@@ -39,7 +41,7 @@ def old_output(options: str, checkout: Path | None) -> str:
     if checkout is None:
         sys.exit(f"{LOG} has no output for {options}: --old CHECKOUT of commit 4641fed is needed")
     command = [sys.executable, "-m", "titanlite.plan", "--advise", *options.split()]
-    environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+    environment = with_python_path(os.environ, checkout.resolve())
     return subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True, text=True).stdout
 
 

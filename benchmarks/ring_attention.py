@@ -1,12 +1,12 @@
 """Measure ring attention over ranks, and each attention backend alone, against PyTorch's scaled_dot_product_attention.
 
-    python benchmarks/ring_attention.py --cores N [--lengths 2048 4096 8192 16384] [--shape 1 8 2 64] [--repeats 5]
+    python benchmarks/ring_attention.py --cores N [--rings 2 4] [--lengths 2048 4096 8192 16384] [--repeats 5]
     python benchmarks/ring_attention.py --device cuda [the same, without --cores]
 
---cores is the number of cores that the ranks have for themselves. --shape is B, query heads, KV heads, head_dim.
-Attention is causal. On a CPU everything is float32, and each process has one thread:
+--cores is the number of cores that the ranks have for themselves. --shape (default 1 8 2 64) is B, query heads, KV
+heads, head_dim. Attention is causal. On a CPU everything is float32, and each process has one thread:
 
-(a) Ring attention: forward and backward of one sequence over 2 and 4 ring ranks on gloo, against
+(a) Ring attention: forward and backward of one sequence over 2 and 4 ring ranks (--rings) on gloo, against
     F.scaled_dot_product_attention in one process. The three run alternately. Seconds are those of the slowest rank; the
     ratio is the median of the ratios of each round. The ideal is 1 / (ranks, or --cores where there are fewer): the
     total work is the same.
@@ -40,7 +40,6 @@ from titanlite.parallel.context import ContextAttention
 from titanlite.parallel.mesh import retain_freed_memory
 from titanlite.parity.process_pool import ProcessPool
 
-RING_SIZES = (2, 4)
 CUDA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -99,9 +98,9 @@ def seconds_of_rank(length: int, shape: Shape) -> float:
     return time.perf_counter() - start
 
 
-def compare_rings(lengths: list[int], shape: Shape, cores: int, repeats: int) -> None:
+def compare_rings(rings: list[int], lengths: list[int], shape: Shape, cores: int, repeats: int) -> None:
     """Print the samples, then a line of medians for each length and ring."""
-    pools = {size: ProcessPool(size, timeout_seconds=600) for size in (1, *RING_SIZES)}
+    pools = {size: ProcessPool(size, timeout_seconds=600) for size in (1, *rings)}
     table = []
     for length in lengths:
         samples = []
@@ -162,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--cores", type=int)
+    parser.add_argument("--rings", type=int, nargs="*", default=[2, 4], help="sizes of the rings; none: (b) alone")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--shape", type=int, nargs=4, default=[1, 8, 2, 64], metavar=("B", "H", "G", "K"))
     parser.add_argument("--repeats", type=int, default=5)
@@ -169,10 +169,10 @@ def main() -> None:
     shape = tuple(options.shape)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {device}, B H G K = {shape}")
-    if options.device == "cpu":
+    if options.device == "cpu" and options.rings:
         if options.cores is None:
-            parser.error("--cores is required on a CPU, to compute the ideal ratio")
-        compare_rings(options.lengths, shape, options.cores, options.repeats)
+            parser.error("--cores is required for rings, to compute the ideal ratio")
+        compare_rings(options.rings, options.lengths, shape, options.cores, options.repeats)
     torch.set_num_threads(1)
     compare_backends(options.lengths, shape, options.device, options.repeats)
 

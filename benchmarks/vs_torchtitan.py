@@ -48,7 +48,8 @@ import subprocess
 import sys
 
 import torch
-from interleaved import ROOT, Options, Program, compare, parser, program
+from interleaved import Options, Program, compare, parser, program
+from python_path import ROOT
 
 from titanlite.config import Launch, check, load
 

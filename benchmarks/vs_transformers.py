@@ -26,7 +26,8 @@ import sys
 
 import torch
 import transformers
-from interleaved import ROOT, Program, compare, parser, program
+from interleaved import Program, compare, parser, program
+from python_path import ROOT
 
 HERE = ROOT / "benchmarks"
 TOKENS = 8 * 512  # of the global batch

@@ -1,11 +1,15 @@
 """Benchmarks import and use functions and options that exist; pages, scripts and raw logs refer to each other."""
 
+import argparse
 import ast
 import builtins
 import importlib.metadata
 import importlib.util
 import inspect
+import json
+import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import Config
+from titanlite.config import Config, Launch, check, load
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -158,3 +162,130 @@ def test_these_checks_can_fail(load_script):
     assert [*unknown_options('["--model.no_such_option=2"]')] == ["model.no_such_option"]
     assert not [*unknown_options('["--training.seq_len=2", "torch.float32"]')]
     assert missing_files("see benchmarks/logs/no_such.log") == {"benchmarks/logs/no_such.log"}
+
+
+# The session on one GPU -----------------------------------------------------------------------------------------------
+
+QUICK_STEPS = ("environment", "rates", "debug-eager", "trace", "torchtitan")
+
+
+@pytest.fixture
+def gpu_session(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "gpu_session.py")
+
+
+def dry_run(out: Path, *arguments: str) -> str:
+    """Run gpu_session.py on a CPU and return what it prints."""
+    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), "--dry-run", f"--out={out}", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def rows_of(summary: str) -> list[str]:
+    """Return the first cells of all rows of the tables in a page."""
+    rows = [line.split("|")[1].strip() for line in summary.splitlines() if line.startswith("|")]
+    return [row for row in rows if row not in ("step", "---")]
+
+
+def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
+    first, second = tmp_path / "first", tmp_path / "second"
+    dry_run(first, "--steps", *QUICK_STEPS)
+    results = json.loads((first / "state.json").read_text())["steps"]
+    assert {name: result["status"] for name, result in results.items()} == {
+        **dict.fromkeys(QUICK_STEPS[:3], "done"),
+        "trace": "not there",
+        "torchtitan": "not there",
+    }
+    summary = (first / "summary.md").read_text()
+    assert "dry run on a CPU: toy sizes, no figure here is of a GPU" in summary
+    assert rows_of(summary) == [step.name for step in gpu_session.all_steps()]  # and no published figure
+    before = {file.name: file.read_bytes() for file in first.iterdir()}
+    assert "done" in dry_run(second, f"--resume-from={first}", "--steps", *QUICK_STEPS)
+    assert {file.name: file.read_bytes() for file in second.iterdir()} == before
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
+    dry_run(tmp_path)
+    results = json.loads((tmp_path / "state.json").read_text())["steps"]
+    statuses = {step.name: results[step.name]["status"] for step in gpu_session.all_steps()}
+    assert statuses.pop("torchtitan") in ("done", "not there")
+    assert {name: status for name, status in statuses.items() if status != "done"} == {}
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"retry": False, "steps": None, "seconds": None} | changed)
+
+
+def test_a_gpu_session_starts_no_step_that_could_end_too_late(tmp_path, gpu_session):
+    results = {"environment": {"status": "failed", "seconds": 1, "reason": "an old one"}}
+    session = gpu_session.Session(tmp_path, True, sys.executable, results)
+    chosen = ["environment", "rates", "tests-*"]
+    waiting = gpu_session.run_session(session, arguments(seconds=1, steps=chosen))
+    assert waiting == ["rates", *(step.name for step in gpu_session.all_steps() if step.kind == "pytest")]
+    waiting = gpu_session.run_session(session, arguments(seconds=1, steps=chosen, retry=True))
+    assert waiting[0] == "environment"
+
+
+def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
+    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
+    with pytest.raises(gpu_session.StepFailed, match="time limit of 5 s"):
+        session.run([sys.executable, "-c", code], 5)
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert b"sleep\x0086399\x00" not in commands
+
+
+def test_a_gpu_session_says_why_a_step_failed(tmp_path, gpu_session):
+    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    with pytest.raises(gpu_session.StepFailed, match=r"^ValueError: no memory$"):
+        session.run([sys.executable, "-c", "raise ValueError('no memory')"], 60)
+    assert "ValueError: no memory" in (tmp_path / "session.log").read_text()
+
+
+def test_a_gpu_session_does_not_mix_with_a_dry_run(tmp_path, gpu_session):
+    (tmp_path / "state.json").write_text('{"dry_run": true, "steps": {}}')
+    options = argparse.Namespace(out=tmp_path, dry_run=False, resume_from=None, torchtitan_python=sys.executable)
+    with pytest.raises(SystemExit, match="has the results of a dry run"):
+        gpu_session.load_session(options)
+
+
+def test_configs_of_a_gpu_session_are_valid_and_their_runs_have_names(gpu_session):
+    steps = [step for step in gpu_session.all_steps() if step.kind in ("train", "plan")]
+    assert len({step.name for step in gpu_session.all_steps()}) == len(gpu_session.all_steps())
+    for step in steps:
+        check(load([str(gpu_session.TOML), *gpu_session.arguments_of(step.options)]), Launch(0, 0, 1, 1, n_devices=1))
+        options = gpu_session.arguments_of(gpu_session.toy(step).options)
+        check(load([str(gpu_session.TOML), *options]), Launch(0, 0, 1, 1, n_devices=0))
+
+
+def test_a_gpu_session_shows_the_published_figures_beside_its_own(gpu_session):
+    values = {"tflops": 500.0, "mfu(%)": 50.6, "causal": 0.9, "parameters": 2**30, "flops per token": 5e10}
+    values |= {"throughput(tps)": 10_000.0, "memory/max_active(GiB)": 70.0, "memory/max_reserved(GiB)": 72.0}
+    results = {"rates": {"status": "done", "seconds": 9, "matmul TFLOP/s": 800.0}}
+    results["8b-published"] = {"status": "done", "seconds": 90, **values}
+    results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2}
+    results["8b-b4-none"] = {"status": "failed", "seconds": 90, "reason": "out | of memory", "lines": ["the output"]}
+    lines = gpu_session.summary(gpu_session.all_steps(), results, dry_run=False).splitlines()
+    assert "| 8b-published | done | 10,000 | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 70.00 | 72.00 | 70.00 |" in lines
+    assert "| KempnerForge, one H200 | published | 10,471 | 523.5 |  |  |  |  | 80.7 |  |  |" in lines
+    assert "| plan-8b-published | done | 67.20 | 70.00 | -4.0% |" in lines
+    assert any(line.startswith("| 8b-b4-none | failed: out \\| of memory |") for line in lines)
+    assert "the output" in lines
+
+
+def test_kernels_of_a_trace_are_summed(gpu_session):
+    event = {"ph": "X", "cat": "kernel", "dur": 1500}
+    names = ["matmul", "copy", "matmul", "an operator"]
+    events = [{**event, "name": name} for name in names[:3]] + [{**event, "cat": "cpu_op", "name": names[3]}]
+    lines = [line.split() for line in gpu_session.kernel_times({"traceEvents": events})]
+    assert lines == [["4.50", "ms", "in", "3", "kernels"], ["3.00", "2", "matmul"], ["1.50", "1", "copy"]]
+
+
+def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
+    tree = ast.parse((ROOT / "tests" / "test_gpu.py").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    grouped = [name for step in gpu_session.all_steps() if step.kind == "pytest" for name in step.options]
+    assert sorted(grouped) == sorted(names)

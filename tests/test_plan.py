@@ -272,6 +272,30 @@ def test_a_users_own_device(tmp_path):
         make_plan(loaded("--plan.device=h300"))
 
 
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 NVL", "h100_nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200"),
+        ("NVIDIA H200 NVL", "h200_nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_it_reports(reported, name):
+    assert devices.find_by_gpu_name(reported) is devices.DEVICES[name]
+
+
+def test_an_unknown_gpu_has_no_data_sheet():
+    assert devices.find_by_gpu_name("NVIDIA T4") is None
+
+
 def test_a_node_without_devices_is_told_of_the_plan(monkeypatch):
     gib = 2**30
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * gib // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)

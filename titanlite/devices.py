@@ -57,23 +57,23 @@ def _device(
 # Memory is what the driver reports, some hundred MiB under the nominal figure. Interconnects count one direction, half
 # of what vendors print. A network of one 400 Gbit/s adapter per device (200 for A100) is usual in nodes of eight.
 DEVICES: dict[str, Device] = {
-    #                     bf16   fp8  fp32    GiB   TB/s GB/s GB/s watts
-    "a100_40":    _device( 312,    0, 19.5,  39.4, 1.555, 300, 25,  400, "A100-SXM4-40GB",
-                          "NVIDIA A100 data sheet, 2021"),
-    "a100_80":    _device( 312,    0, 19.5,  79.2, 2.039, 300, 25,  400, "A100", "NVIDIA A100 data sheet, 2021"),
-    "h100_pcie":  _device( 756, 1513, 51.0,  79.2, 2.000,  64, 50,  350, "H100 PCIe", "NVIDIA H100 data sheet, 2023"),
-    "h100_nvl":   _device( 835, 1671, 60.0,  93.1, 3.900, 300, 50,  400, "H100 NVL",
-                          "NVIDIA H100 NVL data sheet, 2024"),
-    "h100":       _device( 989, 1979, 67.0,  79.2, 3.350, 450, 50,  700, "H100", "NVIDIA H100 data sheet (SXM), 2023"),
-    "h200":       _device( 989, 1979, 67.0, 139.8, 4.800, 450, 50,  700, "H200", "NVIDIA H200 data sheet, 2024"),
-    "b200":       _device(2250, 4500, 75.0, 178.4, 7.700, 900, 50, 1000, "B200", "NVIDIA DGX B200 data sheet, 2024"),
-    "mi300x":     _device(1307, 2615, 163., 191.7, 5.300, 448, 50,  750, "MI300X", "AMD MI300X data sheet, 2023"),
-    "l40s":       _device( 362,  733, 91.6,  44.4, 0.864,  32, 25,  350, "L40S", "NVIDIA L40S data sheet, 2023"),
-    "rtx_4090":   _device( 165,  330, 82.6,  23.6, 1.008,  32, 25,  450, "RTX 4090",
-                          "NVIDIA Ada whitepaper, 2022: products summed in fp32"),
+    #                    bf16   fp8  fp32    GiB   TB/s GB/s GB/s watts
+    "a100_40":   _device( 312,    0, 19.5,  39.4, 1.555, 300, 25,  400, "A100-SXM4-40", "NVIDIA A100 data sheet, 2021"),
+    "a100_80":   _device( 312,    0, 19.5,  79.2, 2.039, 300, 25,  400, "A100", "NVIDIA A100 data sheet, 2021"),
+    "h100_pcie": _device( 756, 1513, 51.0,  79.2, 2.000,  64, 50,  350, "H100 PCIe", "NVIDIA H100 data sheet, 2023"),
+    "h100_nvl":  _device( 835, 1671, 60.0,  93.1, 3.900, 300, 50,  400, "H100 NVL", "NVIDIA H100 NVL data sheet, 2024"),
+    "h100":      _device( 989, 1979, 67.0,  79.2, 3.350, 450, 50,  700, "H100", "NVIDIA H100 data sheet (SXM), 2023"),
+    # A superchip is a GPU or two with a Grace CPU, whose memory and power are not counted. Bridges join four H200 NVL.
+    "gh200":     _device( 989, 1979, 67.0,  94.5, 4.000, 450, 50,  700, "GH200", "NVIDIA GH200 data sheet, 2024", 4),
+    "h200_nvl":  _device( 835, 1671, 60.0, 139.8, 4.800, 450, 50,  600, "H200 NVL", "NVIDIA H200 data sheet, 2024", 4),
+    "h200":      _device( 989, 1979, 67.0, 139.8, 4.800, 450, 50,  700, "H200", "NVIDIA H200 data sheet, 2024"),
+    "gb200":     _device(2500, 5000, 80.0, 184.3, 8.000, 900, 50, 1200, "GB200", "NVIDIA GB200 data sheet, 2024", 72),
+    "b200":      _device(2250, 4500, 75.0, 178.4, 7.700, 900, 50, 1000, "B200", "NVIDIA DGX B200 data sheet, 2024"),
+    "mi300x":    _device(1307, 2615, 163., 191.7, 5.300, 448, 50,  750, "MI300X", "AMD MI300X data sheet, 2023"),
+    "l40s":      _device( 362,  733, 91.6,  44.4, 0.864,  32, 25,  350, "L40S", "NVIDIA L40S data sheet, 2023"),
+    "rtx_4090":  _device( 165,  330, 82.6,  23.6, 1.008,  32, 25,  450, "RTX 4090", "Ada whitepaper, 2022: fp32 sums"),
     # Two cores of a server, one rank per core, for plans of the machine where one develops.
-    "cpu":        _device(0.15,    0, 0.15,   8.0, 0.020,   5,  1,   15, "",
-                          "benchmarks/logs: a float32 product on two cores", 64),
+    "cpu":       _device(0.15,    0, 0.15,   8.0, 0.020,   5,  1,   15, "", "benchmarks/logs: a float32 product", 64),
 }
 # fmt: on
 

@@ -148,8 +148,9 @@ def environment_of_ranks(ranks: int) -> dict[str, str]:
     return {
         # torchrun gives each rank one thread; on a CPU they share the cores instead.
         "OMP_NUM_THREADS": str(max(cores // ranks, 1)),
-        # Fewer, larger segments: less memory lost to fragmentation.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # Fewer, larger segments: less memory lost to fragmentation. The older name of this variable,
+        # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
+        **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **os.environ,
     }
 

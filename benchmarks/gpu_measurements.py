@@ -1,0 +1,106 @@
+"""Measure a device's rates, or plan the memory of a config; gpu_session.py runs each command in a process of its own.
+
+    python benchmarks/gpu_measurements.py environment       versions of the libraries, and the device
+    python benchmarks/gpu_measurements.py rates [--small]   a bfloat16 matrix product and a copy on the device
+    python benchmarks/gpu_measurements.py plan CONFIG.toml [--section.key=value ...]
+
+The matrix product is of two square matrices of side 8192. They are random, because a GPU is faster on zeros. The copy
+is of 4 GiB, and its bandwidth counts the bytes read and those written. Both are the median of groups of ten, of which
+the first half is warm-up. --small takes sizes for a CPU. The plan is the planned peak of a step, in tensors, as the
+allocator's peak counts it: without CUDA context and fragmentation.
+
+Prints one JSON line. Without a GPU, all of them use the CPU.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+import torch
+
+PACKAGES = ("torch", "triton", "torchao", "pydantic", "tomli-w", "numpy", "pytest", "nvidia-cudnn-cu13")
+GROUP, GROUPS = 10, 60
+
+
+def environment() -> dict[str, str]:
+    """Return the versions and the device, in words."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not there"
+    result = {"Python": platform.python_version(), **versions, "CUDA": str(torch.version.cuda)}
+    if not torch.cuda.is_available():
+        return result | {"device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    result |= {"cuDNN": str(torch.backends.cudnn.version()), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    result["device"] = f"{torch.cuda.get_device_name()}, {memory:.2f} GiB, {torch.cuda.device_count()} on this node"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        output = subprocess.run(query, stdout=subprocess.PIPE, text=True).stdout
+        result["driver, power limit, largest clock"] = output.partition("\n")[0]
+    return result
+
+
+def median_seconds(call: Callable[[], object], groups: int) -> float:
+    """Return the median seconds of a call, timed in groups of ten, over the second half of the groups."""
+    seconds = []
+    for _ in range(groups):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(GROUP):
+            call()
+        synchronize()
+        seconds.append((time.perf_counter() - start) / GROUP)
+    return statistics.median(seconds[groups // 2 :])
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def rates(small: bool) -> dict[str, float]:
+    """Return TFLOP/s of the matrix product and TB/s of the copy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    side, size, groups = (256, 2**22, 4) if small else (8192, 2**32, GROUPS)
+    one, other = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(one)
+    matmul = median_seconds(lambda: torch.mm(one, other, out=product), groups)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = median_seconds(lambda: target.copy_(source), groups)
+    return {"matmul TFLOP/s": 2 * side**3 / matmul / 1e12, "copy TB/s": 2 * size / copy / 1e12}
+
+
+def plan(arguments: list[str]) -> dict[str, float]:
+    """Return the planned peak of a step's tensors in GiB, and the planned tokens/s."""
+    from titanlite.config import load  # here: the other commands run without titanlite's dependencies
+    from titanlite.plan.planner import make_plan
+
+    planned = make_plan(load(arguments), world_size=1)
+    return {"planned GiB": planned.worst.peak.total / 2**30, "planned tokens/s": planned.tokens_per_second}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["environment", "rates", "plan"])
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    arguments, config_arguments = parser.parse_known_args()
+    if arguments.command == "plan":
+        result = plan(config_arguments)
+    else:
+        result = rates(arguments.small) if arguments.command == "rates" else environment()
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

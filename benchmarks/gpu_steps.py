@@ -1,0 +1,171 @@
+"""The steps of gpu_session.py as data: names, time limits, and the options of each training run, in order of worth.
+
+Llama 3 8B has weights, gradients and optimizer states in bfloat16, which is 60 GiB of the 120 that float32 would take.
+A global batch has 32768 tokens.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+TOML = HERE / "gpu_session.toml"
+TOKENS = 32768
+Options = dict[str, str | int]
+NO_OPTIONS: Options = {}
+Kind = str  # environment, rates, pytest, train, trace, ring, torchtitan, plan
+
+
+class Step(NamedTuple):
+    """A step: its own process, and a time limit that it is killed at."""
+
+    name: str
+    group: str
+    kind: Kind
+    limit: int
+    """Seconds."""
+    options: Options = NO_OPTIONS
+    """Of the training run or of the plan's config."""
+    needs: tuple[str, ...] = ("pydantic", "tomli_w")
+    """Modules without which the step is recorded as not there."""
+
+
+TORCHAO = ("pydantic", "tomli_w", "torchao")
+COMPILED: Options = {"compile.enable": "true"}
+SELECTIVE: Options = {"activation_checkpoint.mode": "selective"}
+FULL: Options = {"activation_checkpoint.mode": "full"}
+FLOAT8: Options = {"float8.enable": "true"}
+ROUNDED: Options = {"optimizer.stochastic_rounding": "true"}
+# On one GPU the all-gather is a cast from float32. Its result, 2 bytes per parameter, stays resident for the step.
+GATHERED: Options = {"parallelism.fsdp_reshard_after_forward": "never"}
+# Gradients are accumulated in bfloat16, unsharded, and reduced once per optimizer step.
+REDUCED_ONCE: Options = GATHERED | {
+    "parallelism.fsdp_reduce_gradients": "last_accumulation_step",
+    "training.mixed_precision_reduce": "bfloat16",
+}
+
+
+def batch_of(sequences: int, seq_len: int) -> Options:
+    """Return the options of a per-device batch size and the gradient accumulation steps to TOKENS."""
+    return {
+        "training.seq_len": seq_len,
+        "training.local_batch_size": sequences,
+        "training.global_batch_size": TOKENS // seq_len,
+        "training.loss_chunks": 8,
+    }
+
+
+def llama_8b(sequences: int, *options: Options, seq_len: int = 4096) -> Options:
+    result = {"model.flavor": "llama3_8b", "training.dtype": "bfloat16"} | COMPILED | batch_of(sequences, seq_len)
+    for more in options:
+        result |= more
+    return result
+
+
+def smaller(size: str, sequences: int, *options: Options, seq_len: int = 4096) -> Options:
+    """Return the options of Llama 3.2 1B or 3B with float32 weights: 18.4 and 47.9 GiB with gradients and states."""
+    result = {"model.flavor": f"llama3_{size}"} | batch_of(sequences, seq_len)
+    for more in options:
+        result |= more
+    return result
+
+
+def attention(backend: str) -> Options:
+    return {"training.attention_backend": backend}
+
+
+BEST = "8b-b4-selective"  # the expected one, and what the variants are compared with
+PUBLISHED_CASE = "8b-published"
+LLAMA_8B: dict[str, Options] = {
+    BEST: llama_8b(4, SELECTIVE),
+    "8b-b2-selective": llama_8b(2, SELECTIVE),
+    "8b-b2-none": llama_8b(2),
+    "8b-b4-none": llama_8b(4),
+    "8b-b4-selective-cudnn": llama_8b(4, SELECTIVE, attention("cudnn")),
+    "8b-b4-selective-flash": llama_8b(4, SELECTIVE, attention("flash")),
+    "8b-b4-selective-reduced-once": llama_8b(4, SELECTIVE, REDUCED_ONCE),
+}
+LOW_PRECISION: dict[str, Options] = {
+    f"8b-float8-{recipe}": llama_8b(4, SELECTIVE, FLOAT8, {"float8.recipe": recipe})
+    for recipe in ("tensorwise", "rowwise")
+} | {"8b-stochastic-rounding": llama_8b(4, SELECTIVE, ROUNDED)}
+MEMORY: dict[str, Options] = {
+    "memory-1b": smaller("1b", 2),
+    "memory-1b-unchunked": smaller("1b", 2, {"training.loss_chunks": 1}),
+    "memory-1b-full-ac": smaller("1b", 2, FULL),
+    "memory-1b-selective-ac": smaller("1b", 2, SELECTIVE),
+    "memory-1b-every-2-layers": smaller("1b", 2, SELECTIVE, {"activation_checkpoint.selective_ac_option": 2}),
+    "memory-1b-gathered": smaller("1b", 2, GATHERED),
+    "memory-1b-compiled": smaller("1b", 2, COMPILED),
+}
+PLANNED = [*MEMORY, BEST, "8b-b2-none", PUBLISHED_CASE]
+"""The runs whose allocated memory is compared with the plan of the same config."""
+OTHER_SIZES: dict[str, Options] = {
+    "1b-4096": smaller("1b", 8, COMPILED, GATHERED),
+    "3b-4096": smaller("3b", 4, COMPILED, GATHERED, SELECTIVE),
+    "1b-8192": smaller("1b", 4, COMPILED, GATHERED, seq_len=8192),
+    "3b-8192": smaller("3b", 2, COMPILED, GATHERED, SELECTIVE, seq_len=8192),
+    "8b-8192": llama_8b(2, SELECTIVE, seq_len=8192),
+}
+OTHER_SIZES_FLOAT8 = {f"{name}-float8": options | FLOAT8 for name, options in OTHER_SIZES.items()}
+
+# Every test of tests/test_gpu.py is in one group.
+TESTS: dict[str, list[str]] = {
+    "tests-attention": ["test_attention_backend", "test_backward_of_a_chunk_of_keys_from_the_full_softmax"],
+    "tests-reference": ["test_equals_the_single_process_reference_in_float64", "test_parity_command_under_torchrun"],
+    "tests-training": [
+        "test_bfloat16_is_the_default_and_trains",
+        "test_float16_trains",
+        "test_memory_snapshot",
+        "test_measured_peak_flops_are_below_the_data_sheets",
+    ],
+    "tests-resume": ["test_resume_with_deterministic_algorithms_is_bit_for_bit"],
+    "tests-compile": ["test_compiled_trains_as_eager_does", "test_a_step_does_not_synchronize_with_the_device"],
+    "tests-float8": ["test_float8_trains_as_bfloat16_does"],
+    "tests-optimizer": ["test_low_bit_optimizer_states_train"],
+}
+NEED_TORCHAO = ("tests-float8", "tests-optimizer")
+
+TOY_LIMIT = 600  # seconds, of a step of a dry run on a busy machine
+DEBUG: Options = {"model.flavor": "debug", "training.seq_len": 256, "training.local_batch_size": 16}
+
+
+def all_steps() -> list[Step]:
+    """Return every step, in order of worth. Plans need no GPU, so they come last, and can be run anywhere."""
+    steps = [
+        Step("environment", "Machine", "environment", 60, needs=()),
+        Step("rates", "Machine", "rates", 60, needs=()),
+        Step("debug-eager", "Debug model", "train", 100, DEBUG),
+        Step("debug-compiled", "Debug model", "train", 160, DEBUG | COMPILED),
+    ]
+    for name, tests in TESTS.items():
+        needs = ("pytest", "pytest_timeout", *(TORCHAO if name in NEED_TORCHAO else TORCHAO[:2]))
+        steps.append(Step(name, "Tests", "pytest", 240, dict.fromkeys(tests, ""), needs))
+    steps += [Step(name, "Llama 3 8B", "train", 220, options) for name, options in LLAMA_8B.items()]
+    steps.append(Step("trace", "Profiler trace", "trace", 220))
+    steps.append(Step(PUBLISHED_CASE, "Published configuration", "train", 220, llama_8b(2, FULL)))
+    steps += [Step(name, "Low precision", "train", 240, options, TORCHAO) for name, options in LOW_PRECISION.items()]
+    steps.append(Step("ring-attention", "Attention backends", "ring", 120))
+    steps += [Step(name, "Memory", "train", 120, options) for name, options in MEMORY.items()]
+    steps.append(Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 420))
+    steps += [Step(name, "Other sizes", "train", 220, options) for name, options in OTHER_SIZES.items()]
+    steps += [Step(name, "Other sizes", "train", 240, options, TORCHAO) for name, options in OTHER_SIZES_FLOAT8.items()]
+    options = {step.name: step.options for step in steps}
+    steps += [Step(f"plan-{name}", "Planned memory", "plan", 120, options[name]) for name in PLANNED]
+    return steps
+
+
+def toy(step: Step) -> Step:
+    """Return a step as a dry run takes it: the debug model on a CPU for three steps, short sequences, no inductor."""
+    if step.kind not in ("train", "plan"):
+        return step._replace(limit=TOY_LIMIT)
+    options = step.options | {"model.flavor": "debug", "training.seq_len": 64, "training.local_batch_size": 2}
+    options |= {"training.global_batch_size": 4}
+    options.pop("training.attention_backend", None)
+    if step.name == "debug-compiled":
+        options["compile.backend"] = "aot_eager"
+    else:
+        options.pop("compile.enable", None)
+    if "float8.enable" in options:
+        options["float8.emulate"] = "true"
+    steps = {"training.steps": 3} if step.kind == "train" else {}
+    return step._replace(limit=TOY_LIMIT, options=options | steps)
