@@ -110,7 +110,11 @@ OTHER_SIZES_FLOAT8 = {f"{name}-float8": options | FLOAT8 for name, options in OT
 
 # Every test of tests/test_gpu.py is in one group.
 TESTS: dict[str, list[str]] = {
-    "tests-attention": ["test_attention_backend", "test_backward_of_a_chunk_of_keys_from_the_full_softmax"],
+    "tests-attention": [
+        "test_attention_backend",
+        "test_backward_of_a_chunk_of_keys_from_the_full_softmax",
+        "test_documents_in_one_call_of_flash_attention",
+    ],
     "tests-reference": ["test_equals_the_single_process_reference_in_float64", "test_parity_command_under_torchrun"],
     "tests-training": [
         "test_bfloat16_is_the_default_and_trains",

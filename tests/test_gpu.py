@@ -15,8 +15,10 @@ from torch import Tensor
 
 from titanlite import config
 from titanlite.metrics import PeakFlops
+from titanlite.model import Documents
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS
+from titanlite.parallel.context import ContextAttention
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences
 from titanlite.parity.reference import run_reference
 from titanlite.parity.training_run import TrainingRun, run_layout
@@ -106,7 +108,9 @@ def test_compiled_trains_as_eager_does(folder, monkeypatch):
     assert [values[LOSS] for values in compiled] == pytest.approx([values[LOSS] for values in eager], rel=0, abs=2e-3)
 
 
-@pytest.mark.parametrize("options", [[], ["--compile.enable"], ["--activation_checkpoint.mode=full"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["--compile.enable"], ["--activation_checkpoint.mode=full"], ["--training.document_mask"]], ids=str
+)
 def test_a_step_does_not_synchronize_with_the_device(folder, alone, options):
     """A step synchronizes once, when train.py reads its loss, which is not part of this: see docs/architecture.md."""
     job = config.check(config.load([str(folder / "gpu.toml"), *options]), alone)
@@ -238,7 +242,7 @@ def test_attention_backend(backend, dtype, kv_heads, tokens, causal):
     assert (lse - exact).abs().max() < 2e-3
 
 
-@by_backend
+@pytest.mark.parametrize(("backend", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)], ids=str)
 @by_shape
 def test_backward_of_a_chunk_of_keys_from_the_full_softmax(backend, dtype, kv_heads, tokens):
     """Outputs over two chunks of keys are merged in float32, as ring attention does, before each chunk's backward."""
@@ -252,3 +256,18 @@ def test_backward_of_a_chunk_of_keys_from_the_full_softmax(backend, dtype, kv_he
     dqs, dks, dvs = zip(*(backward(grad, q, *kv, out, lse, False) for kv in chunks), strict=True)
     dq = sum(x.float() for x in dqs).to(dtype)
     assert_as_exact_as_torch([out, dq, torch.cat(dks, dim=2), torch.cat(dvs, dim=2)], inputs, causal=False)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_documents_in_one_call_of_flash_attention(kv_heads):
+    """Of two sequences, the second begins in the middle of a document, and one document has a single token."""
+    positions = torch.cat([torch.arange(n) for n in (60, 1, 67, 128)]).view(2, 128)
+    positions[1] += 5
+    grad, *qkv = (x.transpose(1, 2) for x in draw(kv_heads, 128, torch.bfloat16))
+    outputs = []
+    for backend in ("flash", "math"):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = ContextAttention(None, None, backend)(*leaves, Documents(positions))
+        outputs.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for name, actual, expected in zip(NAMES, *outputs, strict=True):
+        assert (actual - expected).float().norm() < 2**-7 * expected.float().norm(), name

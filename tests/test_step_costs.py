@@ -17,6 +17,7 @@ from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
+from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
 from titanlite.config.schema import Optimizer
@@ -221,8 +222,6 @@ def test_the_low_bit_step_is_compiled_once():
 def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
     """Return the collectives of a compiled block's forward and backward on one of four tensor-parallel ranks, after
     inductor's passes (private: torch._inductor, tried on torch 2.13)."""
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     graphs: list[Counter[str]] = []
 
     def after_passes(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
@@ -240,20 +239,21 @@ def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
         model = build.meta_model(job).to(torch.bfloat16)
         apply_tensor_parallel(model, tp)
         model.materialize(CPU)
-        enable_symm_mem_for_group(tp.get_group().group_name)
         block = torch.compile(
             model.layers["0"].forward,
             fullgraph=True,
             backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=after_passes),
         )
         x_ND = torch.zeros(n_sequences * 64 // 4, 256, dtype=torch.bfloat16, requires_grad=True)
-        # inductor looks for these collectives on CUDA only, and takes NCCL for it.
-        with inductor.patch(_micro_pipeline_tp=True), mock.patch.object(dist, "is_nccl_available", return_value=True):
+        # inductor looks for these collectives only where there is NCCL and symmetric memory.
+        present = [(dist, "is_nccl_available"), (_symmetric_memory, "is_symm_mem_enabled_for_group")]
+        with inductor.patch(_micro_pipeline_tp=True), contextlib.ExitStack() as stack:
+            for module, name in present:
+                stack.enter_context(mock.patch.object(module, name, return_value=True))
             block(x_ND, model.rope, None).sum().backward()
     return graphs
 
 
-@pytest.mark.filterwarnings("ignore:.*enable_symm_mem_for_group:FutureWarning")
 @pytest.mark.parametrize("n_sequences", [1, 2])
 def test_asynchronous_tensor_parallel_overlaps_collectives(n_sequences):
     """All of the forward's, and the backward's gathers. Its reduce-scatters add the products of several weights first,

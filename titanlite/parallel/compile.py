@@ -1,6 +1,7 @@
 """torch.compile, one block at a time: blocks are alike, so the code compiled for one serves all."""
 
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
     # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
     partitioners.has_recomputable_rng_ops = lambda _: False
     if async_tensor_parallel_group is not None:
-        # Private: _micro_pipeline_tp and symmetric memory (read in 2.11 and 2.13; run on neither: both need CUDA).
+        # Private: _micro_pipeline_tp and symmetric memory (read in 2.11, 2.13 and 2.15; run on none: both need CUDA).
+        # 2.13 and later warn that it need not be enabled.
+        warnings.filterwarnings("ignore", message=".*enable_symm_mem_for_group", category=FutureWarning)
         from torch._inductor import config
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
