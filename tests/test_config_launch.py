@@ -2,6 +2,12 @@
 """A config and a launch: what `check` rejects, what it resolves, and how many ranks a launch has."""
 
 import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -430,7 +436,8 @@ def test_launcher_rejects_ranks_that_the_nodes_cannot_share(tmp_path: Path):
 
 def test_torchrun_of_one_node_needs_no_port():
     assert launcher.torchrun_arguments(4, {}) == [
-        *("--standalone", "--nproc-per-node=4", "--local-ranks-filter=0", "--role=rank", "--tee=3"),
+        *("--standalone", "--local-addr=localhost", "--nproc-per-node=4", "--local-ranks-filter=0"),
+        *("--role=rank", "--tee=3"),
     ]
     assert "--local-ranks-filter=0,1" in launcher.torchrun_arguments(4, {"LOG_RANK": "0,1"})
 
@@ -460,3 +467,63 @@ def test_launcher_rejects_a_wrong_config(tmp_path: Path):
         'error: command line: optimizer.lr = "high": expected a finite number > 0\n'
     )
     assert python("-m", "titanlite", "train", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)
+
+
+FAKE_TORCHRUN = """
+import resource, signal, sys, time
+
+def end(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    sys.exit(7)
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, end)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print("started", soft == hard, flush=True)
+time.sleep(60)
+"""
+
+
+Launcher = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Launcher:
+    """A function that starts the launcher with a torchrun that only waits for a signal, and reads its first line."""
+    for folder in (tmp_path / "torch", tmp_path / "torch" / "distributed"):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed" / "run.py").write_text(FAKE_TORCHRUN)
+    load(tmp_path, {})
+
+    def start(hangup: signal.Handlers) -> subprocess.Popen[str]:
+        def before() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
+            signal.signal(signal.SIGHUP, hangup)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+        command = [sys.executable, "-m", "titanlite", "train", str(tmp_path / "run.toml")]
+        environment = {"PATH": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, preexec_fn=before, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "started True\n", "the soft limit on open files is not the hard one"
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_launcher_passes_on_an_interrupt_and_a_hangup(start: Launcher, number: signal.Signals):
+    process = start(hangup=signal.SIG_DFL)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (7, f"{number.name}\n")
+
+
+def test_launcher_under_nohup_ignores_a_hangup(start: Launcher):
+    process = start(hangup=signal.SIG_IGN)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "SIGINT\n"

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
-from titanlite.config.launch import count_from_environment, plan_command, quantity
+from titanlite.config.launch import count_from_environment, plan_command, quantity, raise_open_file_limit
 from titanlite.config.loader import print_problems
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
@@ -95,7 +95,7 @@ def torchrun_arguments(ranks: int, environment: Mapping[str, str]) -> list[str]:
     arguments = [f"--nproc-per-node={ranks}", f"--local-ranks-filter={environment.get('LOG_RANK') or 0}"]
     arguments += ["--role=rank", "--tee=3"]
     if count_from_environment(environment, "NNODES", 1) == 1:
-        return ["--standalone", *arguments]
+        return ["--standalone", "--local-addr=localhost", *arguments]  # or torchrun asks DNS for the node's own name
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing:
         raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
@@ -122,6 +122,7 @@ def main(argv: list[str]) -> int:
         print_problems(error)
         return 2
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "titanlite.train", *argv]
+    raise_open_file_limit()  # torchrun on the first node has a connection to every rank
     # A session of its own: Ctrl-C and a hangup of the terminal reach the launcher alone, which passes them on once.
     torchrun = subprocess.Popen(command, env=environment_of_ranks(ranks), start_new_session=True)
     stop_requests: list[int] = []

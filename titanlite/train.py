@@ -114,6 +114,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
             lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler)
             set_lr(optimizer, lr)
             with progress(f"step {step}: compiling", enabled=rank == 0 and is_first and config.compile.enable):
+                if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
+                    train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
             norm = gradient_norm(parameters, device)
 

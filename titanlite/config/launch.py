@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
+import resource
 from collections.abc import Mapping
 
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
@@ -47,6 +49,13 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}"])
     return int(text)
+
+
+def raise_open_file_limit() -> None:
+    """Let this process and those that it starts open as many files as the hard limit allows: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def plan_command(file: str) -> str:

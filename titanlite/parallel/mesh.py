@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config import Launch
+from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.schema import Comm, Parallelism
 
 
@@ -34,7 +35,10 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(dump_folder, "flight_recorder_rank_"))
-    # gloo beside NCCL is for tensors in host memory: offloaded gradients, checkpoint plans.
+    # A gloo rank connects to another when it first sends to it. Otherwise it connects to all, in every group.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    raise_open_file_limit()
+    # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # Started without torchrun: one rank, which needs no port.
     alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -93,12 +97,16 @@ def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
 @functools.cache  # a process group keeps its threads and connections until the process ends
 def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int]) -> Layout:
     pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
-    mesh = init_device_mesh(device_type, (pp, dp_replicate, dp_shard * ring * ulysses, tp), mesh_dim_names=AXES)
-    ranks = torch.arange(math.prod(degrees)).reshape(degrees)
+    shape, world_size = (pp, dp_replicate, dp_shard * ring * ulysses, tp), math.prod(degrees)
+    # Groups of some ranks need no gloo on CUDA. An axis of all ranks uses the default group, unless it is named here.
+    backend = "nccl" if device_type == "cuda" else None
+    backends = {axis: backend for axis, degree in zip(AXES, shape, strict=True) if backend and degree < world_size}
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)
+    ranks = torch.arange(world_size).reshape(degrees)
 
     def group_along(axis: int) -> dist.ProcessGroup | None:
         members = ranks.movedim(axis, -1).reshape(-1, degrees[axis]).tolist()
-        return dist.new_subgroups_by_enumeration(members)[0] if degrees[axis] > 1 else None
+        return dist.new_subgroups_by_enumeration(members, backend=backend)[0] if degrees[axis] > 1 else None
 
     shard_rank, context_rank = divmod(mesh.get_local_rank("fsdp"), ring * ulysses)
     data_rank = mesh.get_local_rank("dp_replicate") * dp_shard + shard_rank

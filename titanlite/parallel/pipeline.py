@@ -18,6 +18,7 @@ from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data import Batch
 from titanlite.model import Documents, Llama
+from titanlite.parallel.fsdp import reshard
 
 
 def pipeline_stage(
@@ -123,6 +124,21 @@ class PipelineRunner:
         for work, _ in sends:
             work.wait()
         return loss_sum
+
+    def warm_up(self, batch: Batch, *, validates: bool) -> None:
+        """Compile all stages of this rank by a microbatch, without messages; leave no gradients. In the schedule, they
+        compile one after the other, as their first inputs arrive, and later receives time out. `validates`: compile the
+        forward without gradients too."""
+        microbatch = self._split(batch)[0]
+        for number, stage in self.stages.items():
+            for trains in (True, False) if validates else (True,):
+                hidden = torch.zeros(self.hidden_shape, dtype=self.dtype, device=self.device, requires_grad=trains)
+                with torch.set_grad_enabled(trains):
+                    output = stage(hidden if number else microbatch.tokens, **microbatch.inputs())
+                if trains:
+                    output.backward(torch.zeros_like(output))
+            reshard(stage)
+            stage.zero_grad()
 
     def _split(self, batch: Batch) -> list[Batch]:
         n = self.n_microbatches

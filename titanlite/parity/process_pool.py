@@ -80,6 +80,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any
     """Run the calls that arrive at this rank, one after the other."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as mesh.process_group
     faulthandler.enable()  # prints where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)

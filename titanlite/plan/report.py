@@ -1,5 +1,6 @@
 """Print a plan as text and tables."""
 
+import collections
 import math
 
 from rich import box
@@ -7,6 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from titanlite.plan.connections import gloo_connections, process_groups
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import KINDS
 from titanlite.summary import describe_mesh, describe_precision
@@ -39,6 +41,7 @@ def report(plan: Plan, file: str) -> Group:
         *([communication_table(plan)] if plan.cost.communication else []),
         time_table(plan),
         Text(operations_line(plan)),
+        Text(connections_line(plan)),
         Text(speed_line(plan), style="bold"),
         Text(budget_line(plan)),
     ]
@@ -116,6 +119,15 @@ def operations_line(plan: Plan) -> str:
     flops = ", ".join(f"{flops / 1e12:,.4g} TFLOP in {dtype}" for dtype, flops in sorted(plan.cost.flops.items()))
     counted = plan.flops_per_token * plan.tokens_per_step / plan.world_size / 1e12
     return f"matrix multiplication and attention per device and step: {flops}; MFU counts {counted:,.4g}"
+
+
+def connections_line(plan: Plan) -> str:
+    """Return the process groups of a rank, and its connections besides NCCL's."""
+    counts = collections.Counter(name for name, _ in process_groups(plan))
+    names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
+    first, others = gloo_connections(plan)
+    line = f"process groups per rank: {counts.total()} ({names}); gloo's TCP connections, computed: at most "
+    return line + f"{first:,} on rank 0, {others:,} on another"
 
 
 def speed_line(plan: Plan) -> str:
