@@ -123,21 +123,26 @@ def main(argv: list[str]) -> int:
         return 2
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "titanlite.train", *argv]
     raise_open_file_limit()  # torchrun on the first node has a connection to every rank
+    signals: list[int] = []  # that have come, and are not passed on yet
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: signals.append(number))
     # A session of its own: Ctrl-C and a hangup of the terminal reach the launcher alone, which passes them on once.
     torchrun = subprocess.Popen(command, env=environment_of_ranks(ranks), start_new_session=True)
-    stop_requests: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stop_requests.append(number))
-    for number in (signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, frame: torchrun.send_signal(number))
-    signaled: set[int] = set()
+    stops, signaled = False, set()
     while True:
         try:
             return torchrun.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
+            while signals:
+                number = signals.pop(0)
+                if number == signal.SIGTERM:
+                    stops = True
+                else:
+                    torchrun.send_signal(number)
             # SIGTERM goes to the ranks and not to torchrun, which would kill them: they finish the step, save and exit
             # with 0. A rank that starts later gets it too.
-            for rank in set(children(torchrun.pid)) - signaled if stop_requests else ():
+            for rank in set(children(torchrun.pid)) - signaled if stops else ():
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(rank, signal.SIGTERM)
                 signaled.add(rank)
