@@ -45,7 +45,13 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
 
 @pytest.mark.parametrize(
     "layout",
-    [PP, PP | SHARD, INTERLEAVED | TP, PP | SHARD | FULL, PP | {"compile__components": '["loss"]'}],
+    [
+        PP,
+        PP | SHARD,
+        INTERLEAVED | TP,
+        pytest.param(PP | SHARD | FULL, marks=pytest.mark.nightly),
+        PP | {"compile__components": '["loss"]'},
+    ],
     ids=["pp", "pp x shard", "Interleaved1F1B x tp", "pp x shard, full AC", "pp, loss only"],
 )
 def test_a_warm_pipeline_compiles_nothing_more_and_computes_the_same(ranks, tmp_path, layout: dict[str, Any]):
@@ -55,7 +61,7 @@ def test_a_warm_pipeline_compiles_nothing_more_and_computes_the_same(ranks, tmp_
     cold, warm = (ranks(n).run(run, job=job, warm_up=warm_up) for warm_up in (False, True))
     for ((total,), _, expected), ((before, after), left, actual) in zip(cold, warm, strict=True):
         assert left == []
-        assert before == after == total
+        assert before == after <= total, "compiled after the warm-up, or for nothing"
         assert actual.keys() == expected.keys()
         assert [name for name, value in actual.items() if not torch.equal(value, expected[name])] == []
     assert any(graphs[0] > (0, 0) for graphs, _, _ in warm)

@@ -126,7 +126,7 @@ def connections_line(plan: Plan) -> str:
     counts = collections.Counter(name for name, _ in process_groups(plan))
     names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     first, others = gloo_connections(plan)
-    line = f"process groups per rank: {counts.total()} ({names}); gloo's TCP connections, computed: at most "
+    line = f"process groups per rank: {counts.total()} ({names}); gloo connections, computed: at most "
     return line + f"{first:,} on rank 0, {others:,} on another"
 
 
