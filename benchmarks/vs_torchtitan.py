@@ -20,6 +20,7 @@ GPU, install the CPU build of torch first, as README.md shows:
     titan/bin/pip install -c constraints.txt torch triton torchtitan==0.2.2
 
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python [--rounds N] [--steps N] [--modes alone ...]
+    python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python --compiled [...]
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python --device cuda [--flavor F] [--sequences N]
     the same with --dry-run: both programs check their options, and the commands are printed
 
@@ -98,21 +99,21 @@ ON_GPU: Options = {
 }
 
 
-def options_of(mode: str, sequences: int, steps: int, *, gpu: bool) -> Options:
+def options_of(mode: str, sequences: int, steps: int, *, gpu: bool, compiled: bool) -> Options:
     """Return the options that both programs share by name."""
     ranks, parallelism = MODES[mode]
     data_ranks = ranks if mode in ("ddp", "fsdp") else 1
     options: Options = {"training.steps": steps, "training.local_batch_size": sequences // data_ranks, **parallelism}
     if mode == "pp":
         options["parallelism.pipeline_parallel_microbatch_size"] = sequences // 4
-    return options | (ON_GPU if gpu else {})
+    return options | ({"compile.enable": True} if compiled else {}) | (ON_GPU if gpu else {})
 
 
 def programs_of(
-    mode: str, flavor: str, sequences: int, steps: int, *, torchtitan_python: str, gpu: bool
+    mode: str, flavor: str, sequences: int, steps: int, *, torchtitan_python: str, gpu: bool, compiled: bool
 ) -> tuple[Program, Program]:
     """Return the commands of titanlite and torchtitan for a mode; each writes to its own folder."""
-    ranks, options = MODES[mode][0], options_of(mode, sequences, steps, gpu=gpu)
+    ranks, options = MODES[mode][0], options_of(mode, sequences, steps, gpu=gpu, compiled=compiled)
     titanlite_model, torchtitan_model = FLAVORS[flavor]
     folder = f"./outputs/vs_torchtitan/{mode}"
     titanlite = titanlite_model | options | {"job.dump_folder": f"{folder}/titanlite"}
@@ -149,6 +150,9 @@ def main() -> None:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--flavor", choices=FLAVORS, help="default: debug on a CPU, llama3_8b on a GPU")
     options.add_argument("--sequences", type=int, help="global batch size; default: 8 on a CPU, 4 on a GPU")
+    options.add_argument(
+        "--compiled", action="store_true", help="compile blocks and loss in both programs, on a CPU too"
+    )
     options.add_argument("--dry-run", action="store_true", help="check both programs' options and print the commands")
     arguments = options.parse_args()
     gpu = arguments.device == "cuda"
@@ -168,6 +172,7 @@ def main() -> None:
             arguments.steps + 1,  # one more than is measured: the program ends after its last step
             torchtitan_python=arguments.torchtitan_python,
             gpu=gpu,
+            compiled=arguments.compiled,
         )
         for mode in modes
     }

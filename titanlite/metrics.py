@@ -33,7 +33,7 @@ class PeakFlops:
         n = 8192 if device.type == "cuda" else 1024
         self._factors = [torch.randn(n, n, device=device).to(dtype) for _ in range(2)]
         self.flops = 0.0
-        self._measure(seconds=1 / 3)
+        self._measure(seconds=1 / 10)
         product = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
         self.source = f"{self.flops / 1e12:.3g} TFLOP/s, measured: {product}"
 
