@@ -150,9 +150,7 @@ def main() -> None:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--flavor", choices=FLAVORS, help="default: debug on a CPU, llama3_8b on a GPU")
     options.add_argument("--sequences", type=int, help="global batch size; default: 8 on a CPU, 4 on a GPU")
-    options.add_argument(
-        "--compiled", action="store_true", help="compile blocks and loss in both programs, on a CPU too"
-    )
+    options.add_argument("--compiled", action="store_true", help="compile blocks and loss in both programs")
     options.add_argument("--dry-run", action="store_true", help="check both programs' options and print the commands")
     arguments = options.parse_args()
     gpu = arguments.device == "cuda"
