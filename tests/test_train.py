@@ -1,5 +1,6 @@
 """Complete training runs: the files that they write, how they stop, and how they resume from checkpoints."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.test_step_costs import no_value_is_read
 from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
 from titanlite.config import Config
@@ -147,6 +149,28 @@ def error_message(runs: Runs, world_size: int, run: str, *arguments: str, **case
     argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / run}", *arguments]
     (message,) = set(runs.ranks(world_size).run(run_train, argv=argv, **case))
     return message
+
+
+def train_without_reading(argv: list[str]) -> str:
+    """Train as run_train, where no value of a tensor may be read between the backward and the optimizer's step."""
+    watch, norm, step = contextlib.ExitStack(), train.gradient_norm, train.clipped_step
+
+    def gradient_norm(*arguments: Any) -> Any:
+        watch.enter_context(no_value_is_read())
+        return norm(*arguments)
+
+    def clipped_step(*arguments: Any) -> None:
+        with watch:
+            step(*arguments)
+
+    with mock.patch.multiple(train, gradient_norm=gradient_norm, clipped_step=clipped_step):
+        return run_train(argv)
+
+
+def test_no_value_is_read_between_backward_and_optimizer_step(runs, folder):
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}"]
+    assert runs.ranks(2).run(train_without_reading, argv=argv) == ["", ""]
+    assert len(read_metrics(folder / "run")) == 6
 
 
 # Files and metrics of a run -------------------------------------------------------------------------------------------
