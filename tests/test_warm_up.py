@@ -47,10 +47,10 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
     "layout",
     [
         PP,
-        PP | SHARD,
+        pytest.param(PP | SHARD, marks=pytest.mark.nightly),
         INTERLEAVED | TP,
         pytest.param(PP | SHARD | FULL, marks=pytest.mark.nightly),
-        PP | {"compile__components": '["loss"]'},
+        pytest.param(PP | {"compile__components": '["loss"]'}, marks=pytest.mark.nightly),
     ],
     ids=["pp", "pp x shard", "Interleaved1F1B x tp", "pp x shard, full AC", "pp, loss only"],
 )
