@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -125,7 +126,7 @@ def _dry_run_stages(
         kinds.setdefault(kind_of(names), number)
     futures: dict[tuple, Future[DryRun]] = {}
     with (
-        process_pool(len(kinds), preload="titanlite.plan.dry_run", max_tasks_per_child=1) as pool,
+        process_pool(len(kinds), preload="titanlite.plan.dry_run", single_use=True) as pool,
         progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
     ):
         for kind, number in kinds.items():
@@ -136,12 +137,17 @@ def _dry_run_stages(
     return [futures[kind_of(names)].result() for names in stages]
 
 
-def process_pool(n: int, *, preload: str, max_tasks_per_child: int | None = None) -> ProcessPoolExecutor:
-    """Return a pool of at most n processes, and no more than there are cores, that start with a module imported."""
+def process_pool(n: int, *, preload: str, single_use: bool = False) -> ProcessPoolExecutor:
+    """Return a pool of at most n processes, and no more than there are cores, that start with a module imported. Each
+    process of a single-use pool takes one of n tasks, which are submitted at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
-    workers = min(n, os.cpu_count() or 1)
-    return ProcessPoolExecutor(workers, context, initializer=silence_warnings, max_tasks_per_child=max_tasks_per_child)
+    workers, options = min(n, os.cpu_count() or 1), {}
+    if single_use and sys.version_info >= (3, 11):
+        options = {"max_tasks_per_child": 1}
+    elif single_use:  # Python 3.10 cannot limit the tasks of a process: there are as many processes as tasks
+        workers = n
+    return ProcessPoolExecutor(workers, context, initializer=silence_warnings, **options)
 
 
 def silence_warnings() -> None:
