@@ -21,7 +21,7 @@ from titanlite.plan.planner import make_plan
 from titanlite.plan.result import Plan
 
 THREADS_OF_A_GROUP = 3  # gloo's: two that run collectives, one that waits for its sockets
-OTHER_THREADS = 8  # the main thread, and what Python, autograd, the loader and DCP may have: for any number of ranks
+OTHER_THREADS = 10  # the main thread, and what Python, autograd, the loader, DCP and CUDA builds of torch may have
 ESTABLISHED = "01"
 
 
