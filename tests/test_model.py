@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
 from titanlite import init, model
@@ -360,6 +362,23 @@ def test_the_compiled_rotation_is_the_eager_one(dtype, tolerance):
     assert relative(*grads) <= 2 * tolerance
 
 
+def test_a_compiled_block_has_no_complex_numbers():
+    """inductor has no kernels for them. (The nightly test sees its code.)"""
+    llama, dtypes = build(torch.bfloat16), set()
+
+    def collect(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        values = (node.meta.get("val") for node in graph.graph.nodes)
+        dtypes.update(value.dtype for value in values if isinstance(value, Tensor))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=collect)
+    block = torch.compile(llama.layers["0"].forward, fullgraph=True, backend=backend)
+    x = torch.randn(40, SMALL["dim"], dtype=torch.bfloat16, requires_grad=True)
+    block(x, llama.rope[:20]).sum().backward()
+    assert dtypes == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.nightly
 def test_inductor_has_kernels_for_all_of_a_block_but_attention():
     """An operator without one is a pass of its own over activations, as rotation in complex numbers was."""
     llama = build(torch.bfloat16)

@@ -48,7 +48,7 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
     [
         PP,
         pytest.param(PP | SHARD, marks=pytest.mark.nightly),
-        INTERLEAVED | TP,
+        pytest.param(INTERLEAVED | TP, marks=pytest.mark.nightly),
         pytest.param(PP | SHARD | FULL, marks=pytest.mark.nightly),
         pytest.param(PP | {"compile__components": '["loss"]'}, marks=pytest.mark.nightly),
     ],
