@@ -102,10 +102,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(900)
 NIGHTLY = ("laptop_to_64_gpus",)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in NIGHTLY), id=path.stem) for path in TUTORIALS],
