@@ -308,6 +308,14 @@ def test_launch_resolves(tmp_path: Path, settings: Settings, launch: Launch, val
     assert resolved == loaded.config.replace(**changed)  # nothing else has changed
 
 
+def test_a_switch_that_changes_what_cudnn_returns_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded = load(tmp_path, {BACKEND: "cudnn"})
+    assert config.check(loaded, on(1, devices=1)).training.attention_backend == "cudnn"
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    with pytest.raises(ConfigError, match=r"attention_backend = \"cudnn\": TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 changes"):
+        config.check(loaded, on(1, devices=1))
+
+
 SEQ_LEN, LOCAL_BATCH = "training.seq_len", "training.local_batch_size"
 LLAMA_3 = {"model.vocab_size": 128_256, SEQ_LEN: 8192}
 LOSS_CHUNKS = {  # settings, launch, chunks: a sequence's logits are 3.9 GiB in float32

@@ -214,7 +214,7 @@ def test_float16_scales_the_loss(runs, folder):
     good = [values for values in steps if values["grad_norm"] is not None]
     assert len(good) < len(steps), "no step has overflowed"
     assert state["skipped"] == 0, "an overflow is not a step that went wrong"
-    assert len(good) >= 2
+    assert len(good) > 2
     assert good[-1][LOSS] < steps[0][LOSS] - 0.05
     float32 = runs(2, "float32", "--lr_scheduler.total_steps=12", "--training.steps=1")
     assert good[0]["grad_norm"] == pytest.approx(float32[0]["grad_norm"], rel=0.02), "not of the unscaled gradients"

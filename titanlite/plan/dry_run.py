@@ -18,7 +18,7 @@ from titanlite.config import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data import Batch
 from titanlite.model import Llama
-from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, scale_gradients, scales_gradients
+from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan.fusion import fuse
@@ -176,11 +176,7 @@ def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer, factor: Te
     """Step the optimizer on gradients multiplied by `factor`. LowBitAdam's compiled step reads and writes each weight
     and its states once, and reads its gradient."""
     if not _is_low_bit(optimizer):
-        if scales_gradients(optimizer):
-            clipped_step(optimizer, factor, torch.ones((), dtype=torch.bool))
-        else:  # as clipped_step does where it reads from the device whether to, which fake tensors cannot
-            scale_gradients((weight for group in optimizer.param_groups for weight in group["params"]), factor)
-            optimizer.step()
+        clipped_step(optimizer, factor, torch.tensor(True))  # a constant, whose value fake tensors know
         return
     for weight, state in optimizer.state.items():
         updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
