@@ -14,6 +14,7 @@ from tests.test_layouts import (
     CP,
     DOCUMENTS,
     FULL,
+    OFFLOAD,
     PP,
     SELECTIVE,
     SHARD,
@@ -283,12 +284,15 @@ WINDOW = {"model__sliding_window": 5}
 ALL = QWEN3 | BIASES | WINDOW
 """The sequence has 16 tokens: with two ranks, chunks of a ring have 4."""
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard": ALL | SHARD,
-    "tp": ALL | TP,
     "shard x tp": ALL | SHARD | TP,
     "pp x tp": ALL | PP | TP,
-    "zero-bubble": ALL | schedule("InterleavedZeroBubble"),
     "cp": ALL | CP,
+    "window not reached, cp": CP | {"model__sliding_window": 16},
+}
+NIGHTLY: dict[str, dict[str, Any]] = {
+    "shard": ALL | SHARD,
+    "tp": ALL | TP,
+    "zero-bubble": ALL | schedule("InterleavedZeroBubble"),
     "cp x tp": ALL | CP | TP,
     "ulysses": ALL | ULYSSES,
     "ring 2 x ulysses 2": ALL | USP,
@@ -300,14 +304,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qkv biases, tp": {"model__attention_bias": "qkv"} | TP,
     "q and k norms, shard x tp": QWEN3 | SHARD | TP,
     "window, shard": WINDOW | SHARD,
-    "window not reached, cp": CP | {"model__sliding_window": 16},
+    "biases, CPU offload, tp": BIASES | OFFLOAD | TP,
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_layout_matches_reference(ranks, tmp_path, name):
-    options = with_batches(LAYOUTS[name])
-    actual = compare(ranks, tmp_path, world_size(LAYOUTS[name]), options)
+    layout = (LAYOUTS | NIGHTLY)[name]
+    options = with_batches(layout)
+    actual = compare(ranks, tmp_path, world_size(layout), options)
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
     assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
     of_a_layer = 9 + {"all": 4, "qkv": 3, "none": 0}[options.get("model__attention_bias", "none")]
