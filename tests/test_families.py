@@ -41,6 +41,8 @@ from titanlite.model import (
     rope_table,
 )
 from titanlite.optimizer import build_optimizer
+from titanlite.parallel.attention import PACKED_ATTENTION
+from titanlite.plan.op_trace import recording
 
 CPU = torch.device("cpu")
 LINEAR = {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
@@ -274,6 +276,19 @@ def test_flops_of_heads_and_of_a_window():
     assert attention(10, head_dim=24) == 12 * 3 * 4 * 24 * 10
     assert attention(10, sliding_window=7) == 12 * 3 * 64 * 7
     assert attention(10, sliding_window=10) == attention(10, sliding_window=11) == attention(10)
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(0, 32), (3, 3 * 8 - 4.5), (8, 32), (1, 8 - 0.5)])
+def test_the_plan_counts_what_a_window_leaves(window, pairs):
+    """Two sequences of 8 tokens, 4 heads of 16 channels. A causal mask counts as half of all pairs; a window w leaves
+    w of 8 keys to each query, except for w^2 / 2 before the beginning."""
+    with recording() as trace:
+        q, k, v = (torch.empty(16, 4, 16, dtype=torch.bfloat16) for _ in range(3))
+        bounds = torch.empty(3, dtype=torch.int32)
+        out, lse = PACKED_ATTENTION["flash"].forward(q, k, v, bounds, 8, window)
+        PACKED_ATTENTION["flash"].backward(out, q, k, v, out, lse, bounds, 8, window)
+        flops = [work.flops for segment in trace.segments for work in segment.events if getattr(work, "flops", 0)]
+    assert flops == [products * 2 * (2 * 4 * 16) * pairs for products in (2, 5)]
 
 
 # Layouts -------------------------------------------------------------------------------------------------------------
