@@ -11,6 +11,7 @@ COMMANDS = {
     "advise": ("titanlite.advise.command", "search the layouts of a model on so many devices"),
     "parity": ("titanlite.parity.command", "compare a config's layout with a single process"),
     "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),
+    "export": ("titanlite.hf.export_command", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
 
