@@ -32,7 +32,8 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
     and CUDA generators differ, so runs that are to be compared must draw on the same kind of device.
     """
     for name, parameter in model.named_parameters():
-        full = torch.ones(parameter.shape, dtype=torch.float32, device=device)  # the scale of a norm
+        start = 0.0 if name.endswith(".bias") else 1.0  # the scale of a norm
+        full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
         if parameter.dim() > 1:
             std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
             full.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, name)))

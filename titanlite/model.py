@@ -2,7 +2,10 @@
 
 RMSNorm before each sublayer, rotary position embedding (RoPE, with Llama 3.1's scaling), grouped-query attention (GQA),
 SwiGLU, optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
-(arXiv:2407.21783). Module names are Llama's own, so that checkpoints and tensor-parallel plans read as elsewhere.
+(arXiv:2407.21783). Other families are options: sliding-window attention (Mistral, arXiv:2310.06825), biases (Qwen2,
+arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388), linear (arXiv:2306.15595)
+and YaRN (arXiv:2309.00071) scaling. Module names are Llama's own, so that checkpoints and tensor-parallel plans read as
+elsewhere.
 
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
 width, V vocabulary. Only attention tells sequences apart: everything else sees tokens, [N, D].
@@ -12,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +27,56 @@ from titanlite.config.schema import Model
 def rope_frequencies(model: Model) -> Tensor:
     """Return the angular frequency of each rotated pair of channels, radians per position, [K/2] in float64.
 
-    With rope_scaling_factor > 1, wavelengths longer than rope_original_seq_len / rope_low_freq_factor are stretched by
-    it, those shorter than rope_original_seq_len / rope_high_freq_factor stay, and those between are blended (Llama 3.1
-    model card and reference code).
+    With rope_scaling_factor > 1, wavelengths are stretched by it. "linear": all. "llama3": those longer than
+    rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
+    and those between are blended (Llama 3.1 model card and reference code). "yarn": as llama3 with rope_beta_slow and
+    rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
     """
-    head_dim, scaling = model.dim // model.n_heads, model.rope_scaling_factor
+    head_dim, scaling = model.head_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     if scaling == 1:
         return frequency
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # of a pair within the original sequence
-    unscaled = ((periods - low) / (high - low)).clamp(0, 1)
+    if model.rope_scaling_type == "linear":
+        return frequency / scaling
+    if model.rope_scaling_type == "yarn":
+        unscaled = 1 - _yarn_ramp(model)
+    else:
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        periods = model.rope_original_seq_len * frequency / (2 * math.pi)  # of a pair within the original sequence
+        unscaled = ((periods - low) / (high - low)).clamp(0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling)
 
 
-def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of position * frequency, [length, K/2, 2]. Angles are computed in float64: positions in the
-    millions have no accurate sine in float32. The table is in float32, or in float64 for a float64 model."""
+def _yarn_ramp(model: Model) -> Tensor:
+    """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [K/2] in float64. The ramp begins and
+    ends at whole numbers of pairs, as in the paper's code and in transformers."""
+
+    def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
+        wavelength = model.rope_original_seq_len / periods
+        return model.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    begin = max(math.floor(pair_with(model.rope_beta_fast)), 0)
+    end = min(math.ceil(pair_with(model.rope_beta_slow)), model.head_dim - 1)
+    pairs = torch.arange(model.head_dim // 2, dtype=torch.float64, device="cpu")
+    return ((pairs - begin) / (end - begin or 0.001)).clamp(0, 1)
+
+
+def rope_magnitude(model: Model) -> float:
+    """Return the factor on rotated queries and keys, which YaRN scales so that attention over more tokens is as sharp
+    as before (section 3.4 of its paper)."""
+    if model.rope_scaling_factor == 1 or model.rope_scaling_type != "yarn":
+        return 1.0
+    factor = model.rope_attention_factor
+    return factor if factor != -1 else 0.1 * math.log(model.rope_scaling_factor) + 1
+
+
+def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
+    """Return cos and sin of position * frequency, times the magnitude, [length, K/2, 2]. Angles are computed in
+    float64: positions in the millions have no accurate sine in float32. The table is in float32, or in float64 for a
+    float64 model."""
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).to(torch.promote_types(dtype, torch.float32))
+    table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
+    return table.to(torch.promote_types(dtype, torch.float32))
 
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
@@ -70,15 +105,23 @@ class Documents:
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Computes causal softmax(q k^T / sqrt K) v. Nothing else mixes positions; as a module it can be replaced."""
+    """Computes causal softmax(q k^T / sqrt K) v, over the last `window` tokens; 0: over all. Nothing else mixes
+    positions; as a module it can be replaced."""
+
+    def __init__(self, window: int = 0):
+        super().__init__()
+        self.window = window
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
         """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Without documents a sequence is one."""
         if documents is None:
             q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-            grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
-            out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped)
-            return out_BHTK.transpose(1, 2)
+            grouped, length = q_BHTK.shape[1] != k_BGTK.shape[1], q_BHTK.shape[2]
+            mask: dict[str, Any] = {"is_causal": True}
+            if 0 < self.window < length:
+                causal_TT = torch.ones(length, length, dtype=torch.bool, device=q_BHTK.device).tril()
+                mask = {"attn_mask": causal_TT.triu(1 - self.window)}
+            return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, **mask, enable_gqa=grouped).transpose(1, 2)
         sequences = []
         for b, positions_T in enumerate(documents.positions_BT):
             starts = (positions_T[1:] == 0).nonzero().flatten() + 1
@@ -91,12 +134,14 @@ class ScaledDotProductAttention(nn.Module):
 class Attention(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
-        self.head_dim = model.dim // model.n_heads
-        self.wq = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=False)
-        self.inner_attention = ScaledDotProductAttention()
+        self.head_dim, bias = model.head_dim, model.attention_bias
+        self.wq = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=bias != "none")
+        self.wk = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=bias != "none")
+        self.wv = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=bias != "none")
+        self.wo = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=bias == "all")
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
         # -1 sequences and -1 heads: a rank may have only some of them.
@@ -104,6 +149,8 @@ class Attention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK = (
             w(x_ND).unflatten(-1, (-1, self.head_dim)).unflatten(0, sizes) for w in (self.wq, self.wk, self.wv)
         )
+        if self.q_norm is not None:
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK2), apply_rotary_emb(k_BTGK, rope_TK2)
         return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))
 
@@ -113,9 +160,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        self.w1 = nn.Linear(model.dim, model.ffn_dim, bias=False)
-        self.w2 = nn.Linear(model.ffn_dim, model.dim, bias=False)
-        self.w3 = nn.Linear(model.dim, model.ffn_dim, bias=False)
+        self.w1 = nn.Linear(model.dim, model.ffn_dim, bias=model.mlp_bias)
+        self.w2 = nn.Linear(model.ffn_dim, model.dim, bias=model.mlp_bias)
+        self.w3 = nn.Linear(model.dim, model.ffn_dim, bias=model.mlp_bias)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_ND)) * self.w3(x_ND))
@@ -159,7 +206,8 @@ class Llama(nn.Module):
         def has(name: str) -> bool:
             return modules is None or name in modules
 
-        self.max_seq_len, self.tied, self.rope_frequencies = max_seq_len, model.tie_embeddings, rope_frequencies(model)
+        self.max_seq_len, self.sliding_window, self.tied = max_seq_len, model.sliding_window, model.tie_embeddings
+        self.rope_frequencies, self.rope_magnitude = rope_frequencies(model), rope_magnitude(model)
         rope = torch.empty(max_seq_len, len(self.rope_frequencies), 2)
         self.register_buffer("rope", rope, persistent=False)
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
@@ -181,7 +229,8 @@ class Llama(nn.Module):
         which is no weight and in no checkpoint. `weights_on_cpu` is for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
-        self.rope = rope_table(self.rope_frequencies, self.max_seq_len, next(self.parameters()).dtype).to(device)
+        dtype, magnitude = next(self.parameters()).dtype, self.rope_magnitude
+        self.rope = rope_table(self.rope_frequencies, self.max_seq_len, dtype, magnitude=magnitude).to(device)
 
     def forward(
         self,
@@ -214,11 +263,13 @@ class Llama(nn.Module):
 
 
 def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int:
-    """Return the floating-point operations to train on one token: 6 N + 12 L D T, the convention of torchtitan and of
+    """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
     the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
     N counts every weight that is multiplied with activations: all but the input embedding, which is a look-up (a tied
-    one is also the output head and counts). 12 L D T is attention without a mask. Recomputed activations do not count.
+    one is also the output head and counts). 12 L H K T is attention without a causal mask, where T is at most the
+    sliding window. Recomputed activations do not count.
     """
     counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
-    return 6 * sum(counted) + 12 * model.n_layers * model.dim * seq_len
+    attended = min(seq_len, model.sliding_window or seq_len)
+    return 6 * sum(counted) + 12 * model.n_layers * model.n_heads * model.head_dim * attended

@@ -4,7 +4,7 @@ import torch
 
 from titanlite import data
 from titanlite.config import Config
-from titanlite.config.schema import stage_modules
+from titanlite.config.schema import Model, stage_modules
 
 
 def run_summary(
@@ -16,10 +16,12 @@ def run_summary(
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model = config.training, config.model
+    attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
+    window = f", where T is the window {model.sliding_window}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
-        f"{model.n_kv_heads} KV heads, ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
+        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
         f"{n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
@@ -28,9 +30,18 @@ def run_summary(
         f"data       {training.dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
         f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
-        f"MFU        of {peak_flops_source}; 6N + 12LDT FLOPs per token",
+        f"MFU        of {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
+
+
+def family_summary(model: Model) -> str:
+    """Return the options that a plain Llama has not; empty for one, else with a comma at the end."""
+    words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
+    words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
+    words += [key for key in ("mlp_bias", "qk_norm") if getattr(model, key)]
+    words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []
+    return "".join(f"{word}, " for word in words)
 
 
 def describe_mesh(config: Config) -> str:

@@ -53,7 +53,7 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float,
     those of temporary results, and those between the two parts of a split backward."""
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
-    dim, kv_dim = model.dim, 2 * model.dim * model.n_kv_heads // model.n_heads
+    dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
     matrices = 1 if model.tie_embeddings else 2
     weights = (task.n_parameters - matrices * dim * model.vocab_size - dim) / model.n_layers / mesh.tp
     full = candidate.checkpointing == "full"
@@ -62,8 +62,9 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float,
     # Values per token. Tensor parallelism gathers some activations in full. Saved are the block's input and the results
     # of its matrix multiplications and of attention; eager, everything else too.
     unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
-    results = 5 * dim + kv_dim + 2 * model.ffn_dim + unsharded
-    everything = 12 * dim + 3 * kv_dim + 4 * model.ffn_dim + unsharded
+    results = 3 * dim + 2 * q_dim + kv_dim + 2 * model.ffn_dim + unsharded
+    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim + unsharded
+    everything += (q_dim + kv_dim // 2) * model.qk_norm
     saved = dim if full else results if recomputes else everything
     working = everything if full else everything - results
     between = everything if full else results / 2

@@ -119,7 +119,8 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
         keeps = parallelism.pipeline_parallel_degree > 1 or (one_shard and param != training.dtype)
         reshard = "never" if keeps else "always"
-    if backend == "auto" and (parallelism.context_parallel_degree > 1 or training.document_mask):
+    tiled = training.document_mask or config.windowed
+    if backend == "auto" and (parallelism.context_parallel_degree > 1 or tiled):
         backend = ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
     chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
@@ -174,8 +175,8 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
         device = f"CUDA in {param}" if on_cuda else "a CPU"
         reject("training.attention_backend", f"expected one of {', '.join(map(show, backends))} on {device}")
     if config.training.attention_backend == "cudnn":
-        if config.training.document_mask or parallelism.ring_degree > 1:
-            message = "cuDNN takes dense tensors, and documents and the chunks of a ring are slices; set"
+        if config.training.document_mask or config.windowed or parallelism.ring_degree > 1:
+            message = "cuDNN takes dense tensors, and documents, windows and the chunks of a ring are slices; set"
             reject("training.attention_backend", f'{message} "flash"')
         if os.environ.get(CUDNN_SWITCH) == "1":
             message = f"{CUDNN_SWITCH}=1 changes the layout of its log-sum-exp; unset that variable, or set"

@@ -1,47 +1,78 @@
-"""Dimensions of published Llama models. `model.flavor` selects one; [model] keys override it.
+"""Dimensions of published models. `model.flavor` selects one; [model] keys override it.
 
 To add a model, add a line here, and its published parameter count to tests/test_model.py.
 """
 
 from typing import Any
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
+    "head_dim": -1,
     "norm_eps": 1e-5,
     "tie_embeddings": False,
+    "attention_bias": "none",
+    "mlp_bias": False,
+    "qk_norm": False,
+    "sliding_window": 0,
     "rope_theta": 500_000.0,
     "rope_scaling_factor": 1.0,
+    "rope_scaling_type": "llama3",
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_attention_factor": -1,
     "rope_original_seq_len": 8192,
 }
+_QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0}
+_QWEN2 = {**_QWEN, "attention_bias": "qkv"}
+_QWEN3 = {**_QWEN, "head_dim": 128, "qk_norm": True}
 
 
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
     dimensions = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    return {**_COMMON, **dimensions, "ffn_dim": ffn_dim, "vocab_size": vocab_size, **other}
+    return {**COMMON, **dimensions, "ffn_dim": ffn_dim, "vocab_size": vocab_size, **other}
 
 
 # fmt: off
 SIZES: dict[str, dict[str, Any]] = {
-    #                     dim  layers heads  kv    ffn   vocab
+    #                      dim  layers heads  kv    ffn   vocab
     # 256 bytes, BOS and EOS, rounded up to a multiple of 16 so that the vocabulary can be sharded evenly.
-    "debug":       _size(  256,    6,   16,   8,   768,    272, rope_theta=10_000.0),
+    "debug":         _size(  256,    6,   16,   8,   768,    272, rope_theta=10_000.0),
     # Llama 3.2 model cards, https://huggingface.co/meta-llama/Llama-3.2-1B and -3B
-    "llama3_1b":   _size( 2048,   16,   32,   8,  8192, 128256, tie_embeddings=True, rope_scaling_factor=32.0),
-    "llama3_3b":   _size( 3072,   28,   24,   8,  8192, 128256, tie_embeddings=True, rope_scaling_factor=32.0),
+    "llama3_1b":     _size( 2048,   16,   32,   8,  8192, 128256, tie_embeddings=True, rope_scaling_factor=32.0),
+    "llama3_3b":     _size( 3072,   28,   24,   8,  8192, 128256, tie_embeddings=True, rope_scaling_factor=32.0),
     # Llama 2, arXiv:2307.09288
-    "llama2_7b":   _size( 4096,   32,   32,  32, 11008,  32000, rope_theta=10_000.0),
-    "llama2_13b":  _size( 5120,   40,   40,  40, 13824,  32000, rope_theta=10_000.0),
+    "llama2_7b":     _size( 4096,   32,   32,  32, 11008,  32000, rope_theta=10_000.0),
+    "llama2_13b":    _size( 5120,   40,   40,  40, 13824,  32000, rope_theta=10_000.0),
     # LLaMA, arXiv:2302.13971 (called 33B in the paper)
-    "llama_30b":   _size( 6656,   60,   52,  52, 17920,  32000, rope_theta=10_000.0, norm_eps=1e-6),
-    # Llama 3.1, arXiv:2407.21783
-    "llama3_8b":   _size( 4096,   32,   32,   8, 14336, 128256, rope_scaling_factor=8.0),
-    "llama3_70b":  _size( 8192,   80,   64,   8, 28672, 128256, rope_scaling_factor=8.0),
-    "llama3_405b": _size(16384,  126,  128,   8, 53248, 128256, rope_scaling_factor=8.0),
+    "llama_30b":     _size( 6656,   60,   52,  52, 17920,  32000, rope_theta=10_000.0, norm_eps=1e-6),
+    # Llama 3.1, arXiv:2407.21783; llama3_70b is also Llama 3.3, of the same dimensions
+    "llama3_8b":     _size( 4096,   32,   32,   8, 14336, 128256, rope_scaling_factor=8.0),
+    "llama3_70b":    _size( 8192,   80,   64,   8, 28672, 128256, rope_scaling_factor=8.0),
+    "llama3_405b":   _size(16384,  126,  128,   8, 53248, 128256, rope_scaling_factor=8.0),
+    # Qwen3, arXiv:2505.09388 and https://huggingface.co/Qwen/Qwen3-8B
+    "qwen3_0.6b":    _size( 1024,   28,   16,   8,  3072, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3_1.7b":    _size( 2048,   28,   16,   8,  6144, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3_4b":      _size( 2560,   36,   32,   8,  9728, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3_8b":      _size( 4096,   36,   32,   8, 12288, 151936, **_QWEN3),
+    "qwen3_14b":     _size( 5120,   40,   40,   8, 17408, 151936, **_QWEN3),
+    "qwen3_32b":     _size( 5120,   64,   64,   8, 25600, 151936, **_QWEN3),
+    # Qwen2.5, arXiv:2412.15115 and https://huggingface.co/Qwen/Qwen2.5-7B
+    "qwen2.5_0.5b":  _size(  896,   24,   14,   2,  4864, 151936, tie_embeddings=True, **_QWEN2),
+    "qwen2.5_1.5b":  _size( 1536,   28,   12,   2,  8960, 151936, tie_embeddings=True, **_QWEN2),
+    "qwen2.5_7b":    _size( 3584,   28,   28,   4, 18944, 152064, **_QWEN2),
+    # Mistral 7B v0.1, arXiv:2310.06825. (v0.2 and v0.3 have no window and theta 1e6, v0.3 has 32768 tokens.)
+    "mistral_7b":    _size( 4096,   32,   32,   8, 14336,  32000, rope_theta=10_000.0, sliding_window=4096),
+    # SmolLM2, arXiv:2502.02737 and https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B
+    "smollm2_135m":  _size(  576,   30,    9,   3,  1536,  49152, tie_embeddings=True, rope_theta=100_000.0),
+    "smollm2_360m":  _size(  960,   32,   15,   5,  2560,  49152, tie_embeddings=True, rope_theta=100_000.0),
+    "smollm2_1.7b":  _size( 2048,   24,   32,  32,  8192,  49152, tie_embeddings=True, rope_theta=130_000.0),
+    # TinyLlama, arXiv:2401.02385
+    "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
-    "gpt_175b":    _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),
+    "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),
 }
 # fmt: on

@@ -75,18 +75,28 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 
 def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     model = config.model
-    if model.dim % model.n_heads:
-        reject("model.n_heads", f"expected a divisor of model.dim = {model.dim}; the quotient is head_dim", "model.dim")
-    elif model.dim // model.n_heads % 2:
-        head_dim = f"{model.dim} / {model.n_heads} = {model.dim // model.n_heads}"
+    if model.head_dim == -1:  # of a model that can be loaded, it is a number
+        message = f"expected a divisor of model.dim = {model.dim}; the quotient is head_dim, unless that is set"
+        reject("model.n_heads", message, "model.dim", "model.head_dim")
+    elif model.head_dim % 2 and model.head_dim * model.n_heads == model.dim and "model.head_dim" not in changed:
+        head_dim = f"{model.dim} / {model.n_heads} = {model.head_dim}"
         message = f"expected an even head_dim, got {head_dim}; rotary embedding acts on pairs of channels"
-        reject("model.n_heads", message, "model.dim")
+        reject("model.n_heads", message, "model.dim", "model.head_dim")
+    elif model.head_dim % 2:
+        reject("model.head_dim", "expected an even number; rotary embedding acts on pairs of channels")
     if model.n_heads % model.n_kv_heads:
         message = f"expected a divisor of model.n_heads = {model.n_heads}; each KV head serves a group of query heads"
         reject("model.n_kv_heads", message, "model.n_heads")
-    if model.rope_scaling_factor > 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+    scaling = model.rope_scaling_type if model.rope_scaling_factor > 1 else ""
+    reads = ("model.rope_scaling_factor", "model.rope_scaling_type")
+    if scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         message = f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}"
-        reject("model.rope_low_freq_factor", message, "model.rope_high_freq_factor", "model.rope_scaling_factor")
+        reject("model.rope_low_freq_factor", message, "model.rope_high_freq_factor", *reads)
+    if scaling == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
+        message = f"expected a number below model.rope_beta_fast = {model.rope_beta_fast}"
+        reject("model.rope_beta_slow", message, "model.rope_beta_fast", *reads)
+    if scaling == "yarn" and model.rope_theta <= 1:
+        reject("model.rope_theta", "expected a number above 1; YaRN takes its logarithm", *reads)
 
 
 def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:

@@ -32,10 +32,12 @@ class Job(Section):
 
 
 class Model(Section):
-    """`flavor` names a model of titanlite/config/model_sizes.py; every other key overrides its value there."""
+    """`flavor` names a model of titanlite/config/model_sizes.py; from_hf is the model of a Hugging Face config.json.
+    Every other key overrides its value there."""
 
-    flavor: Literal[tuple(SIZES)] = "debug"  # type: ignore[valid-type]
-    """Named model whose dimensions are the defaults of this section."""
+    flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
+    """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
+    hf_assets_path."""
     hf_assets_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count
@@ -46,6 +48,8 @@ class Model(Section):
     """Number of query heads."""
     n_kv_heads: Count
     """Number of KV heads; fewer than n_heads is grouped-query attention."""
+    head_dim: Union[Literal[-1], Count]
+    """Channels of a query, key or value head; -1: dim / n_heads."""
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
@@ -54,22 +58,52 @@ class Model(Section):
     """Epsilon of the RMS norms."""
     tie_embeddings: bool
     """Tied embeddings: use the embedding's weight as the output head's weight."""
+    attention_bias: Literal["none", "qkv", "all"]
+    """Biases of the attention layers; qkv: of the projections to queries, keys and values (Qwen2); all: of the output
+    projection too."""
+    mlp_bias: bool
+    """Biases of the three feed-forward layers."""
+    qk_norm: bool
+    """RMSNorm of each query head and each key head before the rotary embedding (Qwen3)."""
+    sliding_window: CountOrZero
+    """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
+    its document; 0: to all tokens before it."""
     rope_theta: Positive
     """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Llama 3.1 scaling of the low frequencies of the rotary embedding; 1: no scaling."""
+    """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
+    rope_scaling_type: Literal["llama3", "linear", "yarn"]
+    """Which wavelengths are stretched, if rope_scaling_factor is above 1. linear: all; llama3: long ones, as in Llama
+    3.1; yarn: long ones, and attention is rescaled (YaRN)."""
     rope_low_freq_factor: Positive
-    """Wavelengths above rope_original_seq_len / this factor are scaled fully."""
+    """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_high_freq_factor: Positive
-    """Wavelengths below rope_original_seq_len / this factor are not scaled."""
+    """llama3: wavelengths below rope_original_seq_len / this factor are not scaled."""
+    rope_beta_fast: Positive
+    """yarn: wavelengths below rope_original_seq_len / this factor are not scaled."""
+    rope_beta_slow: Positive
+    """yarn: wavelengths above rope_original_seq_len / this factor are scaled fully."""
+    rope_attention_factor: Union[Literal[-1], Positive]
+    """yarn: factor on queries and keys, in the cosines and sines; -1: 0.1 ln(rope_scaling_factor) + 1."""
     rope_original_seq_len: Count
-    """Sequence length in tokens that the model was trained with before the scaling."""
+    """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_flavor(cls, values: dict[str, Any]) -> dict[str, Any]:
-        flavor = values.get("flavor", "debug")
-        return {**SIZES.get(flavor if isinstance(flavor, str) else "", SIZES["debug"]), **values}
+        flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
+        if flavor == "from_hf":
+            if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
+                from titanlite.config.hf_config import options_from_hf
+
+                defaults = options_from_hf(values.get("hf_assets_path", ""))
+        elif isinstance(flavor, str):
+            defaults = SIZES.get(flavor, defaults)
+        options = {**defaults, **values}
+        dim, n_heads = options["dim"], options["n_heads"]
+        if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and n_heads > 0 and dim % n_heads == 0:
+            options["head_dim"] = dim // n_heads
+        return options
 
 
 class Training(Section):
@@ -119,8 +153,8 @@ class Training(Section):
     mixed_precision_reduce: Precision = "auto"
     """Data type that gradients are accumulated and reduced in; auto: float32, or float64 if `dtype` is float64."""
     attention_backend: Literal["auto", "cpu", "flash", "cudnn", "efficient", "math"] = "auto"
-    """auto: torch's scaled_dot_product_attention chooses. With context parallelism or a document mask, auto is cpu on a
-    CPU, and on CUDA flash (bfloat16, float16), efficient (float32) or math (float64)."""
+    """auto: torch's scaled_dot_product_attention chooses. With context parallelism, a document mask or a sliding window
+    below seq_len, auto is cpu on a CPU; on CUDA flash (bfloat16, float16), efficient (float32) or math (float64)."""
     initial_loss_scale: Positive = 65536.0
     """float16: initial factor on the loss. A step whose gradients overflow is skipped and halves it."""
     loss_scale_growth_interval: Count = 2000
@@ -396,6 +430,11 @@ class Config(Section):
         return self.training.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
 
     @property
+    def windowed(self) -> bool:
+        """Whether attention is over fewer tokens than a sequence has."""
+        return 0 < self.model.sliding_window < self.training.seq_len
+
+    @property
     def hidden_shape(self) -> tuple[int, int]:
         """Shape of what one pipeline stage sends to the next: [tokens of a microbatch on a rank, dim]."""
         parallelism = self.parallelism
@@ -432,9 +471,11 @@ def stage_modules(config: Config) -> list[list[str]]:
 
 
 def _layer_parameters(model: Model) -> int:
-    head_dim = model.dim // model.n_heads
-    attention = 2 * model.dim * head_dim * (model.n_heads + model.n_kv_heads)
-    return attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    matrices = 2 * model.dim * (q_dim + kv_dim) + 3 * model.dim * model.ffn_dim
+    biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
+    biases += (2 * model.ffn_dim + model.dim) * model.mlp_bias
+    return matrices + biases + 2 * model.dim + 2 * model.head_dim * model.qk_norm
 
 
 def count_parameters(model: Model) -> int:

@@ -30,7 +30,7 @@ def parallelize(
 
     Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
     All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough, which
-    has no context parallel and no document mask.
+    has no context parallel, no document mask and no sliding window shorter than the sequence.
     """
     tensor_parallel = layout.mesh["tp"].size() > 1
     if tensor_parallel:
@@ -38,7 +38,9 @@ def parallelize(
 
         apply_tensor_parallel(stage, layout.mesh["tp"])
     if training.attention_backend != "auto":
-        apply_context_parallel(stage, layout.ring_group, layout.ulysses_group, training.attention_backend)
+        windowed = 0 < stage.sliding_window < training.seq_len
+        window = {"window": stage.sliding_window} if windowed else {}
+        apply_context_parallel(stage, layout.ring_group, layout.ulysses_group, training.attention_backend, **window)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         is_async = tensor_parallel and parallelism.enable_async_tensor_parallel

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.model import Llama
 
 SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
+HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
 FULL = Replicate()
 
 
@@ -70,26 +71,31 @@ class VocabularyParallelEmbedding(ParallelStyle):
         return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
 
+# A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
+# adds it on one of them, before the sum.
 # fmt: off
 BLOCK: dict[str, ParallelStyle] = {
-    "attention_norm":  SequenceParallel(sequence_dim=0),
+    "attention_norm":   SequenceParallel(sequence_dim=0),
     # (x, rope, documents): the sequence is gathered, the rest are full tensors on every rank.
-    "attention":       PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
-                                          desired_input_layouts=(FULL, None, None)),
-    "attention.wq":    ColwiseParallel(),
-    "attention.wk":    ColwiseParallel(),
-    "attention.wv":    ColwiseParallel(),
-    "attention.wo":    RowwiseParallel(output_layouts=SEQUENCE),
-    "ffn_norm":        SequenceParallel(sequence_dim=0),
-    "feed_forward":    PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(FULL,)),
-    "feed_forward.w1": ColwiseParallel(),
-    "feed_forward.w3": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+    "attention":        PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
+                                           desired_input_layouts=(FULL, None, None)),
+    "attention.wq":     ColwiseParallel(),
+    "attention.wk":     ColwiseParallel(),
+    "attention.wv":     ColwiseParallel(),
+    # Each rank has a shard of the heads, and norms all of a head's channels: as with the norms of a shard of tokens.
+    "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    "attention.wo":     RowwiseParallel(output_layouts=SEQUENCE),
+    "ffn_norm":         SequenceParallel(sequence_dim=0),
+    "feed_forward":     PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(FULL,)),
+    "feed_forward.w1":  ColwiseParallel(),
+    "feed_forward.w3":  ColwiseParallel(),
+    "feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE),
 }
 ENDS: dict[str, ParallelStyle] = {
-    "tok_embeddings":  VocabularyParallelEmbedding(),
-    "norm":            SequenceParallel(sequence_dim=0),
-    "output":          VocabularyParallel(),
+    "tok_embeddings":   VocabularyParallelEmbedding(),
+    "norm":             SequenceParallel(sequence_dim=0),
+    "output":           VocabularyParallel(),
 }
 # fmt: on
 
@@ -101,7 +107,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():
-        parallelize_module(block, mesh, BLOCK)
+        modules = dict(block.named_modules())  # q_norm and k_norm may be missing
+        parallelize_module(block, mesh, {name: style for name, style in BLOCK.items() if name in modules})
     model.tie()
     if model.tok_embeddings is not None:
         # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong

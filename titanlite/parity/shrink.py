@@ -11,7 +11,8 @@ def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Confi
     """Make the model, the sequence and the batch of a resolved config as small as its layout allows.
 
     The degrees, the schedule, stages given by name, gradient accumulation, grouped-query attention, tied embeddings,
-    the document mask and the optimizer stay as they are. Also return the changed sizes, as "section.key old -> new".
+    biases, norms, the document mask and the optimizer stay as they are, and a sliding window stays shorter than the
+    sequence. Also return the changed sizes, as "section.key old -> new".
     """
     config, changes = loaded.config, []
     sizes = _smaller_sizes(config)
@@ -38,15 +39,19 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
+    seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
+    width = 16 if config.float8.enable else 8  # float8 leaves smaller layers alone
     return {
         "model__n_layers": n_layers,
         "model__n_heads": n_heads,
         "model__n_kv_heads": n_kv_heads,
-        # Float8 leaves smaller layers alone.
-        "model__dim": (16 if config.float8.enable else 8) * n_heads,
+        "model__dim": width * n_heads,
+        "model__head_dim": width if model.n_heads * model.head_dim == model.dim else 2 * width,
+        # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
+        "model__sliding_window": max(seq_len * 3 // 8, 1) if config.windowed else model.sliding_window,
         "model__ffn_dim": (16 if config.float8.enable else 12) * max(tensor, 2),
         "model__vocab_size": tensor * math.ceil(60 / tensor),
-        "training__seq_len": min(training.seq_len, math.lcm(2 * context, context * tensor) * 4),
+        "training__seq_len": seq_len,
         "training__local_batch_size": local_batch_size,
         "training__global_batch_size": local_batch_size * parallelism.data_parallel_degree * accumulation_steps,
         "parallelism__pipeline_parallel_microbatch_size": 1,

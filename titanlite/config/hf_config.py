@@ -1,0 +1,348 @@
+"""Hugging Face's config.json to the options of [model], and back: the families Llama, Mistral, Qwen2 and Qwen3.
+
+A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
+can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
+rotary embedding's options: rope_theta and rope_scaling, as most files on the hub, and rope_parameters from 5.0 on.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.config.loader import ConfigError, Section, show
+from titanlite.config.model_sizes import COMMON
+
+LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
+"""Bytes of a config.json, and the largest integer in one."""
+
+
+class Family(NamedTuple):
+    """A model type of transformers: its class, and its defaults of num_key_value_heads and head_dim, where None is
+    num_attention_heads and hidden_size / num_attention_heads."""
+
+    architecture: str
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", n_kv_heads=8),
+    "qwen2": Family("Qwen2ForCausalLM", n_kv_heads=32),
+    "qwen3": Family("Qwen3ForCausalLM", n_kv_heads=32, head_dim=128),
+}
+"""By model_type."""
+ONLY: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "the feed-forward layer is SwiGLU"),
+    "attention_dropout": (0, "there is no dropout"),
+    "pretraining_tp": (1, "projections are not split"),
+    "partial_rotary_factor": (1, "all channels are rotated"),
+    "is_causal": (True, "attention is causal"),
+    "quantization_config": (None, "quantized weights cannot be read; take the original ones"),
+    "attn_logit_softcapping": (None, "attention scores are not capped"),
+    "final_logit_softcapping": (None, "logits are not capped"),
+}
+"""Keys with the only value that the model has, and the reason. A key that is missing or null has that value."""
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+ROPE_KEYS_OF_TYPE: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "beta_fast", "beta_slow", "attention_factor", "finetuned"},
+}
+
+
+def options_from_hf(folder: Any) -> dict[str, Any]:
+    """Return the [model] values of model.flavor = "from_hf", from the value of model.hf_assets_path."""
+    if not isinstance(folder, str) or not folder:
+        problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
+        raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
+    return model_options(Path(folder))
+
+
+def model_options(folder: Path) -> dict[str, Any]:
+    """Return the values of [model] that describe the model of a folder's config.json: all but flavor and
+    hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
+    problems: list[str] = []
+    config = _Object(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
+    model_type = config.choice("model_type", tuple(FAMILIES))
+    if problems:  # what the other keys mean depends on it
+        raise ConfigError(problems)
+    family = FAMILIES[model_type]
+    architectures = config.values.get("architectures")
+    if architectures not in (None, [family.architecture]):
+        config.reject("architectures", f"expected {show([family.architecture])}, the model_type's language model")
+    for key, (value, reason) in ONLY.items():
+        config.only(key, value, reason)
+    dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    n_layers = config.integer("num_hidden_layers")
+    # null is as many as query heads in every family
+    n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
+    options = {
+        **COMMON,
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": config.integer("num_key_value_heads", n_kv_heads),
+        "head_dim": config.integer("head_dim", family.head_dim or (dim // n_heads if dim % n_heads == 0 else -1)),
+        "ffn_dim": config.integer("intermediate_size"),
+        "vocab_size": config.integer("vocab_size"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": config.boolean("tie_word_embeddings", False),
+        "qk_norm": model_type == "qwen3",
+        **_bias_options(config, model_type),
+        "sliding_window": _sliding_window(config, model_type, n_layers),
+        **_rope_options(config),
+    }
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
+    try:
+        if not file.is_file():  # nor a pipe, from which a read would wait
+            raise ConfigError([f"{file}: no such file"])
+        with file.open("rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} bytes"])
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        problem = f"not valid JSON: {str(error) or 'nested too deeply'}"
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = f"expected a JSON object, got {_shown(value)}"
+    raise ConfigError([f"{file}: {problem}"])
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written, if it is short."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class _Object:
+    """The values of a JSON object, by type. Each wrong one adds a line to `problems`, and a right one stands in."""
+
+    def __init__(self, where: str, values: dict[str, Any], problems: list[str]):
+        self.where, self.values, self.problems = where, values, problems
+
+    def reject(self, key: str, message: str) -> None:
+        value = f" = {_shown(self.values[key])}" if key in self.values else " is missing"
+        self.problems.append(f"{self.where}{_shown(key)[1:-1]}{value}: {message}")
+
+    def only(self, key: str, value: Any, reason: str) -> None:
+        """Reject every other value of a key. 1 is also 1.0, but not true."""
+        actual = self.values.get(key)
+        if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
+            self.reject(key, f"expected {show(value)}; {reason}")
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer; the default where it is missing or null, without which it must be there."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and least <= value <= LARGEST:
+            return value
+        self.reject(key, f"expected an integer from {least} to {LARGEST}")
+        return least
+
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
+        """Return a finite number above 0 and not below `least`; for the default see `integer`."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max and value >= least:
+            return float(value)
+        self.reject(key, f"expected a finite number {f'>= {least:g}' if least else '> 0'}")
+        return 1.0
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if not (value is None or isinstance(value, bool)):
+            self.reject(key, "expected true or false")
+        return value if isinstance(value, bool) else default
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str | None = None) -> str:
+        """Return one of some strings; for the default see `integer`."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, str) and value in choices:
+            return value
+        self.reject(key, f"expected one of {', '.join(map(show, choices))}")
+        return choices[0]
+
+    def object(self, key: str) -> "_Object":
+        """Return the object at a key; an empty one where it is missing or null."""
+        value = self.values.get(key)
+        if not (value is None or isinstance(value, dict)):
+            self.reject(key, "expected an object")
+        return _Object(f"{self.where}{key}.", value if isinstance(value, dict) else {}, self.problems)
+
+
+def _bias_options(config: _Object, model_type: str) -> dict[str, Any]:
+    """Return the options for biases. Where transformers does not read a key, it must not contradict."""
+    attention = config.boolean("attention_bias", model_type == "qwen2")
+    mlp = config.boolean("mlp_bias", False)
+    if model_type in ("mistral", "qwen2") and attention != (model_type == "qwen2"):
+        config.reject("attention_bias", f"{show(model_type)} does not read it; remove it")
+    if mlp and model_type != "llama":
+        config.reject("mlp_bias", f"{show(model_type)} does not read it; remove it")
+    return {"attention_bias": "qkv" if model_type == "qwen2" else "all" if attention else "none", "mlp_bias": mlp}
+
+
+def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
+    """Return the sliding window of all layers; 0: none. Layers that differ are rejected."""
+    default = 4096 if "sliding_window" not in config.values and model_type != "llama" else 0
+    window, windowed = config.integer("sliding_window", default), n_layers
+    if model_type == "llama" and window:
+        config.reject("sliding_window", '"llama" does not read it; remove it, or set model_type "mistral"')
+    if model_type in ("qwen2", "qwen3"):
+        window = window if config.boolean("use_sliding_window", False) else 0
+        windowed = n_layers - min(config.integer("max_window_layers", 28, least=0), n_layers) if window else 0
+    types = config.values.get("layer_types")
+    if types is not None:
+        kind = "sliding_attention" if window else "full_attention"
+        if not isinstance(types, list) or len(types) != n_layers or any(each != kind for each in types):
+            config.reject(
+                "layer_types", f"expected {show(kind)} for each of the {n_layers} layers: all layers are alike"
+            )
+    elif windowed not in (0, n_layers):
+        message = f"expected 0, or at least the {n_layers} layers: all have the same window"
+        config.reject("max_window_layers", message)
+    return window if types is not None or windowed else 0
+
+
+def _rope_options(config: _Object) -> dict[str, Any]:
+    """Return the options of the rotary embedding, in either spelling; where a file has both, they must agree."""
+    spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
+    options = [_rope_options_at(config, key) for key in spellings or ["rope_scaling"]]
+    if options[0] != options[-1]:
+        config.reject("rope_parameters", "expected the same as rope_scaling and rope_theta; remove one of the two")
+    return options[0]
+
+
+def _rope_options_at(config: _Object, key: str) -> dict[str, Any]:
+    rope = config.object(key)
+    rope.only("partial_rotary_factor", *ONLY["partial_rotary_factor"])
+    options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", 10_000.0))}
+    name = "rope_type" if "rope_type" in rope.values else "type"
+    kind = rope.choice(name, tuple(ROPE_KEYS_OF_TYPE), "default")
+    known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind]
+    for other in sorted(rope.values.keys() - known):
+        if rope.values[other] is not None:
+            rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; remove it")
+    if kind == "default":
+        return options
+    options |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor", least=1.0)}
+    if kind in ("llama3", "yarn"):
+        # transformers prefers the key outside the object, and falls back to the length that the model has now.
+        key = "original_max_position_embeddings"
+        holders = [each for each in (config, rope) if each.values.get(key) is not None]
+        original = holders[0].integer(key) if holders else config.integer("max_position_embeddings")
+        options["rope_original_seq_len"] = original
+    if kind == "llama3":
+        options |= {f"rope_{part}_freq_factor": rope.number(f"{part}_freq_factor") for part in ("low", "high")}
+    if kind == "yarn":
+        options |= {"rope_beta_fast": rope.number("beta_fast", 32.0), "rope_beta_slow": rope.number("beta_slow", 1.0)}
+        options["rope_attention_factor"] = rope.number("attention_factor", -1)
+        if options["rope_scaling_factor"] == 1 and options["rope_attention_factor"] not in (-1, 1):
+            rope.reject("attention_factor", "read only when factor is above 1; remove it")
+    return options
+
+
+def hf_config(
+    model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
+) -> dict[str, Any]:
+    """Return the contents of a config.json with which transformers computes what the model does.
+
+    Args:
+        model: the section [model] of a config.
+        max_seq_len: tokens of the longest sequence that the model was trained on.
+        torch_dtype: data type of the saved weights, as in "bfloat16".
+        bos, eos: ids of the tokens that begin and end a text; None: the tokenizer has none.
+
+    Raises:
+        ConfigError: if transformers has no family with this combination of options.
+    """
+    model_type = _model_type(model)
+    windowed = model.sliding_window > 0
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
+        "torch_dtype": torch_dtype,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": max_seq_len,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        **_hf_rope(model),
+    }
+    if model_type in ("llama", "qwen3"):
+        config["attention_bias"] = model.attention_bias == "all"
+    if model_type == "llama":
+        config["mlp_bias"] = model.mlp_bias
+    else:
+        config["sliding_window"] = model.sliding_window or None
+    if model_type in ("qwen2", "qwen3"):
+        config |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.n_layers}
+    return config
+
+
+def _model_type(model: Section) -> str:
+    """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
+    bias, plain = model.attention_bias, model.attention_bias == "none" and not model.mlp_bias
+    fits = {
+        # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
+        "llama": not model.qk_norm and bias != "qkv" and not model.sliding_window and model.dim % model.n_heads == 0,
+        "mistral": not model.qk_norm and plain,
+        "qwen2": not model.qk_norm and bias == "qkv" and not model.mlp_bias,
+        "qwen3": model.qk_norm and bias != "qkv" and not model.mlp_bias,
+    }
+    found = [name for name, fit in fits.items() if fit]
+    if not found:
+        keys = ("attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads")
+        values = ", ".join(f"model.{key} = {show(getattr(model, key))}" for key in keys)
+        families = ", ".join(FAMILIES)
+        raise ConfigError([f"{values}: no family of transformers has all of these; expected those of {families}"])
+    return found[0]
+
+
+def _hf_rope(model: Section) -> dict[str, Any]:
+    """Return the options of the rotary embedding in both spellings."""
+    kind, scaling = model.rope_scaling_type, None
+    if model.rope_scaling_factor > 1:
+        scaling = {"rope_type": kind, "factor": model.rope_scaling_factor}
+        if kind != "linear":
+            scaling["original_max_position_embeddings"] = model.rope_original_seq_len
+        if kind == "llama3":
+            scaling |= {f"{part}_freq_factor": getattr(model, f"rope_{part}_freq_factor") for part in ("low", "high")}
+        if kind == "yarn":
+            scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+            if model.rope_attention_factor != -1:
+                scaling["attention_factor"] = model.rope_attention_factor
+    parameters = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
