@@ -39,6 +39,19 @@ THEIRS = {
 FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "llama": ({}, "llama", {}),
     "llama, tied": ({"tie_embeddings": True}, "llama", {"tie_word_embeddings": True}),
+    "llama, biases": (
+        {"attention_bias": "all", "mlp_bias": True},
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ({"sliding_window": 8}, "mistral", {"sliding_window": 8}),
+    "qwen2": ({"attention_bias": "qkv"}, "qwen2", {}),
+    "qwen3": ({"qk_norm": True, "head_dim": 16}, "qwen3", {"head_dim": 16}),
+    "qwen3, biases": (
+        {"qk_norm": True, "head_dim": 16, "attention_bias": "all"},
+        "qwen3",
+        {"head_dim": 16, "attention_bias": True},
+    ),
 }
 """Our options that differ from OURS, transformers' model type, and its settings that differ from THEIRS."""
 

@@ -1,6 +1,5 @@
 """Exported folders: transformers loads them with the same weights and logits, and one tensor at a time is in memory."""
 
-import gc
 import json
 import sys
 import types
@@ -31,7 +30,7 @@ from titanlite.hf.export import export, partition, write_safetensors
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import parameter_shapes
 
-BF16 = torch.bfloat16
+BF16, VOCABULARY = torch.bfloat16, 400
 
 
 class Checkpoint:
@@ -46,7 +45,6 @@ class Checkpoint:
         self.alive: list[weakref.ref] = []
 
     def read(self, name: str) -> Tensor:
-        gc.collect()
         assert all(tensor() is None for tensor in self.alive), "a tensor is still in memory"
         tensor = self.weights[name].clone()
         self.alive = [weakref.ref(tensor)]
@@ -157,18 +155,20 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path: Path):
         assert all((tensor == 1).all() for tensor in load_file(file).values())
 
 
-def test_the_tokenizer_is_copied(tmp_path: Path, assets):
+@pytest.mark.parametrize("has_settings", [True, False], ids=["with settings", "tokenizer.json alone"])
+def test_the_tokenizer_is_copied(has_settings: bool, tmp_path: Path, assets):
     from transformers import AutoTokenizer
 
-    assets.open(bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
+    ours = assets.open(bos_token="<s>", eos_token="</s>")
+    if not has_settings:
+        assets.settings.unlink()
+    options = model_options(vocab_size=VOCABULARY)
     for tokenizer, out in ((assets.folder, tmp_path / "a"), (assets.file, tmp_path / "b")):
-        write(out, model_options(), random_weights(model_options()), BF16, tokenizer=tokenizer)
+        write(out, options, random_weights(options), BF16, tokenizer=tokenizer)
         theirs = AutoTokenizer.from_pretrained(out)
-        assert (
-            theirs("some text", add_special_tokens=False)["input_ids"]
-            == assets.open().encode(["some text"])[0].tolist()
-        )
-        assert theirs.eos_token == "</s>"
+        tokens = theirs("some text", add_special_tokens=False)["input_ids"]
+        assert tokens == ours.encode(["some text"])[0].tolist()
+        assert theirs.eos_token == ("</s>" if has_settings else None)
 
 
 # What is rejected ----------------------------------------------------------------------------------------------------
@@ -198,6 +198,11 @@ def test_a_checkpoint_of_another_model_is_rejected(weight: Tensor | None, tmp_pa
     line = rejected(tmp_path / "out", **{"norm.weight": weight})
     assert line.startswith("norm.weight: the checkpoint has ")
     assert "[model] options say shape [32]" in line
+
+
+def test_another_number_of_layers_is_rejected(tmp_path: Path):
+    line = rejected(tmp_path / "out", options=model_options(n_layers=10**12))
+    assert line.startswith("the checkpoint has 3 layers, and its [model] options say 1000000000000")
 
 
 def test_a_tensor_too_many_is_rejected(tmp_path: Path):
@@ -236,7 +241,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch):
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch) -> Path:
     """A run's folder with the checkpoints of two steps, which a reader in memory stands for."""
-    options = model_options(vocab_size=260)
+    options = model_options(vocab_size=VOCABULARY)
     identity = {"seed": 42, "data": "x", **options.model_dump(exclude={"flavor", "hf_assets_path"})}
     scale = {"step-2": 2.0, "step-10": 10.0}
 
@@ -262,11 +267,13 @@ def test_the_command_exports_the_newest_checkpoint(run_folder: Path, tmp_path: P
     assert command(run_folder / "checkpoint", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert printed.splitlines() == [
-        f"wrote {tmp_path / 'out'}: step-10, bfloat16, safetensors files: 1; no tokenizer files, since the run's "
-        "tokenizer is bytes"
+        f"wrote {tmp_path / 'out'}: step-10, bfloat16, safetensors files: 1",
+        "tokenizer: bytes, so there are no files of it",
     ]
     hf = from_pretrained(tmp_path / "out")
-    assert torch.equal(hf.model.norm.weight, random_weights(model_options(vocab_size=260), BF16)["norm.weight"] * 10.0)
+    assert torch.equal(
+        hf.model.norm.weight, random_weights(model_options(vocab_size=VOCABULARY), BF16)["norm.weight"] * 10.0
+    )
     assert hf.dtype == BF16
     assert hf.config.max_position_embeddings == 24
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (256, 257)
@@ -276,19 +283,31 @@ def test_the_command_exports_one_step_in_another_dtype(run_folder: Path, tmp_pat
     (run_folder / "config.toml").unlink()
     arguments = [run_folder / "checkpoint" / "step-2", tmp_path / "out", "--dtype", "float32", "--max-seq-len", 48]
     assert command(*arguments) == 0
-    assert "step-2, float32, safetensors files: 1; no tokenizer files: there is no " in capsys.readouterr().out
+    wrote, tokenizer = capsys.readouterr().out.splitlines()
+    assert wrote.endswith("out: step-2, float32, safetensors files: 1")
+    assert tokenizer == f"tokenizer: none, since there is no model.hf_assets_path in {run_folder / 'config.toml'}"
     hf = from_pretrained(tmp_path / "out")
-    expected = (random_weights(model_options(vocab_size=260), BF16)["norm.weight"] * 2.0).float()
+    expected = (random_weights(model_options(vocab_size=VOCABULARY), BF16)["norm.weight"] * 2.0).float()
     assert torch.equal(hf.model.norm.weight, expected)
     assert hf.config.max_position_embeddings == 48
 
 
 def test_the_command_copies_the_tokenizer_of_the_run(run_folder: Path, tmp_path: Path, assets, capsys):
     (run_folder / "config.toml").write_text(f'[model]\nhf_assets_path = "{assets.folder}"\n[training]\nseq_len = 24\n')
-    step = run_folder / "checkpoint" / "step-2"
-    assert command(step, tmp_path / "out") == 2  # 400 tokens, and a vocabulary of 260
-    assert "error: model.vocab_size = 260: expected at least the 400 tokens" in capsys.readouterr().err
-    (run_folder / "config.toml").write_text("[training]\nseq_len = 24\n")
+    tokenizer = assets.open(bos_token="<s>", eos_token="<stop>")
+    assert command(run_folder / "checkpoint" / "step-2", tmp_path / "out") == 0
+    assert f"tokenizer: {assets.folder}\n" in capsys.readouterr().out
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == assets.file.read_bytes()
+    hf = from_pretrained(tmp_path / "out")
+    assert (hf.config.bos_token_id, hf.config.eos_token_id) == (tokenizer.bos, tokenizer.eos) == (0, 2)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run_folder: Path, tmp_path: Path, assets, capsys):
+    larger = json.loads(assets.file.read_text())
+    larger["model"]["vocab"]["one more"] = VOCABULARY
+    assets.file.write_text(json.dumps(larger))
+    assert command(run_folder / "checkpoint", tmp_path / "out", "--tokenizer", assets.folder) == 2
+    assert f"error: model.vocab_size = {VOCABULARY}: expected at least the {VOCABULARY + 1}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -323,8 +342,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(run_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("identity", "phrase"),
     [
-        (None, "lacks model.dim"),
-        ([], "lacks model.dim"),
+        (None, "lacks model."),
+        ([], "lacks model."),
         ({"dim": 3}, "lacks model."),
         ({**model_options().model_dump(exclude={"flavor", "hf_assets_path"}), "dim": "x"}, 'model.dim = "x": '),
         ({**model_options().model_dump(exclude={"flavor", "hf_assets_path"}), "n_layers": 0}, "model.n_layers = 0: "),

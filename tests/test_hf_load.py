@@ -20,6 +20,7 @@ from tests.hf_helpers import (
     FAMILIES,
     LOGITS_TOLERANCE,
     OURS,
+    build_hf,
     draw_tokens,
     empty_model,
     expected_weights,
@@ -30,6 +31,7 @@ from tests.hf_helpers import (
 from tests.test_parity import resolve
 from titanlite import build
 from titanlite.config import Config, ConfigError
+from titanlite.config.schema import Model
 from titanlite.hf import load
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name
@@ -41,7 +43,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_logits_are_those_of_transformers(family: str, tmp_path: Path):
-    hf, options = save_hf(tmp_path, family), model_options(family)
+    hf, options = save_hf(tmp_path, family), Model(flavor="from_hf", hf_assets_path=str(tmp_path))
     model = empty_model(options)
     load_hf_weights(tmp_path, model, options)
     expected = expected_weights(hf, model, options)
@@ -96,6 +98,7 @@ def test_a_tied_model_may_have_its_embedding_twice(tmp_path: Path):
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 SHARD, TP, PP = ({f"{name}_parallel_degree": 2} for name in ("data_parallel_shard", "tensor", "pipeline"))
+NORMS_AND_BIASES = {"model__qk_norm": True, "model__attention_bias": "all", "model__head_dim": 16}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {}),
     # one KV head of 8 channels: the ranks have 2 of its rows each
@@ -111,6 +114,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {**PP, **TP, "pipeline_parallel_schedule": "Interleaved1F1B", "model__n_layers": 5},
     ),
     "tp 2, tied": (2, {**TP, "model__tie_embeddings": True}),
+    "shard x tp, norms and biases": (4, {**TP, "data_parallel_shard_degree": 2, **NORMS_AND_BIASES}),
+    "shard 4, norms and biases, heads are cut": (4, {**NORMS_AND_BIASES, "model__n_kv_heads": 1}),
     "shard 2, CPU offload": (2, {"training__enable_cpu_offload": True}),
 }
 
@@ -161,11 +166,13 @@ def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
     job = resolve(tmp_path, world_size, settings)
     sizes = {"num_hidden_layers": job.model.n_layers, "vocab_size": job.model.vocab_size}
     sizes |= {"num_key_value_heads": job.model.n_kv_heads, "tie_word_embeddings": job.model.tie_embeddings}
-    hf = build_and_save(tmp_path / "hf", sizes)
+    family = "qwen3, biases" if job.model.qk_norm else "llama"
+    hf = build_and_save(tmp_path / "hf", family, sizes)
     theirs, loaded = hf.state_dict(), set()
     for weights, opened, n_read, n_local in ranks(world_size).run(load_on_a_rank, job=job, folder=tmp_path / "hf"):
-        # The rows that cover a cut head are at most all of it: 8 rows at both ends, of q and k in 3 layers.
-        assert n_local <= n_read <= n_local + (2 * 8 * 2 * 3 * 32 if "shard" in name else 0)
+        # The rows that cover a cut head are at most all of it: at both ends, of q and k and their norms in 3 layers.
+        cut = 2 * job.model.head_dim * 2 * 3 * (job.model.dim + 2)
+        assert n_local <= n_read <= n_local + (cut if "shard" in name else 0)
         assert opened
         for parameter, weight in weights.items():
             assert torch.equal(weight, from_hf(parameter, theirs[hf_name(parameter)], job.model)), parameter
@@ -173,17 +180,15 @@ def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
     assert {hf_name(parameter) for parameter in loaded} == dict(hf.named_parameters()).keys()
 
 
-def build_and_save(folder: Path, settings: dict[str, Any]) -> Any:
-    from tests.hf_helpers import build_hf
-
-    hf = build_hf(**settings)
+def build_and_save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
+    hf = build_hf(family, **settings)
     hf.save_pretrained(folder, **SMALL_FILES)
     return hf
 
 
 def test_a_pipeline_rank_opens_only_files_with_its_layers(ranks, tmp_path: Path):
     job = resolve(tmp_path, 2, {**PP, "training__dtype": "float32"})
-    build_and_save(tmp_path / "hf", {})
+    build_and_save(tmp_path / "hf", "llama", {})
     files = json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"]
     results = ranks(2).run(load_on_a_rank, job=job, folder=tmp_path / "hf")
     for weights, opened, _, _ in results:
@@ -194,7 +199,7 @@ def test_a_pipeline_rank_opens_only_files_with_its_layers(ranks, tmp_path: Path)
 def test_a_rank_that_cannot_read_its_files_raises_alone(ranks, tmp_path: Path):
     """The ranks do not communicate, so the others can be told."""
     job = resolve(tmp_path, 2, {**PP, "training__dtype": "float32"})
-    build_and_save(tmp_path / "hf", {})
+    build_and_save(tmp_path / "hf", "llama", {})
     files = json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"]
     (tmp_path / "hf" / files["lm_head.weight"]).write_bytes(b"")
     first, last = ranks(2).run(problem_on_a_rank, job=job, folder=tmp_path / "hf")
@@ -295,10 +300,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fewer bytes than the shape": (one_tensor(shape=[64]), "cannot be read as safetensors"),
     "a shape beyond 64 bits": (one_tensor(shape=[2**62, 2**62]), "cannot be read as safetensors"),
     "an unknown dtype": (one_tensor(dtype="F33"), "cannot be read as safetensors"),
-    "an index that is no JSON": (index("{"), "cannot be read as JSON"),
-    "an index that is not UTF-8": (index(b"\xff\xfe{}"), "cannot be read as JSON"),
-    "a deeply nested index": (index("[" * 10**5), "cannot be read as JSON"),
-    "an index that is a list": (index([1]), 'expected an object with "weight_map"'),
+    "an index that is no JSON": (index("{"), "not valid JSON"),
+    "an index that is not UTF-8": (index(b"\xff\xfe{}"), "not valid JSON"),
+    "a deeply nested index": (index("[" * 10**5), "not valid JSON"),
+    "an index that is a list": (index([1]), "expected a JSON object"),
     "an index without a map": (index({"metadata": {}}), 'expected an object with "weight_map"'),
     "a map that is a list": (index({"weight_map": ["a"]}), 'expected an object with "weight_map"'),
     "an empty map": (index({"weight_map": {}}), 'lacks "lm_head.weight" and 29 other tensors'),

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from titanlite.config.hf_config import hf_config
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.load import DTYPES, INDEX, SINGLE
@@ -64,12 +65,8 @@ def export(
     Raises:
         ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
     """
-    from titanlite.config.hf_config import hf_config
-
-    shapes = parameter_shapes(options)
-    _check(reader, shapes, dtype)
-    name_of = str(dtype).removeprefix("torch.")
-    config = hf_config(options, max_seq_len=max_seq_len, torch_dtype=name_of, bos=bos, eos=eos)
+    shapes = _checked_shapes(reader, options, dtype)
+    config = hf_config(options, max_seq_len=max_seq_len, torch_dtype=_name(dtype), bos=bos, eos=eos)
     folder = out.with_name(f"{out.name}.tmp")
     for path, what in ((out, "choose another folder"), (folder, "left by an export that was ended; delete it")):
         if path.exists():
@@ -90,11 +87,17 @@ def export(
     return n_files
 
 
-def _check(reader: Any, shapes: dict[str, torch.Size], dtype: torch.dtype) -> None:
-    """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
+def _checked_shapes(reader: Any, options: Model, dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shape of each parameter. Raises ConfigError if the checkpoint's weights are not those of the model, or
+    the dtype is unsupported."""
     if dtype not in SAFETENSORS_DTYPES:
-        raise ConfigError([f"--dtype {dtype}: expected one of {', '.join(DTYPES.values())}".replace("torch.", "")])
+        raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+    layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
+    if len(layers) != options.n_layers:  # before a model of any size is built
+        problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
+        raise ConfigError([f"{problem}; it is damaged"])
+    shapes = parameter_shapes(options)
     problems = [
         f"{name}: the checkpoint has {_shape(saved.get(name))}, and its [model] options say {_shape(shapes.get(name))}"
         for name in sorted(saved.keys() | shapes.keys())
@@ -102,6 +105,11 @@ def _check(reader: Any, shapes: dict[str, torch.Size], dtype: torch.dtype) -> No
     ]
     if problems:
         raise ConfigError([f"{problems[0]}; {len(problems)} tensors differ, so the checkpoint is damaged"])
+    return shapes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape(shape: torch.Size | None) -> str:
@@ -164,7 +172,9 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result = tensor.to(dtype)
     if result.isfinite().sum() != tensor.isfinite().sum():
         largest = show(tensor[tensor.isfinite()].abs().max().item())
-        raise ConfigError([f"--dtype {dtype}: {name} has {largest}, beyond its range; choose bfloat16 or float32"])
+        raise ConfigError(
+            [f"--dtype {_name(dtype)}: {name} has {largest}, beyond its range; choose bfloat16 or float32"]
+        )
     return result
 
 

@@ -58,25 +58,28 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
     path = find_checkpoint(checkpoint)
     reader = CheckpointReader(path)
     options = model_options(path, reader.state)
-    config_file = path.parent.parent / "config.toml"
+    config_file = path.resolve().parents[1] / "config.toml"
     config = read_toml(str(config_file)) if config_file.exists() else {}
     max_seq_len = max_seq_len or _value(config, "training", "seq_len")
-    if max_seq_len is None or max_seq_len < 1:
+    if type(max_seq_len) is not int or max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = _value(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
-    name = f"tokenizer of {assets}" if assets else "no tokenizer files, since the run's tokenizer is bytes"
-    bos = eos = None
-    if assets is None:
-        name = f"no tokenizer files: there is no {config_file}, and no --tokenizer"
-    else:
-        built = build_tokenizer(assets)
+    if isinstance(assets, str):
+        built, source = build_tokenizer(assets), assets or "bytes, so there are no files of it"
+        if built.vocab_size > options.vocab_size:
+            problem = (
+                f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of the "
+            )
+            raise ConfigError([f"{problem}tokenizer; name that of the run with --tokenizer"])
         bos, eos = built.bos, built.eos
+    else:
+        bos, eos, source = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     kind = getattr(torch, dtype) if dtype else reader.dtypes["model.tok_embeddings.weight"]
     files = Path(assets).expanduser() if assets else None
-    n_files = export(
-        reader, options, out, dtype=kind, max_seq_len=max_seq_len, tokenizer=files, bos=bos, eos=eos
-    )  # fmt: skip
-    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}; {name}")
+    tokens = {"tokenizer": files, "bos": bos, "eos": eos}
+    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **tokens)
+    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
+    print(f"tokenizer: {source}")
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -9,7 +9,6 @@ Nothing is executed: safetensors are bytes behind a JSON header, and the pickles
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows
@@ -84,11 +84,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         if any(folder.glob("*.bin")):
             problem += "; *.bin files are pickles, which are never loaded: convert them to safetensors"
         raise ConfigError([problem])
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{index}: cannot be read as JSON: {error}"]) from None
-    files = content.get("weight_map") if isinstance(content, dict) else None
+    files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict):
         raise ConfigError([f'{index}: expected an object with "weight_map", from names of tensors to names of files'])
     for name, file in files.items():

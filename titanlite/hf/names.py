@@ -64,7 +64,7 @@ def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
     """Return which rows of the tensor in transformers are these rows of the parameter."""
     if not is_rotated(name):
         return rows
-    channel, half = rows % head_dim(model), head_dim(model) // 2
+    channel, half = rows % model.head_dim, model.head_dim // 2
     return rows - channel + channel // 2 + channel % 2 * half
 
 
@@ -77,9 +77,4 @@ def to_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
     """Return a full parameter with its rows in the order of transformers."""
     if not is_rotated(name):
         return tensor
-    return tensor.unflatten(0, (-1, head_dim(model) // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def head_dim(model: Model) -> int:
-    """Return K, the number of channels of a head."""
-    return model.dim // model.n_heads
+    return tensor.unflatten(0, (-1, model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
