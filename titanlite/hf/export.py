@@ -169,6 +169,8 @@ def partition(sizes: dict[str, int], most: int) -> list[list[str]]:
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in another dtype. Raises ConfigError if a finite number is too large for it."""
+    if tensor.dtype == dtype:
+        return tensor
     result = tensor.to(dtype)
     if result.isfinite().sum() != tensor.isfinite().sum():
         largest = show(tensor[tensor.isfinite()].abs().max().item())
