@@ -44,8 +44,11 @@ GATHER, PRECOMPUTE = "float8.enable_fsdp_float8_all_gather", "float8.precompute_
 FLAVOR, DIM, LAYERS, HEADS, KV_HEADS = (
     f"model.{key}" for key in ("flavor", "dim", "n_layers", "n_heads", "n_kv_heads")
 )
+HEAD_DIM, WINDOW = "model.head_dim", "model.sliding_window"
 FFN_DIM, VOCABULARY, TIED = "model.ffn_dim", "model.vocab_size", "model.tie_embeddings"
 ROPE_SCALING, ROPE_LOW, ROPE_HIGH = (f"model.rope_{key}_factor" for key in ("scaling", "low_freq", "high_freq"))
+ROPE_TYPE, ROPE_THETA = "model.rope_scaling_type", "model.rope_theta"
+ROPE_FAST, ROPE_SLOW = "model.rope_beta_fast", "model.rope_beta_slow"
 SNAPSHOT = "profiling.enable_memory_snapshot"
 
 C4_STREAM = {DATASET: "c4", STREAMING: True, SHUFFLE: False}

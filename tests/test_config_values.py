@@ -16,7 +16,9 @@ from titanlite.config.reference import help_text, reference_markdown
 
 FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
-    '"llama3_405b", "gpt_175b"'
+    '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen2.5_0.5b", '
+    '"qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
+    '"gpt_175b", "from_hf"'
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -33,7 +35,8 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
-        "model.tie_embeddings = 1", 'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
+        "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
+        'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
@@ -57,12 +60,14 @@ WRONG_VALUES = {
         "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
+        "model.sliding_window = -1", "model.sliding_window = true",
         "training.nonfinite_steps_allowed = -1", "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
         "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
     "-1, or an integer >= 1": [
+        "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
         "training.loss_chunks = 0", "training.loss_chunks = -2",
         "training.global_batch_size = 0", "training.global_batch_size = -2", "training.global_batch_size = 8.0",
         "training.global_batch_size = true", "lr_scheduler.total_steps = 0",
@@ -76,10 +81,12 @@ WRONG_VALUES = {
     ],
     "a finite number > 0": [
         "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
-        "model.rope_high_freq_factor = -4.0", "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
+        "model.rope_high_freq_factor = -4.0", "model.rope_beta_fast = 0.0", "model.rope_beta_slow = -1.0",
+        "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
+    "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2"],
     "a finite number >= 0": ["optimizer.weight_decay = -0.1", "plan.price = -1", "optimizer.weight_decay = inf"],
     "a finite number >= 1": ["model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf"],
     "a finite number >= 0 and < 1": [
@@ -96,6 +103,8 @@ WRONG_VALUES = {
         "lr_scheduler.decay_ratio = nan",
     ],
     FLAVORS: ['model.flavor = "llama3"', "model.flavor = 3", 'model.flavor = ["debug"]'],
+    'one of "none", "qkv", "all"': ["model.attention_bias = true", 'model.attention_bias = "q"'],
+    'one of "llama3", "linear", "yarn"': ['model.rope_scaling_type = "dynamic"'],
     'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
         'training.dataset = "c5"', "training.dataset = true",
     ],
@@ -161,7 +170,8 @@ def test_wrong_values_cover_every_option():
 
 # fmt: off
 RIGHT_VALUES = [  # at the edge of what is allowed
-    "model.n_layers = 1", "training.global_batch_size = -1", "training.max_norm = 1e-30", "optimizer.beta2 = 0.9999999",
+    "model.n_layers = 1", "model.head_dim = 2", "model.sliding_window = 1", "model.rope_attention_factor = -1",
+    "training.global_batch_size = -1", "training.max_norm = 1e-30", "optimizer.beta2 = 0.9999999",
     "training.nonfinite_steps_allowed = 0", "lr_scheduler.warmup_steps = 0", "lr_scheduler.decay_ratio = -1",
     "lr_scheduler.total_steps = 10_000", "lr_scheduler.min_lr_factor = 0.0", "lr_scheduler.min_lr_factor = 1.0",
     "parallelism.fsdp_reshard_after_forward = 2", 'parallelism.fsdp_reshard_after_forward = "never"',
@@ -450,10 +460,21 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     settings = {FLAVOR: flavor, "optimizer.eps": 3e-9, "job.description": 'é = "#"'}
     loaded = load(tmp_path, settings)
     model = loaded.config.model.model_dump()
-    assert {key: model[key] for key in SIZES[flavor]} == SIZES[flavor]
+    size = {**SIZES[flavor]}
+    if size["head_dim"] == -1:
+        size["head_dim"] = size["dim"] // size["n_heads"]
+    assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
     changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 3}).config.model
     assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 3}
+
+
+def test_head_dim_is_the_quotient_unless_it_is_set(tmp_path: Path):
+    """A named size may set it: then it stays when another key is overridden. A loaded config has the number."""
+    assert load(tmp_path, {DIM: 512}).config.model.head_dim == 32
+    assert load(tmp_path, {DIM: 100, HEAD_DIM: 6}).config.model.head_dim == 6
+    assert load(tmp_path, {DIM: 512, f"--{HEAD_DIM}": -1}).config.model.head_dim == 32
+    assert load(tmp_path, {FLAVOR: "qwen3_0.6b", DIM: 512}).config.model.head_dim == 128
 
 
 def test_flavor_on_the_command_line_keeps_the_dimensions_of_the_file(tmp_path: Path):

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,11 +40,11 @@ def document_positions_of(kind: str) -> Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in DOCUMENTS[kind]])
 
 
-def mask(document_positions: Tensor | None) -> Tensor:
+def mask(document_positions: Tensor | None, window: int = 0, tokens: int = TOKENS) -> Tensor:
     """Return which query attends to which key, [B, T, S] or, without documents, [1, T, S]."""
-    t = torch.arange(TOKENS)
+    t = torch.arange(tokens)
     begins = torch.zeros(1, 1) if document_positions is None else t - document_positions
-    return (t <= t[:, None]) & (t >= begins[..., None])
+    return (t <= t[:, None]) & (t >= begins[..., None]) & (t > t[:, None] - (window or tokens))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
@@ -72,9 +73,10 @@ def gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gr
 
 
 def worst(actual: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """Return the largest difference over the largest value, of each."""
+    """Return the largest difference over the largest value, of each; or over 1, which inputs are like: with a window of
+    one token, queries and keys have no gradient."""
     pairs = zip(NAMES, actual, expected, strict=True)
-    return {name: ((a - b).abs().max() / b.abs().max()).item() for name, a, b in pairs}
+    return {name: ((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for name, a, b in pairs}
 
 
 def wrong(errors: list[dict[str, float]]) -> set[str]:
@@ -99,19 +101,27 @@ def differences(
     backend: str = "cpu",
     compiled: bool = False,
     bug: str = "",
+    window: int = 0,
 ) -> dict[str, float]:
     """Compare this rank's output and gradients with its shard of the reference's; `bug` names one of INJECTED_BUGS."""
     document_positions = document_positions_of(kind) if kind else None
     inputs = draw(3 if kind else 2, *heads)
-    expected = gradients(lambda *qkv: attention(*qkv, mask(document_positions)), *inputs)
+    expected = gradients(lambda *qkv: attention(*qkv, mask(document_positions, window)), *inputs)
     with INJECTED_BUGS[bug]():
         own = context.local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
         of_ring_rank = context.local_positions(TOKENS, ring=ring, ulysses=1, rank=dist.get_rank() // ulysses)
         documents = Documents(document_positions[:, of_ring_rank]) if kind else None
-        attend = ContextAttention(**groups(ring, ulysses), backend=backend)
+        attend = ContextAttention(**groups(ring, ulysses), backend=backend, window=window)
         call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
         actual = gradients(lambda *qkv: call(*qkv, documents), *(x[:, own] for x in inputs))
     return worst(actual, [x[:, own] for x in expected])
+
+
+def differences_of_windows(ring: int, ulysses: int, windows: list[int], **options: Any) -> list[dict[str, float]]:
+    """Return `differences` of several windows; they share process groups, which take long to make."""
+    made = groups(ring, ulysses)
+    with mock.patch.dict(globals(), groups=lambda *_: made):
+        return [differences(ring, ulysses, window=window, **options) for window in windows]
 
 
 def _neighbouring_chunks() -> Any:
@@ -147,13 +157,13 @@ def _mean_of_tiles() -> Any:
 
 def _last_ring_step_left_out() -> Any:
     """Leave the gradients of keys and values with the rank before their owner."""
-    real, sent = context._send_to_next, []
+    real, sent = context._send_ahead, []
 
-    def send_to_next(ring: str, *buffers: Tensor) -> Any:
+    def send_ahead(ring: str, hop: int, *buffers: Tensor) -> Any:
         sent.append(len(buffers))
-        return (lambda: buffers) if sent.count(2) == dist.get_world_size() else real(ring, *buffers)
+        return (lambda: buffers) if sent.count(2) == dist.get_world_size() else real(ring, hop, *buffers)
 
-    return mock.patch.object(context, "_send_to_next", send_to_next)
+    return mock.patch.object(context, "_send_ahead", send_ahead)
 
 
 def _documents_too_long() -> Any:
@@ -169,6 +179,17 @@ def _documents_too_long() -> Any:
     return mock.patch.object(context, "_documents", documents)
 
 
+def _window_too_long() -> Any:
+    """Let queries see one key too many of another block."""
+    real = context._rectangle
+    return mock.patch.object(context, "_rectangle", lambda queries, keys, window: real(queries, keys, window + 1))
+
+
+def _not_flipped_back() -> Any:
+    """Return results of flipped tiles as they come."""
+    return mock.patch.object(context, "_tokens_first", lambda _, *tensors: [x.transpose(1, 2) for x in tensors])
+
+
 INJECTED_BUGS: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
     "order": _neighbouring_chunks,
@@ -176,16 +197,28 @@ INJECTED_BUGS: dict[str, Callable[[], Any]] = {
     "merge": _mean_of_tiles,
     "last step": _last_ring_step_left_out,
     "documents": _documents_too_long,
+    "window": _window_too_long,
+    "flip": _not_flipped_back,
 }
 
 
-def errors_in_bfloat16(ring: int, ulysses: int) -> tuple[list[float], list[float]]:
+def torchs_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Return torch's own attention on the full sequence, which has no window but a mask."""
+    if not window:
+        return ScaledDotProductAttention()(q, k, v)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    allowed = mask(None, window).unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+
+
+def errors_in_bfloat16(ring: int, ulysses: int, window: int) -> tuple[list[float], list[float]]:
     """Return sums of squared errors of out, dq, dk, dv on this rank's tokens: ours, torch's on the full sequence."""
     inputs = [x.bfloat16() for x in draw(2, 8, 4)]
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
-    exact = gradients(lambda *qkv: attention(*qkv, mask(None)), *(x.double() for x in inputs))
-    torchs = gradients(ScaledDotProductAttention(), *inputs)
-    ours = gradients(ContextAttention(**groups(ring, ulysses), backend="cpu"), *(x[:, own] for x in inputs))
+    exact = gradients(lambda *qkv: attention(*qkv, mask(None, window)), *(x.double() for x in inputs))
+    torchs = gradients(lambda *qkv: torchs_attention(*qkv, window), *inputs)
+    attend = ContextAttention(**groups(ring, ulysses), backend="cpu", window=window)
+    ours = gradients(attend, *(x[:, own] for x in inputs))
 
     def squares(actual: list[Tensor]) -> list[float]:
         return [(a - b[:, own]).square().sum().item() for a, b in zip(actual, exact, strict=True)]
@@ -193,7 +226,9 @@ def errors_in_bfloat16(ring: int, ulysses: int) -> tuple[list[float], list[float
     return squares(ours), squares([x[:, own] for x in torchs])
 
 
-def message_sizes(ring: int, ulysses: int, batch: int, heads: int, kv_heads: int) -> dict[str, list[int]]:
+def message_sizes(
+    ring: int, ulysses: int, batch: int, heads: int, kv_heads: int, window: int = 0
+) -> dict[str, list[int]]:
     """Return the number of elements in each message that this rank sends, by pass."""
     sent: dict[str, list[int]] = {}
     p2p, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
@@ -208,7 +243,7 @@ def message_sizes(ring: int, ulysses: int, batch: int, heads: int, kv_heads: int
 
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
     q, k, v, grad = (x[:, own].requires_grad_() for x in draw(batch, heads, kv_heads))
-    attend = ContextAttention(**groups(ring, ulysses), backend="cpu")
+    attend = ContextAttention(**groups(ring, ulysses), backend="cpu", window=window)
     with mock.patch.multiple(dist, batch_isend_irecv=count_p2p, all_to_all_single=count_all_to_all):
         phase = "forward"
         sent[phase] = []
@@ -257,50 +292,61 @@ def test_backward_of_some_keys_from_the_softmax_over_all(backend, heads):
     assert not wrong([worst(actual, gradients(lambda *qkv: attention(*qkv, ALL), *inputs))])
 
 
-def _one_by_one(inputs: list[Tensor], bounds: Tensor) -> Iterator[list[Tensor]]:
-    """Yield each document of some [N, heads, K] as a batch of one, heads first."""
+def _one_by_one(tensors: list[Tensor], bounds: Tensor) -> Iterator[list[Tensor]]:
+    """Yield each document of some [N, ...] as a batch of one."""
     for begin, end in pairwise(bounds.tolist()):
-        yield [x[None, begin:end].transpose(1, 2) for x in inputs]
+        yield [x[None, begin:end] for x in tensors]
 
 
 def emulated_packed_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *qkv, bounds, longest = arguments
+    *qkv, bounds, longest, window = arguments
     assert bounds.dtype == torch.int32
     assert longest == bounds.diff().max()
-    outs, lses = zip(
-        *(ATTENTION_BACKENDS["cpu"].forward(*each, True) for each in _one_by_one(qkv, bounds)), strict=True
-    )
-    return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous(), torch.cat(lses, dim=2)[0]
+    results = [context._ring_forward(*each, None, "", "math", window) for each in _one_by_one(qkv, bounds)]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=1)[0], torch.cat(lses, dim=2)[0]
 
 
 def emulated_packed_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, lse_HN, bounds, _ = arguments
-    documents = _one_by_one([*tensors, lse_HN.T[..., None]], bounds)
-    grads = [ATTENTION_BACKENDS["cpu"].backward(*each[:-1], each[-1][..., 0].contiguous(), True) for each in documents]
-    return tuple(torch.cat(x, dim=2)[0].transpose(0, 1).contiguous() for x in zip(*grads, strict=True))
+    *tensors, lse_HN, bounds, _, window = arguments
+    documents = _one_by_one([*tensors, lse_HN.T], bounds)
+    grads = [
+        context._ring_backward([*each[:-1], each[-1].transpose(1, 2)], None, "", "math", window) for each in documents
+    ]
+    return tuple(torch.cat(x, dim=1)[0] for x in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_documents_in_one_call(kind):
+@pytest.mark.parametrize("window", [0, 1, 3, 17])
+@pytest.mark.parametrize("kind", ["", *DOCUMENTS])
+def test_varlen_attention_in_one_call(kind, window):
     """What goes to varlen attention and comes back, with its CUDA operators emulated. The first sequence begins in the
     middle of a document."""
-    positions, inputs = document_positions_of(kind), draw(3, 4, 2)
-    positions[0, : DOCUMENTS[kind][0][0]] += 7
-    documents = Documents(positions)
-    emulated = attention_backends.PackedAttention(emulated_packed_forward, emulated_packed_backward)
-    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu")
-    expected = gradients(lambda *qkv: attend(*qkv, documents), *inputs)
+    inputs, positions, documents, calls = draw(3, 4, 2), None, None, []
+    if kind:
+        positions = document_positions_of(kind)
+        positions[0, : DOCUMENTS[kind][0][0]] += 7
+        documents = Documents(positions)
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments)
+        return emulated_packed_forward(*arguments)
+
+    emulated = attention_backends.PackedAttention(forward, emulated_packed_backward)
+    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
+    expected = gradients(lambda *qkv: attention(*qkv, mask(positions, window)), *inputs)
     with mock.patch.dict(attention_backends.PACKED_ATTENTION, {"cpu": emulated}):
         assert not wrong([worst(gradients(lambda *qkv: attend(*qkv, documents), *inputs), expected)])
+    assert len(calls) == (1 if kind or window else 0)
 
 
-def test_schemas_of_varlen_attention():
+@pytest.mark.parametrize("window", [0, 5])
+def test_schemas_of_varlen_attention(window):
     """As test_schemas_of_cuda_backends."""
     q, k, v, grad = (x.to("meta", torch.bfloat16).flatten(0, 1) for x in draw(2, 4, 2))
     bounds = torch.zeros(3, dtype=torch.int32, device="meta")
-    out, lse = attention_backends.PACKED_ATTENTION["flash"].forward(q, k, v, bounds, TOKENS)
+    out, lse = attention_backends.PACKED_ATTENTION["flash"].forward(q, k, v, bounds, TOKENS, window)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 2 * TOKENS), torch.float32)
-    actual = attention_backends.PACKED_ATTENTION["flash"].backward(grad, q, k, v, out, lse, bounds, TOKENS)
+    actual = attention_backends.PACKED_ATTENTION["flash"].backward(grad, q, k, v, out, lse, bounds, TOKENS, window)
     assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
@@ -348,23 +394,107 @@ def test_work_of_a_ring_step_is_the_same_on_every_rank(size):
         assert len(set(work)) == 1
 
 
+def covered(tokens: int, size: int, document_positions: Tensor | None, window: int) -> Tensor:
+    """Return in how many tiles of all ring steps each pair is, [B, T, S]. Assert that tiles on the diagonal come before
+    the others of their queries and keys."""
+    batch = 1 if document_positions is None else len(document_positions)
+    positions = [local_positions(tokens, ring=size, ulysses=1, rank=rank) for rank in range(size)]
+    count = torch.zeros(batch, tokens, tokens, dtype=torch.int64)
+    for rank in range(size):
+        local = None if document_positions is None else document_positions[:, positions[rank]]
+        documents = context._documents(local, size)
+        for step in context._steps(tokens // size, size, window):
+            source = (rank - step) % size
+            for tile in context._tiles(documents, tokens // size, rank, source, size, window):
+                (b, queries), (_, keys) = tile.queries, tile.keys
+                queries, keys = positions[rank][queries], positions[source][keys]
+                for own in (queries, keys) if step == 0 else ():
+                    before = count[b, own, own]
+                    assert not before.any() if tile.on_diagonal else before.all()
+                if tile.causal:
+                    assert len(queries) == len(keys)
+                ones = torch.ones(len(queries), len(keys), dtype=torch.int64)
+                ones = ones.tril() if tile.causal else ones
+                count[b, queries[:, None], keys] += ones.flip(0, 1) if tile.flipped else ones
+    return count
+
+
 @pytest.mark.parametrize("kind", DOCUMENTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_tiles_cover_the_mask(size, kind):
-    """Every pair that attends is in one tile, and no other is; a causal tile is the first of its queries and keys."""
+    """Every pair that attends is in one tile, and no other is."""
     document_positions = document_positions_of(kind)
-    positions = [local_positions(TOKENS, ring=size, ulysses=1, rank=rank) for rank in range(size)]
-    count = torch.zeros(3, TOKENS, TOKENS, dtype=torch.int64)
+    for window in (0, 1, 2, 3, 4, 5, 7, 11, 20, 31):
+        assert covered(TOKENS, size, document_positions, window).equal(mask(document_positions, window).long()), window
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(7, 1), (24, 1), (12, 2), (24, 2), (24, 3), (8, 4), (24, 4), (40, 5)])
+def test_tiles_cover_every_window(tokens, size):
+    for window in range(tokens + 2):
+        assert covered(tokens, size, None, window).equal(mask(None, window, tokens).long()), window
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_ring_steps_are_those_in_which_a_query_sees_a_key(size):
+    tokens = 6
+    for window in range(tokens * size + 2):
+        steps = [
+            step
+            for step in range(size)
+            if any(list(context._tiles(None, tokens, rank, (rank - step) % size, size, window)) for rank in range(size))
+        ]
+        assert context._steps(tokens, size, window) == steps
+    assert context._steps(tokens, size, 0) == list(range(size))
+
+
+@pytest.mark.parametrize("kind", ["", *DOCUMENTS])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_window_that_does_not_bind_leaves_tiles_as_they_are(size, kind):
+    tokens, equal = TOKENS // size, 0
     for rank in range(size):
-        documents = context._documents(document_positions[:, positions[rank]], size)
-        for step in range(size):
-            source = (rank - step) % size
-            for (b, queries), (_, keys), causal in context._tiles(documents, TOKENS // size, rank, source, size):
-                index = b, positions[rank][queries][:, None], positions[source][keys]
-                assert not causal or not count[b, positions[rank][queries]].any()
-                ones = torch.ones_like(count[index])
-                count[index] += ones.tril() if causal else ones
-    assert count.equal(mask(document_positions).long())
+        own = local_positions(TOKENS, ring=size, ulysses=1, rank=rank)
+        documents = context._documents(document_positions_of(kind)[:, own], size) if kind else None
+        for source in range(size):
+            pair = documents, tokens, rank, source, size
+            tiles = list(context._tiles(*pair))
+            keys = local_positions(TOKENS, ring=size, ulysses=1, rank=source)
+            farthest = int(own.max() - keys.min())
+            for window in range(1, TOKENS + 2):
+                if window > farthest:
+                    assert list(context._tiles(*pair, window)) == tiles
+                    equal += window < TOKENS
+    assert equal or size == 1
+    if kind:
+        longest = max(length for lengths in DOCUMENTS[kind] for length in lengths)
+        assert list(context._tiles(*pair, longest)) == tiles
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 16, 31])
+@pytest.mark.parametrize("kind", ["", "across"])
+def test_number_of_calls_of_a_window(kind, window):
+    """Calls compute the pairs of the band and no others, so none is masked; their number grows with length / window."""
+    documents = Documents(document_positions_of(kind)) if kind else None
+    shapes, (forward, backward) = {"forward": [], "backward": []}, ATTENTION_BACKENDS["cpu"]
+
+    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        shapes["forward"].append((len(q), q.shape[2], k.shape[2], causal))
+        return forward(q, k, v, causal)
+
+    def count_backward(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        shapes["backward"].append((len(q), q.shape[2], k.shape[2], rest[-1]))
+        return backward(grad, q, k, *rest)
+
+    counting = attention_backends.AttentionBackend(count_forward, count_backward)
+    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
+    with mock.patch.dict(ATTENTION_BACKENDS, {"cpu": counting}):
+        gradients(lambda *qkv: attend(*qkv, documents), *draw(3, 4, 2))
+    assert shapes["forward"] == shapes["backward"]
+    pairs = sum(b * (n * (n + 1) // 2 if causal else n * m) for b, n, m, causal in shapes["forward"])
+    allowed = mask(document_positions_of(kind) if kind else None, window).expand(3, -1, -1)
+    assert pairs == allowed.sum()
+    lengths = [length for document in DOCUMENTS[kind] for length in document] if kind else [TOKENS]
+    # All blocks have a triangle, all but the first also a flipped one, and a shorter last one also a rectangle.
+    assert len(shapes["forward"]) <= sum(2 * math.ceil(length / window) for length in lengths)
 
 
 @pytest.mark.parametrize(
@@ -412,24 +542,50 @@ def test_heads_and_backends(ranks, heads, backend):
         assert not wrong(errors)
 
 
+WINDOWS = [1, 2, 3, 4, 5, 8, 9, 13, 16, 20, 31, 32, 100]
+"""Chunks of rings of 2 and 4 ranks have 8 and 4 tokens."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ring", "ulysses"), DEGREES[:-1])
+def test_windows(ranks, ring, ulysses, kind):
+    errors = ranks(ring * ulysses).run(differences_of_windows, ring=ring, ulysses=ulysses, windows=WINDOWS, kind=kind)
+    for window, *of_ranks in zip(WINDOWS, *errors, strict=True):
+        assert not wrong(of_ranks), window
+
+
+@pytest.mark.parametrize("kind", ["", "across"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2)])
+def test_windows_with_the_math_backend(ranks, ring, ulysses, kind):
+    options = {"ring": ring, "ulysses": ulysses, "windows": WINDOWS, "kind": kind, "backend": "math"}
+    assert not wrong(
+        [error for errors in ranks(ring * ulysses).run(differences_of_windows, **options) for error in errors]
+    )
+
+
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("kind", ["", "across"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 2), (2, 1)])
-def test_compiled_without_a_graph_break(ranks, ring, ulysses, kind):
-    assert not wrong(ranks(ring * ulysses).run(differences, ring=ring, ulysses=ulysses, kind=kind, compiled=True))
+def test_compiled_without_a_graph_break(ranks, ring, ulysses, kind, window):
+    options = {"ring": ring, "ulysses": ulysses, "kind": kind, "compiled": True, "window": window}
+    assert not wrong(ranks(ring * ulysses).run(differences, **options))
 
 
 @pytest.mark.parametrize(
-    ("bug", "kind", "first"),
+    ("bug", "kind", "window", "first"),
     [
-        ("order", "", "out"),
-        ("chunks", "", "out"),
-        ("merge", "", "out"),
-        ("last step", "", "dk"),
-        ("documents", "across", "out"),
+        ("order", "", 0, "out"),
+        ("chunks", "", 0, "out"),
+        ("merge", "", 0, "out"),
+        ("last step", "", 0, "dk"),
+        ("documents", "across", 0, "out"),
+        ("window", "", 3, "out"),
+        ("window", "across", 5, "out"),
+        ("flip", "", 5, "out"),
     ],
 )
-def test_injected_bug_fails(ranks, bug, kind, first):
-    errors = ranks(2).run(differences, ring=2, ulysses=1, kind=kind, bug=bug)
+def test_injected_bug_fails(ranks, bug, kind, window, first):
+    errors = ranks(2).run(differences, ring=2, ulysses=1, kind=kind, bug=bug, window=window)
     assert next(name for name in NAMES if max(each[name] for each in errors) > 1e-3) == first
 
 
@@ -446,16 +602,19 @@ def test_equals_the_models_own_attention(kind):
     assert not wrong([worst(actual, expected)])
 
 
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("kind", ["", "across"])
-def test_operator(kind):
+def test_operator(kind, window):
     """Run torch's own checks of schema, fake tensors, autograd and functionalization."""
     q, k, v, _ = (x.requires_grad_() for x in draw(3, 4, 2))
-    torch.library.opcheck(context._attention, (q, k, v, document_positions_of(kind) if kind else None, "", "", "cpu"))
+    positions = document_positions_of(kind) if kind else None
+    torch.library.opcheck(context._attention, (q, k, v, positions, "", "", "cpu", window))
 
 
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])
-def test_bfloat16_is_as_exact_as_torchs(ranks, ring, ulysses):
-    errors = ranks(ring * ulysses).run(errors_in_bfloat16, ring=ring, ulysses=ulysses)
+def test_bfloat16_is_as_exact_as_torchs(ranks, ring, ulysses, window):
+    errors = ranks(ring * ulysses).run(errors_in_bfloat16, ring=ring, ulysses=ulysses, window=window)
     ours, torchs = (torch.tensor(each).sum(0).sqrt() for each in zip(*errors, strict=True))
     assert (ours <= 2 * torchs).all(), (ours / torchs).tolist()
     assert (torchs > 0).all()
@@ -474,3 +633,13 @@ def test_communication_volume(ranks, ring, ulysses):
         # keys and values once more, and their gradients one ring step farther, to their owner
         grads = [kv // 2] * 2 * (ring if ring > 1 else 0)
         assert sorted(sent["backward"]) == sorted([*after, *[kv] * (ring - 1), *grads, *before])
+
+
+@pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 2), (5, 2), (6, 3), (0, 3)])
+def test_ring_steps_that_a_window_skips_are_not_sent(ranks, window, hops):
+    """Of a ring of 4, with chunks of 4 tokens. Neighbouring chunks are on neighbouring ranks, in either direction."""
+    options = {"ring": 4, "ulysses": 1, "batch": 2, "heads": 4, "kv_heads": 2, "window": window}
+    kv = 2 * options["batch"] * options["kv_heads"] * (TOKENS // 4) * K
+    for sent in ranks(4).run(message_sizes, **options):
+        assert sent["forward"] == [kv] * hops
+        assert sorted(sent["backward"]) == sorted([kv] * hops + [kv // 2] * 2 * (hops + 1 if hops else 0))

@@ -17,7 +17,7 @@ from titanlite import config
 from titanlite.metrics import PeakFlops
 from titanlite.model import Documents
 from titanlite.parallel import mesh
-from titanlite.parallel.attention import ATTENTION_BACKENDS
+from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION
 from titanlite.parallel.context import ContextAttention
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences
 from titanlite.parity.reference import run_reference
@@ -258,8 +258,9 @@ def test_backward_of_a_chunk_of_keys_from_the_full_softmax(backend, dtype, kv_he
     assert_as_exact_as_torch([out, dq, torch.cat(dks, dim=2), torch.cat(dvs, dim=2)], inputs, causal=False)
 
 
+@pytest.mark.parametrize("window", [0, 2, 50, 100])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_documents_in_one_call_of_flash_attention(kv_heads):
+def test_documents_in_one_call_of_flash_attention(kv_heads, window):
     """Of two sequences, the second begins in the middle of a document, and one document has a single token."""
     positions = torch.cat([torch.arange(n) for n in (60, 1, 67, 128)]).view(2, 128)
     positions[1] += 5
@@ -267,7 +268,29 @@ def test_documents_in_one_call_of_flash_attention(kv_heads):
     outputs = []
     for backend in ("flash", "math"):
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = ContextAttention(None, None, backend)(*leaves, Documents(positions))
+        out = ContextAttention(None, None, backend, window)(*leaves, Documents(positions))
         outputs.append([out, *torch.autograd.grad(out, leaves, grad)])
     for name, actual, expected in zip(NAMES, *outputs, strict=True):
         assert (actual - expected).float().norm() < 2**-7 * expected.float().norm(), name
+
+
+@pytest.mark.parametrize("window", [2, 50, 64, 100])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("backend", ["flash", "flash, in blocks", "efficient"])
+def test_window(monkeypatch, backend, kv_heads, window):
+    """Compare with attention under a mask. Flash attention has windows; in a ring it gets their blocks like others."""
+    if backend == "flash, in blocks":
+        monkeypatch.delitem(PACKED_ATTENTION, "flash")
+    grad, *qkv = (x.transpose(1, 2) for x in draw(kv_heads, 256, torch.bfloat16))
+    t = torch.arange(256, device=DEVICE)
+    allowed = (t <= t[:, None]) & (t > t[:, None] - window)
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = ContextAttention(None, None, backend.split(",")[0], window)(*leaves)
+    results = [out, *torch.autograd.grad(out, leaves, grad)]
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    q, k, v = (x.repeat_interleave(8 // x.shape[2], dim=2).transpose(1, 2) for x in exact)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+    for name, actual, expected in zip(
+        NAMES, results, [out, *torch.autograd.grad(out, exact, grad.double())], strict=True
+    ):
+        assert (actual - expected).norm() < 2**-7 * expected.norm(), name

@@ -39,6 +39,7 @@ USP = {"context_parallel_degree": 4, "context_parallel_ulysses_degree": 2}
 DOCUMENTS = {"training__document_mask": True}
 OFFLOAD = {"training__enable_cpu_offload": True}
 TIED = {"model__tie_embeddings": True}
+BIASES_AND_NORMS = {"model__attention_bias": "all", "model__mlp_bias": True, "model__qk_norm": True}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
@@ -195,6 +196,7 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     "float8, shard x cp x tp": FLOAT8 | SHARD | CP | TP,
+    "float8, biases and norms, shard x tp": FLOAT8 | BIASES_AND_NORMS | SHARD | TP,
     "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
 }
 NIGHTLY = {

@@ -64,7 +64,7 @@ class Model(Section):
     mlp_bias: bool
     """Biases of the three feed-forward layers."""
     qk_norm: bool
-    """RMSNorm of each query head and each key head before the rotary embedding (Qwen3)."""
+    """RMSNorm of every head of queries and of keys before the rotary embedding (Qwen3)."""
     sliding_window: CountOrZero
     """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
     its document; 0: to all tokens before it."""
@@ -101,7 +101,7 @@ class Model(Section):
             defaults = SIZES.get(flavor, defaults)
         options = {**defaults, **values}
         dim, n_heads = options["dim"], options["n_heads"]
-        if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and n_heads > 0 and dim % n_heads == 0:
+        if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and 0 < n_heads <= dim and not dim % n_heads:
             options["head_dim"] = dim // n_heads
         return options
 

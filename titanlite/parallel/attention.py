@@ -123,27 +123,45 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 class PackedAttention(NamedTuple):
     """Implements causal attention within the documents of sequences, packed one behind the other, in one call (varlen
     attention). `bounds` are where documents begin, and where the last one ends, int32 on the device; `longest` is the
-    number of tokens of the longest, a number on the host."""
+    number of tokens of the longest, a number on the host. With a `window` above 0, query t attends to keys
+    t - window + 1 to t only."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    """(q_NHK, k_NGK, v_NGK, bounds, longest) to (out_NHK, lse_HN), as AttentionBackend's."""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Grads]
-    """(grad_NHK of out, q, k, v, out, lse_HN, bounds, longest) to (dq, dk, dv)."""
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+    """(q_NHK, k_NGK, v_NGK, bounds, longest, window) to (out_NHK, lse_HN), as AttentionBackend's."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Grads]
+    """(grad_NHK of out, q, k, v, out, lse_HN, bounds, longest, window) to (dq, dk, dv)."""
 
 
-def _flash_packed_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    return aten._flash_attention_forward(q, k, v, bounds, bounds, longest, longest, 0.0, True, False)[:2]
+def _flash_packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int
+) -> tuple[Tensor, Tensor]:
+    lengths = bounds, bounds, longest, longest
+    return aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, **_flash_window(window))[:2]
 
 
 def _flash_packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, longest: int
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int,
 ) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (bounds, bounds, longest, longest)
-    return aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, 0.0, True, random, random)
+    backward = aten._flash_attention_backward
+    return backward(grad, q, k, v, out, lse, *lengths, 0.0, True, random, random, **_flash_window(window))
+
+
+def _flash_window(window: int) -> dict[str, int]:
+    """Return the operators' options: how many keys a query sees to its left and to its right besides its own."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 PACKED_ATTENTION: dict[str, PackedAttention] = {"flash": PackedAttention(_flash_packed_forward, _flash_packed_backward)}
-"""By the name of the attention backend. The others call it once for each document."""
+"""By the name of the attention backend. The others are called once for each document, and in blocks of a window."""
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "cpu": AttentionBackend(_cpu_forward, _cpu_backward),
     "flash": AttentionBackend(_flash_forward, _flash_backward),  # float16 and bfloat16, K a multiple of 8

@@ -15,6 +15,12 @@ the first chunk and none to the second; to a later rank's keys only the second c
 Documents need no mask either: of two chunks the pairs that share a document form a rectangle, and within a chunk each
 document is a causal triangle. Both are called tiles of the attention matrix.
 
+Nor does a sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825), which bounds the keys of a query
+from the left: a triangle that is longer than the window becomes triangles of its length, and where the bound moves
+through a block of earlier keys, what a query sees of them is a triangle of the opposite kind. It is causal once queries
+and keys are in reverse order, so that every attention backend computes it. Of keys that no query sees nothing is
+computed, and ring steps in which no rank's queries see a key are skipped.
+
 Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (two chunks, or one without a ring), H query
 heads, G KV heads, N heads of all in a message, U Ulysses ranks, K head_dim. Where S stands, heads are a U-th of them.
 """
@@ -49,12 +55,20 @@ class ContextAttention(nn.Module):
     """Computes model.ScaledDotProductAttention over sequences that `local_positions` splits.
 
     The ranks of `ring_group` send keys and values around a ring, those of `ulysses_group` exchange sequence for heads;
-    None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS.
+    None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS. With a `window` above 0, position t of a
+    sequence attends to positions t - window + 1 to t of its document only.
     """
 
-    def __init__(self, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str):
+    def __init__(
+        self,
+        ring_group: dist.ProcessGroup | None,
+        ulysses_group: dist.ProcessGroup | None,
+        backend: str,
+        window: int = 0,
+    ):
         super().__init__()
         self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
+        self.window = window
         self.ring_size, self.ulysses_size = _rank_and_size(self.ring)[1], _rank_and_size(self.ulysses)[1]
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
@@ -76,15 +90,20 @@ class ContextAttention(nn.Module):
         if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
-        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend)[0]
+        window = self.window if self.window < sequence * self.ring_size else 0  # which is the same
+        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend, window)[0]
 
 
 def apply_context_parallel(
-    model: Llama, ring_group: dist.ProcessGroup | None, ulysses_group: dist.ProcessGroup | None, backend: str
+    model: Llama,
+    ring_group: dist.ProcessGroup | None,
+    ulysses_group: dist.ProcessGroup | None,
+    backend: str,
+    window: int = 0,
 ) -> None:
     """Replace the inner attention of every block of a model or a stage. The arguments are ContextAttention's."""
     for block in model.layers.values():
-        block.attention.inner_attention = ContextAttention(ring_group, ulysses_group, backend)
+        block.attention.inner_attention = ContextAttention(ring_group, ulysses_group, backend, window)
 
 
 _GROUPS: dict[str, dist.ProcessGroup | None] = {}  # by name: arguments of operators are tensors, numbers and strings
@@ -104,22 +123,29 @@ def _rank_and_size(group: str) -> tuple[int, int]:
 # The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
 @torch.library.custom_op("titanlite::context_attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, ulysses: str, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_positions: Tensor | None,
+    ring: str,
+    ulysses: str,
+    backend: str,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
     inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
         empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
-        return *_ring_forward(q, k, v, document_positions, ring, backend), *empty
+        return *_ring_forward(q, k, v, document_positions, ring, backend, window), *empty
     qkv_BSNK = _sequence_to_heads([q, k, v], ulysses)
     qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _ring_forward(*qkv, document_positions, ring, backend)
+    inner_BSHK, lse_BHS = _ring_forward(*qkv, document_positions, ring, backend, window)
     (out_BTHK,) = _heads_to_sequence([inner_BSHK], ulysses)
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
 
 @_attention.register_fake
-def _(q, k, v, document_positions, ring, ulysses, backend):
+def _(q, k, v, document_positions, ring, ulysses, backend, window):
     batch, tokens, _, head_dim = q.shape
     heads, sequence = _local_heads(q, k, ulysses), tokens * _rank_and_size(ulysses)[1]
     lse = q.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q))
@@ -129,25 +155,31 @@ def _(q, k, v, document_positions, ring, ulysses, backend):
 
 @torch.library.custom_op("titanlite::context_attention_backward", mutates_args=())
 def _attention_backward(
-    grad_out: Tensor, saved: list[Tensor], document_positions: Tensor | None, ring: str, ulysses: str, backend: str
+    grad_out: Tensor,
+    saved: list[Tensor],
+    document_positions: Tensor | None,
+    ring: str,
+    ulysses: str,
+    backend: str,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
     grad_out = _sequence_to_heads([grad_out], ulysses) if ulysses else grad_out.contiguous()
-    grads = _ring_backward([grad_out, *saved], document_positions, ring, backend)
+    grads = _ring_backward([grad_out, *saved], document_positions, ring, backend, window)
     return tuple(_heads_to_sequence(grads, ulysses)) if ulysses else grads
 
 
 @_attention_backward.register_fake
-def _(grad_out, saved, document_positions, ring, ulysses, backend):
+def _(grad_out, saved, document_positions, ring, ulysses, backend, window):
     batch, tokens, _, head_dim = grad_out.shape
     n = _rank_and_size(ulysses)[1]
     return tuple(x.new_empty(batch, tokens, x.shape[2] * n, head_dim) for x in saved[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, document_positions, *ctx.names = inputs
+    q, k, v, document_positions, *ctx.options = inputs
     out, lse, qkv, inner = output
-    ulysses = ctx.names[1]
+    ulysses = ctx.options[1]
     ctx.set_materialize_grads(False)  # of the other outputs: they have none
     ctx.mark_non_differentiable(lse, qkv, inner)
     attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
@@ -156,7 +188,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     *saved, document_positions = ctx.saved_tensors
-    return *_attention_backward(grad_out, saved, document_positions, *ctx.names), None, None, None, None
+    return *_attention_backward(grad_out, saved, document_positions, *ctx.options), None, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -190,18 +222,20 @@ def _all_to_all(send: Tensor, group: str) -> Tensor:
 
 # Ring -----------------------------------------------------------------------------------------------------------------
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
-    if document_positions is not None and not ring and backend in PACKED_ATTENTION:
-        return _packed_forward(q, k, v, document_positions, backend)
+    if _is_packed(document_positions, ring, backend, window):
+        return _packed_forward(q, k, v, document_positions, backend, window)
     out = lse_BSH = None
-    dtype = float32_or_better(q) if ring else q.dtype  # in which results over other ranks' keys are merged
-    for k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring):
+    dtype = float32_or_better(q) if ring or window else q.dtype  # in which results over other keys are merged
+    for _, k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring, window):
         for tile in tiles:
-            qkv = *_heads_first(tile.queries, q), *_heads_first(tile.keys, k_step, v_step)
-            tile_out, tile_lse = (x.transpose(1, 2) for x in ATTENTION_BACKENDS[backend].forward(*qkv, tile.causal))
-            if tile.causal:
+            (q_,) = _heads_first(tile.queries, tile.flipped, q)
+            k_, v_ = _heads_first(tile.keys, tile.flipped, k_step, v_step)
+            results = ATTENTION_BACKENDS[backend].forward(q_, k_, v_, tile.causal)
+            tile_out, tile_lse = _tokens_first(tile.flipped, *results)
+            if tile.on_diagonal:
                 out = _write(out, tile.queries, tile_out, q.shape, dtype)
                 lse_BSH = _write(lse_BSH, tile.queries, tile_lse, q.shape[:3], tile_lse.dtype)
             else:
@@ -210,24 +244,26 @@ def _ring_forward(
 
 
 def _ring_backward(
-    saved: list[Tensor], document_positions: Tensor | None, ring: str, backend: str
+    saved: list[Tensor], document_positions: Tensor | None, ring: str, backend: str, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
-    if document_positions is not None and not ring and backend in PACKED_ATTENTION:
-        return _packed_backward(saved, document_positions, backend)
-    lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring else q.dtype
+    if _is_packed(document_positions, ring, backend, window):
+        return _packed_backward(saved, document_positions, backend, window)
+    lse_BSH, dtype = lse_BHS.transpose(1, 2), float32_or_better(q) if ring or window else q.dtype
     dq = dk = dv = None
-    for step, (k_step, v_step, tiles) in enumerate(_ring_steps(k, v, document_positions, ring)):
+    distance = 0  # by which keys and values are sent from their owner so far, in ring ranks
+    for hop, k_step, v_step, tiles in _ring_steps(k, v, document_positions, ring, window):
         # The sums arrive from the previous rank while this rank computes what it adds to them.
-        wait = _send_to_next(ring, dk, dv) if step else None
+        wait = _send_ahead(ring, hop, dk, dv) if hop else None
+        distance += hop
         added = []
         for tile in tiles:
-            grad_, q_, out_, lse_ = _heads_first(tile.queries, grad_out, q, out, lse_BSH)
-            k_, v_ = _heads_first(tile.keys, k_step, v_step)
+            grad_, q_, out_, lse_ = _heads_first(tile.queries, tile.flipped, grad_out, q, out, lse_BSH)
+            k_, v_ = _heads_first(tile.keys, tile.flipped, k_step, v_step)
             grads = ATTENTION_BACKENDS[backend].backward(grad_, q_, k_, v_, out_, lse_, tile.causal)
-            tile_dq, tile_dk, tile_dv = (x.transpose(1, 2) for x in grads)
-            if tile.causal:
+            tile_dq, tile_dk, tile_dv = _tokens_first(tile.flipped, *grads)
+            if tile.on_diagonal:
                 dq = _write(dq, tile.queries, tile_dq, q.shape, dtype)
                 dk = _write(dk, tile.keys, tile_dk, k.shape, dtype)
                 dv = _write(dv, tile.keys, tile_dv, v.shape, dtype)
@@ -238,31 +274,34 @@ def _ring_backward(
         for keys, tile_dk, tile_dv in added:
             dk[keys].add_(tile_dk)
             dv[keys].add_(tile_dv)
-    if ring:
-        dk, dv = _send_to_next(ring, dk, dv)()
+    if distance:
+        dk, dv = _send_ahead(ring, _rank_and_size(ring)[1] - distance, dk, dv)()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _ring_steps(
-    k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: str
-) -> Iterator[tuple[Tensor, Tensor, Iterator["_Tile"]]]:
-    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute as they are sent on."""
+    k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: str, window: int
+) -> Iterator[tuple[int, Tensor, Tensor, Iterator["_Tile"]]]:
+    """Yield the keys and values of each ring rank, this one's first, and the tiles to compute as they are sent on; and
+    before them, by how many ring ranks they were sent on since the previous ones."""
     rank, size = _rank_and_size(ring)
-    documents = _documents(document_positions_BS, size)
+    documents, tokens = _documents(document_positions_BS, size), k_BSGK.shape[1]
     kv = torch.stack((k_BSGK, v_BSGK)) if ring else (k_BSGK, v_BSGK)
-    for step in range(size):
-        wait = _send_to_next(ring, kv) if step < size - 1 else None
-        yield *kv, _tiles(documents, k_BSGK.shape[1], rank, (rank - step) % size, size)
+    steps = _steps(tokens, size, window)
+    for previous, step, following in zip([0, *steps], steps, [*steps[1:], None], strict=False):
+        wait = _send_ahead(ring, following - step, kv) if following else None
+        yield step - previous, *kv, _tiles(documents, tokens, rank, (rank - step) % size, size, window)
         if wait:
             (kv,) = wait()
 
 
-def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
-    """Start sending to the next ring rank and receiving from the previous; return a function that waits for it."""
+def _send_ahead(ring: str, hop: int, *buffers: Tensor) -> Callable[[], list[Tensor]]:
+    """Start sending to the ring rank that is `hop` ahead, and receiving from the one as far behind; return a function
+    that waits for it."""
     rank, size = _rank_and_size(ring)
     received = [torch.empty_like(buffer) for buffer in buffers]
-    sends = [dist.P2POp(dist.isend, x, group=_GROUPS[ring], group_peer=(rank + 1) % size) for x in buffers]
-    receives = [dist.P2POp(dist.irecv, x, group=_GROUPS[ring], group_peer=(rank - 1) % size) for x in received]
+    sends = [dist.P2POp(dist.isend, x, group=_GROUPS[ring], group_peer=(rank + hop) % size) for x in buffers]
+    receives = [dist.P2POp(dist.irecv, x, group=_GROUPS[ring], group_peer=(rank - hop) % size) for x in received]
     works = dist.batch_isend_irecv(sends + receives)
 
     def wait() -> list[Tensor]:
@@ -273,9 +312,15 @@ def _send_to_next(ring: str, *buffers: Tensor) -> Callable[[], list[Tensor]]:
     return wait
 
 
-def _heads_first(index: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
-    """Slice [B, S, heads, ...] tensors, with heads before tokens as attention backends take them."""
-    return [x[index].transpose(1, 2) for x in tensors]
+def _heads_first(index: tuple[slice, slice], flipped: bool, *tensors: Tensor) -> list[Tensor]:
+    """Slice [B, S, heads, ...] tensors, with heads before tokens as attention backends take them; with the order of
+    tokens reversed if the tile is `flipped`."""
+    return [(x[index].flip(1) if flipped else x[index]).transpose(1, 2) for x in tensors]
+
+
+def _tokens_first(flipped: bool, *tensors: Tensor) -> list[Tensor]:
+    """Undo the transposition and the reversal of `_heads_first`."""
+    return [(x.flip(2) if flipped else x).transpose(1, 2) for x in tensors]
 
 
 def _write(
@@ -297,26 +342,38 @@ def _merge(out_BSHK: Tensor, lse_BSH: Tensor, tile_out_BSHK: Tensor, tile_lse_BS
     lse_BSH.copy_(torch.logaddexp(lse_BSH, tile_lse_BSH))
 
 
-# Documents without a ring: one call for all -------------------------------------------------------------------------
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    qkv, bounds = (x.flatten(0, 1) for x in (q, k, v)), _bounds(document_positions, q.device)
-    out_NHK, lse_HN = PACKED_ATTENTION[backend].forward(*qkv, *bounds)
+# Documents, or a window, without a ring: one call for all ------------------------------------------------------------
+def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
+    return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
+
+
+def _packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, backend: str, window: int
+) -> tuple[Tensor, Tensor]:
+    qkv, bounds = (x.flatten(0, 1) for x in (q, k, v)), _bounds(document_positions, q)
+    out_NHK, lse_HN = PACKED_ATTENTION[backend].forward(*qkv, *bounds, window)
     return out_NHK.view(q.shape), lse_HN.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
-def _packed_backward(saved: list[Tensor], document_positions: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def _packed_backward(
+    saved: list[Tensor], document_positions: Tensor | None, backend: str, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, lse_BHS = saved
-    lse_HN, bounds = lse_BHS.transpose(0, 1).flatten(1), _bounds(document_positions, lse_BHS.device)
-    grads = PACKED_ATTENTION[backend].backward(*(x.flatten(0, 1) for x in tensors), lse_HN, *bounds)
+    lse_HN, bounds = lse_BHS.transpose(0, 1).flatten(1), _bounds(document_positions, saved[1])
+    grads = PACKED_ATTENTION[backend].backward(*(x.flatten(0, 1) for x in tensors), lse_HN, *bounds, window)
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-def _bounds(document_positions_BS: Tensor, device: torch.device) -> tuple[Tensor, int]:
-    """Return PackedAttention's bounds and longest. They are computed on the host, and copied without waiting."""
+def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:
+    """Return PackedAttention's bounds and longest. Those of documents are computed on the host, and copied without
+    waiting."""
+    batch, length = q_BSHK.shape[:2]
+    if document_positions_BS is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
     begins = document_positions_BS == 0
     begins[:, 0] = True  # also where a sequence begins in the middle of a document
     bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
-    return bounds.to(device, non_blocking=True), int(bounds.diff().max())
+    return bounds.to(q_BSHK.device, non_blocking=True), int(bounds.diff().max())
 
 
 # Which queries attend to which keys -----------------------------------------------------------------------------------
@@ -326,6 +383,14 @@ class _Tile(NamedTuple):
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
     causal: bool
+    flipped: bool = False
+    """The backend gets queries and keys in reverse order: if `causal`, each of them attends to its own key and those
+    after it."""
+
+    @property
+    def on_diagonal(self) -> bool:
+        """Whether queries attend to their own keys. Each query has one such tile, and merges the others into it."""
+        return self.causal and not self.flipped
 
 
 def _chunks(rank: int, size: int) -> list[int]:
@@ -350,26 +415,77 @@ def _documents(document_positions_BS: Tensor | None, size: int) -> Documents | N
     return [[of_chunk(chunk) for chunk in positions.chunk(n_chunks)] for positions in document_positions_BS]
 
 
-def _tiles(documents: Documents | None, tokens: int, rank: int, source: int, size: int) -> Iterator[_Tile]:
-    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. The
-    causal ones, if both are one rank, come first for their queries and keys, and cover each of them once."""
-    length = tokens // len(_chunks(rank, size))
-    if documents is None:
+def _steps(tokens: int, size: int, window: int) -> list[int]:
+    """Return the ring steps in which a query of any rank sees a key. They are the same on every rank.
+
+    In step s, some ranks have keys of chunks that are s before theirs, and the others, by zig-zag, of chunks that are
+    size - s before theirs; all other pairs of chunks are farther from each other.
+    """
+    length, window = tokens // len(_chunks(0, size)), window or tokens * size
+    return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
+
+
+def _tiles(
+    documents: Documents | None, tokens: int, rank: int, source: int, size: int, window: int = 0
+) -> Iterator[_Tile]:
+    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. If
+    both are one rank, those on the diagonal cover each query and key once, before other tiles that have them."""
+    own, others = _chunks(rank, size), _chunks(source, size)
+    length, window = tokens // len(own), window or tokens * size
+    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # from the first key to the last query
         queries = slice(None), slice(length if source > rank else 0, tokens)
         keys = slice(None), slice(0, length if source < rank else tokens)
         yield _Tile(queries, keys, causal=source == rank)
         return
-    for b, sequence in enumerate(documents):
-        for i, (chunk, (position, bounds)) in enumerate(zip(_chunks(rank, size), sequence, strict=True)):
-            for j, other in reversed(list(enumerate(_chunks(source, size)))):
-                if other == chunk:
-                    for begin, end in pairwise(bounds):
-                        document = slice(b, b + 1), slice(i * length + begin, i * length + end)
-                        yield _Tile(document, document, causal=True)
-                elif other < chunk:
-                    # Only the document of this chunk's first token can have begun in the other one.
-                    begin = max((chunk - other) * length - position, 0)
-                    if begin < length:
-                        queries = slice(b, b + 1), slice(i * length, i * length + bounds[1])
-                        keys = slice(b, b + 1), slice(j * length + begin, (j + 1) * length)
-                        yield _Tile(queries, keys, causal=False)
+    if documents is None:
+        sequences = [(slice(None), [(chunk * length, [0, length]) for chunk in own])]
+    else:
+        sequences = [(slice(b, b + 1), chunks) for b, chunks in enumerate(documents)]
+    for b, chunks in sequences:
+        for i, (chunk, (position, bounds)) in enumerate(zip(own, chunks, strict=True)):
+            for j, other in reversed(list(enumerate(others))):
+                distance = (chunk - other) * length
+                for queries, keys, *kind in _band(position, bounds, distance, length, window):
+                    yield _Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
+
+
+_Part = tuple[range, range, bool, bool]  # queries and keys, counted from a chunk's first token; causal, flipped
+
+
+def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
+    """Yield what queries of a chunk, which `_documents` describes, see of the keys of the one `distance` before it."""
+    if distance == 0:
+        for begin, end in pairwise(bounds):
+            yield from _triangle(begin, end, window)
+    elif distance > 0:
+        # Only the document of this chunk's first token can have begun in the other one.
+        keys = range(max(-position, -distance), length - distance)
+        if keys:
+            yield from _rectangle(range(bounds[1]), keys, window)
+
+
+def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
+    """Yield what tokens begin to end see of each other: blocks of the window's length, and of the block before each."""
+    for start in range(begin, end, window):
+        block = range(start, min(start + window, end))
+        yield block, block, True, False
+        if start > begin:
+            yield from _rectangle(block, range(start - window, start), window)
+
+
+def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
+    """Yield what queries see of keys before them: the first ones all of them; those whose window begins within the keys
+    a triangle, and all keys to the right of it; and the last ones none."""
+    begin = min(max(keys.start + window, queries.start), queries.stop)
+    end = max(min(keys.stop + window - 1, queries.stop), begin)
+    if begin > queries.start:
+        yield range(queries.start, begin), keys, False, False
+    if end > begin:
+        partly, left = range(begin, end), range(begin - window + 1, end - window + 1)
+        if left.stop < keys.stop:
+            yield partly, range(left.stop, keys.stop), False, False
+        yield partly, left, True, True
+
+
+def _slice(tokens: range, shift: int) -> slice:
+    return slice(tokens.start + shift, tokens.stop + shift)

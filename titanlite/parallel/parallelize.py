@@ -38,9 +38,8 @@ def parallelize(
 
         apply_tensor_parallel(stage, layout.mesh["tp"])
     if training.attention_backend != "auto":
-        windowed = 0 < stage.sliding_window < training.seq_len
-        window = {"window": stage.sliding_window} if windowed else {}
-        apply_context_parallel(stage, layout.ring_group, layout.ulysses_group, training.attention_backend, **window)
+        groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
+        apply_context_parallel(stage, *groups, training.attention_backend, window=window)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         is_async = tensor_parallel and parallelism.enable_async_tensor_parallel

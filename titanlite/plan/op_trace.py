@@ -189,7 +189,7 @@ class OpTrace(TorchDispatchMode):
         copies_to_itself = short == "copy_" and args[0] is args[1]
         if short in VIEWS or copies_to_itself or not moves_data or not (inputs or outputs):
             return
-        flops, dtype = _flops(short, inputs, args)
+        flops, dtype = _flops(short, inputs, args, kwargs)
         changed = _changed(func, args, kwargs)
         overwritten = {id(x) for x in changed if name in COPIES or x is kwargs.get("out")}
         read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
@@ -255,7 +255,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return [x for name in writes for x in tree_iter(given.get(name)) if isinstance(x, Tensor)]
 
 
-def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...]) -> tuple[int, str]:
+def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
     """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), and the
     dtype whose peak rate applies."""
     if name in ("mm", "addmm", "bmm", "_scaled_mm"):
@@ -269,6 +269,12 @@ def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...]) -> tuple[int,
         pairs = q.shape[2] * k.shape[2]
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
         return products * 2 * q.shape[0] * q.shape[1] * pairs * q.shape[3] // (2 if causal else 1), _rate_dtype(q)
+    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # of packed sequences: q is [N, H, K]
+        backward = "backward" in name
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # of the longest, which all are here
+        window = min(kwargs.get("window_size_left", length) + 1, length)
+        pairs = window * (2 * length - window)  # twice those of a query and a key in a sequence
+        return (5 if backward else 2) * q.numel() * pairs // length, _rate_dtype(q)
     return 0, ""
 
 

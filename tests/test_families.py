@@ -1,0 +1,345 @@
+"""The model families: with transformers' weights, each has transformers' logits and gradients; and each layout computes
+what one process does."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.test_layouts import (
+    COMPILED,
+    CP,
+    DOCUMENTS,
+    FULL,
+    OFFLOAD,
+    PP,
+    SELECTIVE,
+    SHARD,
+    TIED,
+    TP,
+    ULYSSES,
+    USP,
+    schedule,
+    with_batches,
+    world_size,
+)
+from tests.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
+from tests.test_model import SMALL, TO_HF, TOLERANCE, draw_tokens, gradients, on_meta, relative, section
+from tests.test_parity import STEPS, compare, resolve
+from titanlite.config.hf_config import hf_config
+from titanlite.init import init_weights
+from titanlite.model import (
+    Documents,
+    Llama,
+    ScaledDotProductAttention,
+    flops_per_token,
+    rope_frequencies,
+    rope_magnitude,
+    rope_table,
+)
+from titanlite.optimizer import build_optimizer
+from titanlite.parallel.attention import PACKED_ATTENTION
+from titanlite.plan.op_trace import recording
+
+CPU = torch.device("cpu")
+LINEAR = {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
+YARN = {"rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_original_seq_len": 64, "rope_beta_fast": 8.0}
+"""With head_dim 16 and theta 10,000, pairs 0 and 7 have 10.2 and 0.0032 periods within 64 positions: the ramp from
+beta_fast to beta_slow (8 to 1) begins at pair 0 and ends at pair 3."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, biases": {"attention_bias": "all", "mlp_bias": True},
+    "llama, heads wider than the model": {"head_dim": 24},
+    "llama, linear scaling": LINEAR,
+    "llama, yarn": YARN,
+    "llama, yarn, factor": YARN | {"rope_attention_factor": 1.5},
+    "mistral, window": {"sliding_window": 7},
+    "mistral, window of one token": {"sliding_window": 1},
+    "mistral, window longer than the sequence": {"sliding_window": 4096},
+    "qwen2": {"attention_bias": "qkv", "tie_embeddings": True},
+    "qwen2, window": {"attention_bias": "qkv", "sliding_window": 9},
+    "qwen3": {"qk_norm": True, "head_dim": 24, "tie_embeddings": True},
+    "qwen3, all": {"qk_norm": True, "head_dim": 24, "attention_bias": "all", "sliding_window": 9} | YARN,
+}
+
+
+def build(dtype: torch.dtype, **options: Any) -> Llama:
+    """Build a small model with random weights: biases that are not zero, norms that are not one."""
+    llama = on_meta(**options).to(dtype)
+    llama.materialize(CPU)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
+    return llama
+
+
+def hf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    prefix = ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"model.layers.{layer}."
+    head_norms = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    return f"{prefix}{(TO_HF | head_norms)[module]}.{kind}"
+
+
+def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
+    """Reorder what has a row for each channel of queries and keys: transformers rotates channel i with i + K/2, and
+    Llama 2i with 2i + 1."""
+    if any(module in name for module in ("wq.", "wk.", "q_norm.", "k_norm.")):
+        return value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return value
+
+
+def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
+    """Return transformers' model of the exported config, with the weights of ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokens = {"max_seq_len": size["max_seq_len"], "torch_dtype": "float32", "bos": None, "eos": None}
+    exported = hf_config(section(size), **tokens)
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype
+    )
+    head_dim = section(size).head_dim
+    ours = {hf_name(name): to_hf(name, p.detach(), head_dim) for name, p in llama.named_parameters()}
+    missing, unexpected = hf.load_state_dict(ours, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
+    return hf
+
+
+def in_float64(hf: Any, llama: Llama) -> None:
+    """Have transformers compute its norms in float64, and take our rotary table, which
+    test_rotary_angles_are_those_of_transformers compares with its own: both are in float32 whatever the dtype."""
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.cat((half, half), -1) for half in llama.rope[position_ids].unbind(-1))
+
+    norms = [module for module in hf.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert len(norms) >= 7
+    for module in norms:
+        module.forward = functools.partial(norm, module)
+    hf.model.rotary_emb.forward = rotary
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_transformers(family):
+    size = {**SMALL, **FAMILIES[family]}
+    llama = build(torch.float64, **size)
+    hf = build_hf(llama, size, "sdpa")
+    assert type(hf).__name__.lower().startswith(family.split(",")[0])
+    in_float64(hf, llama)
+    tokens, targets = draw_tokens(2, 41)[:, :40], draw_tokens(2, 41)[:, 1:]
+    ours, theirs = llama(tokens), hf(tokens, use_cache=False).logits
+    assert ours.dtype == theirs.dtype == torch.float64
+    differences, expected = {"logits": relative(ours, theirs)}, gradients(hf, theirs, targets)
+    for name, gradient in gradients(llama, ours, targets).items():
+        differences[name] = relative(to_hf(name, gradient, section(size).head_dim), expected.pop(hf_name(name)))
+    assert not expected
+    # A key's bias adds the same to all scores of a query, up to the rotation: some gradients are small for their terms.
+    assert {name: d for name, d in differences.items() if not d < TOLERANCE * (10 if "bias" in name else 1)} == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unchanged_transformers_in_float32(family):
+    """Compare with transformers' own norms, rotary table, masks and softmax, as test_model.py does: TOLERANCE for the
+    2^29 times larger rounding of float32."""
+    size = {**SMALL, **FAMILIES[family]}
+    llama = build(torch.float32, **size)
+    tokens = draw_tokens(2, 48)
+    theirs = build_hf(llama, size, "eager")(tokens, use_cache=False).logits
+    assert relative(llama(tokens), theirs) < TOLERANCE * 2**29
+
+
+def test_a_plain_llama_has_no_new_parameters():
+    plain = {name for name, _ in on_meta().named_parameters()}
+    assert not [name for name in plain if "bias" in name or "q_norm" in name or "k_norm" in name]
+    every = on_meta(attention_bias="all", mlp_bias=True, qk_norm=True)
+    added = {name.split(".", 2)[2] for name, _ in every.named_parameters() if name not in plain}
+    assert added == {f"attention.{each}.bias" for each in ("wq", "wk", "wv", "wo")} | {
+        f"feed_forward.{each}.bias" for each in ("w1", "w2", "w3")
+    } | {"attention.q_norm.weight", "attention.k_norm.weight"}
+
+
+def test_biases_begin_at_zero_and_do_not_decay():
+    llama = on_meta(attention_bias="all", mlp_bias=True, qk_norm=True)
+    llama.materialize(CPU)
+    init_weights(llama, seed=0, n_layers=3, device=CPU)
+    for name, parameter in llama.named_parameters():
+        if name.endswith(".bias"):
+            assert (parameter == 0).all(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+    from titanlite.config import Config
+
+    decays = {id(p): group["weight_decay"] for group in build_optimizer(llama, Config().optimizer).param_groups
+              for p in group["params"]}  # fmt: skip
+    for name, parameter in llama.named_parameters():
+        assert decays[id(parameter)] == (0.0 if name.endswith(".bias") or "norm" in name else 0.1), name
+
+
+# The rotary embedding ------------------------------------------------------------------------------------------------
+
+ROPE = {
+    "linear": LINEAR,
+    "llama3": {"rope_scaling_factor": 8.0, "rope_original_seq_len": 64},
+    "yarn": YARN,
+    "yarn, default betas": YARN | {"rope_beta_fast": 32.0},
+    "yarn, as Qwen2.5": YARN | {"head_dim": 128, "rope_theta": 1e6, "rope_original_seq_len": 32_768,
+                                "rope_scaling_factor": 4.0, "rope_beta_fast": 32.0},
+    "yarn, factor": YARN | {"rope_attention_factor": 1.5},
+    "yarn, ramp of no width": YARN | {"rope_beta_fast": 1.001, "rope_beta_slow": 1.0, "rope_original_seq_len": 6},
+    "yarn, all channels fast": YARN | {"rope_original_seq_len": 10**12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dropped", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", ROPE)
+def test_rotary_angles_are_those_of_transformers(name, dropped):
+    """Compare cos and sin at positions 0 .. 511 in both spellings of the config. transformers computes in float32:
+    about 16 roundings of 2^-24 for a frequency, scaled up by the position; cos adds one, times the magnitude."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    model = section({**SMALL, **ROPE[name]})
+    exported = hf_config(model, max_seq_len=1024, torch_dtype="float32", bos=None, eos=None)
+    kept = {key: value for key, value in exported.items() if key not in (dropped, dropped and "rope_theta")}
+    kept |= {"rope_theta": model.rope_theta} if dropped == "rope_parameters" else {}
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**kept))
+    cos, sin = theirs(torch.zeros(1), torch.arange(512)[None])
+    frequencies, magnitude = rope_frequencies(model), rope_magnitude(model)
+    assert magnitude == pytest.approx(theirs.attention_scaling, rel=1e-15)
+    torch.testing.assert_close(theirs.inv_freq.double(), frequencies, rtol=2**-20, atol=0)
+    ours = rope_table(frequencies, 512, torch.float64, magnitude=magnitude)
+    tolerance = magnitude * (torch.outer(torch.arange(512), frequencies) * 2**-20 + 2**-22)
+    half = len(frequencies)
+    assert ((ours[..., 0] - cos[0, :, :half]).abs() <= tolerance).all()
+    assert ((ours[..., 1] - sin[0, :, :half]).abs() <= tolerance).all()
+
+
+def test_yarn_leaves_blends_and_stretches_frequencies():
+    plain, scaled = rope_frequencies(section(SMALL)), rope_frequencies(section({**SMALL, **YARN}))
+    ratio = (scaled / plain).tolist()
+    assert ratio[0] == 1
+    assert ratio[3:] == pytest.approx([1 / 8] * 5, rel=1e-15)
+    assert 1 > ratio[1] > ratio[2] > 1 / 8
+
+
+# Sliding window ------------------------------------------------------------------------------------------------------
+
+
+def qkv(length: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, length, n, 8, dtype=torch.float64, generator=generator) for n in (6, 3, 3))
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask_TT: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(8)
+    return torch.einsum("bhts,bshk->bthk", scores.masked_fill(~mask_TT, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 10, 11])
+@pytest.mark.parametrize("begins", [[0], [0, 3, 4, 9]], ids=["one document", "documents"])
+def test_window_by_hand(window, begins):
+    """Token t attends to itself and the window - 1 tokens before it, within its document."""
+    tensors, t = qkv(11), torch.arange(11)
+    document = torch.bucketize(t, torch.tensor(begins), right=True)
+    positions = t - torch.tensor(begins)[document - 1]
+    distance = t[:, None] - t
+    mask = (distance >= 0) & (distance < window) & (document[:, None] == document)
+    documents = Documents(positions.expand(2, -1)) if len(begins) > 1 else None
+    actual = ScaledDotProductAttention(window)(*tensors, documents)
+    torch.testing.assert_close(actual, masked_attention(*tensors, mask), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [11, 4096])
+def test_a_window_that_covers_the_sequence_is_none(window):
+    tensors = qkv(11)
+    assert torch.equal(ScaledDotProductAttention(window)(*tensors), ScaledDotProductAttention()(*tensors))
+
+
+def test_flops_of_heads_and_of_a_window():
+    sizes = {"layers.0.attention.wq.weight": 100}
+
+    def attention(seq_len: int, **options: Any) -> int:
+        return flops_per_token(sizes, section({**SMALL, **options}), seq_len) - 600
+
+    assert attention(10) == 12 * 3 * 64 * 10
+    assert attention(10, head_dim=24) == 12 * 3 * 4 * 24 * 10
+    assert attention(10, sliding_window=7) == 12 * 3 * 64 * 7
+    assert attention(10, sliding_window=10) == attention(10, sliding_window=11) == attention(10)
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(0, 32), (3, 3 * 8 - 4.5), (8, 32), (1, 8 - 0.5)])
+def test_the_plan_counts_what_a_window_leaves(window, pairs):
+    """Two sequences of 8 tokens, 4 heads of 16 channels. A causal mask counts as half of all pairs; a window w leaves
+    w of 8 keys to each query, except for w^2 / 2 before the beginning."""
+    with recording() as trace:
+        q, k, v = (torch.empty(16, 4, 16, dtype=torch.bfloat16) for _ in range(3))
+        bounds = torch.empty(3, dtype=torch.int32)
+        out, lse = PACKED_ATTENTION["flash"].forward(q, k, v, bounds, 8, window)
+        PACKED_ATTENTION["flash"].backward(out, q, k, v, out, lse, bounds, 8, window)
+        flops = [work.flops for segment in trace.segments for work in segment.events if getattr(work, "flops", 0)]
+    assert flops == [products * 2 * (2 * 4 * 16) * pairs for products in (2, 5)]
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
+
+QWEN3 = {"model__qk_norm": True, "model__head_dim": 6}
+BIASES = {"model__attention_bias": "all", "model__mlp_bias": True}
+WINDOW = {"model__sliding_window": 5}
+ALL = QWEN3 | BIASES | WINDOW
+"""The sequence has 16 tokens: with two ranks, chunks of a ring have 4."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shard x tp": ALL | SHARD | TP,
+    "pp x tp": ALL | PP | TP,
+    "cp": ALL | CP,
+    "window not reached, cp": CP | {"model__sliding_window": 16},
+}
+NIGHTLY: dict[str, dict[str, Any]] = {
+    "shard": ALL | SHARD,
+    "tp": ALL | TP,
+    "zero-bubble": ALL | schedule("InterleavedZeroBubble"),
+    "cp x tp": ALL | CP | TP,
+    "ulysses": ALL | ULYSSES,
+    "ring 2 x ulysses 2": ALL | USP,
+    "document mask, cp x tp": ALL | CP | TP | DOCUMENTS,
+    "tied, tp": ALL | TIED | TP,
+    "compiled, tp": ALL | COMPILED | TP,
+    "selective AC, tp": ALL | SELECTIVE | TP,
+    "full AC, pp": ALL | FULL | PP,
+    "qkv biases, tp": {"model__attention_bias": "qkv"} | TP,
+    "q and k norms, shard x tp": QWEN3 | SHARD | TP,
+    "window, shard": WINDOW | SHARD,
+    "biases, CPU offload, tp": BIASES | OFFLOAD | TP,
+}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+def test_layout_matches_reference(ranks, tmp_path, name):
+    layout = (LAYOUTS | NIGHTLY)[name]
+    options = with_batches(layout)
+    actual = compare(ranks, tmp_path, world_size(layout), options)
+    assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
+    assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
+    of_a_layer = 9 + {"all": 4, "qkv": 3, "none": 0}[options.get("model__attention_bias", "none")]
+    of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * options.get("model__qk_norm", False)
+    n_parameters = 2 + options["model__n_layers"] * of_a_layer + (not options.get("model__tie_embeddings"))
+    assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+
+
+def test_window_changes_what_is_computed(tmp_path):
+    """The layouts above would agree with the reference, too, if both ignored the window."""
+    from titanlite.parity.compare import differences
+    from titanlite.parity.reference import run_reference
+
+    traces = [run_reference(resolve(tmp_path, 1, options), CPU, steps=1) for options in ({}, WINDOW)]
+    assert differences(*traces)["step 1 loss"] > 1e-6

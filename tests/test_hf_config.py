@@ -1,0 +1,378 @@
+"""config.json of Hugging Face: both spellings, the families, and what is rejected, in one line each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config_helpers import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
+from titanlite.config.hf_config import LARGEST_FILE, hf_config, model_options
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.schema import Model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 80,
+}
+"""A config.json as small as one can be."""
+QWEN2, QWEN3, MISTRAL = ({**LLAMA, "model_type": name} for name in ("qwen2", "qwen3", "mistral"))
+ASSETS = "model.hf_assets_path"
+
+
+def write(folder: Path, content: Any) -> Path:
+    """Write a config.json, from an object or as text or bytes, and return its folder."""
+    content = content if isinstance(content, (str, bytes)) else json.dumps(content)
+    (folder / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def options(folder: Path, content: Any) -> dict[str, Any]:
+    return model_options(write(folder, content))
+
+
+# What is read --------------------------------------------------------------------------------------------------------
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_LLAMA3 = {
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 8.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_seq_len": 8192,
+}
+YARN = {"factor": 4, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5, "original_max_position_embeddings": 512}
+ROPE_YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_beta_fast": 16.0,
+    "rope_beta_slow": 2.0,
+    "rope_attention_factor": 1.5,
+    "rope_original_seq_len": 512,
+}
+SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
+# fmt: off
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the least":           (LLAMA, {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "head_dim": 16,
+                                    "ffn_dim": 96, "vocab_size": 80, "norm_eps": 1e-6, "tie_embeddings": False,
+                                    "attention_bias": "none", "mlp_bias": False, "qk_norm": False, "sliding_window": 0,
+                                    "rope_theta": 10_000.0, "rope_scaling_factor": 1.0}),
+    "null":                ({**LLAMA, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None},
+                            {"n_kv_heads": 4, "head_dim": 16, "rope_scaling_factor": 1.0}),
+    "all":                 ({**LLAMA, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+                             "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+                             "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "pretraining_tp": 1,
+                             "attention_dropout": 0.0},
+                            {"n_kv_heads": 2, "head_dim": 32, "norm_eps": 1e-5, "rope_theta": 5e5, "mlp_bias": True,
+                             "tie_embeddings": True, "attention_bias": "all"}),
+    "heads of any width":  ({**MISTRAL, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12},
+                            {"n_heads": 5, "n_kv_heads": 5, "head_dim": 12}),
+    "theta, hub":          ({**LLAMA, "rope_theta": 5}, {"rope_theta": 5.0}),
+    "theta, 5.0":          ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5.5}},
+                            {"rope_theta": 5.5, "rope_scaling_factor": 1.0}),
+    "llama3, hub":         ({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+                            {"rope_theta": 5e5, **ROPE_LLAMA3}),
+    "llama3, 5.0":         ({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+                            {"rope_theta": 5e5, **ROPE_LLAMA3}),
+    "both spellings":      ({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3},
+                             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+                            {"rope_theta": 5e5, **ROPE_LLAMA3}),
+    "linear, old key":     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}},
+                            {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}),
+    "yarn":                ({**LLAMA, "rope_scaling": {"rope_type": "yarn", **YARN}}, ROPE_YARN),
+    "yarn, least":         ({**LLAMA, "max_position_embeddings": 256, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+                            {"rope_scaling_type": "yarn", "rope_beta_fast": 32.0, "rope_beta_slow": 1.0,
+                             "rope_attention_factor": -1, "rope_original_seq_len": 256}),
+    "mistral":             (MISTRAL, {"sliding_window": 4096, "n_kv_heads": 8, "head_dim": 16}),
+    "mistral, no window":  ({**MISTRAL, "sliding_window": None, "num_key_value_heads": 2},
+                            {"sliding_window": 0, "n_kv_heads": 2}),
+    "mistral, window":     ({**MISTRAL, "sliding_window": 7, "layer_types": SLIDING}, {"sliding_window": 7}),
+    "qwen2":               (QWEN2, {"attention_bias": "qkv", "qk_norm": False, "sliding_window": 0, "n_kv_heads": 32}),
+    "qwen2, unused":       ({**QWEN2, "use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1},
+                            {"sliding_window": 0}),
+    "qwen2, window":       ({**QWEN2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+                            {"sliding_window": 7}),
+    "qwen2, no layer":     ({**QWEN2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+                            {"sliding_window": 0}),
+    "qwen3":               (QWEN3, {"qk_norm": True, "head_dim": 128, "attention_bias": "none", "sliding_window": 0}),
+    "qwen3, biases":       ({**QWEN3, "attention_bias": True, "layer_types": FULL},
+                            {"attention_bias": "all", "sliding_window": 0}),
+    "qwen3, layer types":  ({**QWEN3, "use_sliding_window": True, "sliding_window": 7, "layer_types": SLIDING},
+                            {"sliding_window": 7}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", READ)
+def test_values(tmp_path: Path, name: str):
+    content, expected = READ[name]
+    actual = options(tmp_path, content)
+    assert {key: actual[key] for key in expected} == expected
+    assert actual.keys() == SIZES["debug"].keys()
+    Model.model_validate({**actual, "flavor": "from_hf"})  # complete, and of the right types
+
+
+@pytest.mark.parametrize("name", READ)
+def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
+    """transformers reads the same file: its dimensions are ours."""
+    from transformers import AutoConfig
+
+    ours = options(tmp_path, READ[name][0])
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (ours["dim"], ours["n_heads"], ours["n_kv_heads"]) == (
+        theirs.hidden_size,
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+    )
+    assert ours["head_dim"] == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours["norm_eps"], ours["tie_embeddings"]) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert ours["rope_scaling_factor"] == theirs.rope_parameters.get("factor", 1.0)
+    if "original_max_position_embeddings" in theirs.rope_parameters:
+        assert ours["rope_original_seq_len"] == theirs.rope_parameters["original_max_position_embeddings"]
+    window = getattr(theirs, "sliding_window", None)
+    if hasattr(theirs, "layer_types") and theirs.model_type != "mistral":
+        window = window if set(theirs.layer_types) == {"sliding_attention"} else None
+    assert ours["sliding_window"] == (window or 0)
+
+
+# What is rejected ----------------------------------------------------------------------------------------------------
+
+ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3"'
+INTEGER = "expected an integer from 1 to 2147483647"
+
+
+def scaled(**values: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_scaling": values}
+
+
+# fmt: off
+REJECTED: list[tuple[Any, list[str]]] = [
+    ({}, [f"model_type is missing: {ONE_OF}"]),
+    ({**LLAMA, "model_type": "mixtral"}, [f'model_type = "mixtral": {ONE_OF}']),
+    ({**LLAMA, "model_type": ["llama"]}, [f"model_type = a list: {ONE_OF}"]),
+    ({"model_type": "llama"}, [f"{key} is missing: {INTEGER}" for key in (
+        "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")]),
+    ({**LLAMA, "architectures": ["LlamaModel"]}, ['architectures = a list: expected ["LlamaForCausalLM"]']),
+    ({**LLAMA, "hidden_act": "gelu"}, ['hidden_act = "gelu": expected "silu"; the feed-forward layer is SwiGLU']),
+    ({**LLAMA, "attention_dropout": 0.1}, ["attention_dropout = 0.1: expected 0; there is no dropout"]),
+    ({**LLAMA, "pretraining_tp": 2}, ["pretraining_tp = 2: expected 1"]),
+    ({**LLAMA, "pretraining_tp": True}, ["pretraining_tp = true: expected 1"]),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5: expected 1; all channels are rotated"]),
+    ({**LLAMA, "is_causal": False}, ["is_causal = false: expected true"]),
+    ({**LLAMA, "quantization_config": {"bits": 4}}, ["quantization_config = an object: expected null"]),
+    ({**LLAMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+     ["attn_logit_softcapping = 50.0: expected null", "final_logit_softcapping = 30.0: expected null"]),
+    # wrong types, and numbers that no model has
+    ({**LLAMA, "hidden_size": "64"}, [f'hidden_size = "64": {INTEGER}']),
+    ({**LLAMA, "hidden_size": 64.0}, [f"hidden_size = 64.0: {INTEGER}"]),
+    ({**LLAMA, "num_hidden_layers": True}, [f"num_hidden_layers = true: {INTEGER}"]),
+    ({**LLAMA, "vocab_size": 10**30}, [f"vocab_size = {10**30}: {INTEGER}"]),
+    ({**LLAMA, "intermediate_size": -1}, [f"intermediate_size = -1: {INTEGER}"]),
+    ({**LLAMA, "num_key_value_heads": 0}, [f"num_key_value_heads = 0: {INTEGER}"]),
+    ({**LLAMA, "head_dim": -1}, [f"head_dim = -1: {INTEGER}"]),
+    ({**LLAMA, "rms_norm_eps": 0}, ["rms_norm_eps = 0: expected a finite number > 0"]),
+    ({**LLAMA, "rms_norm_eps": 10**400}, ["rms_norm_eps = 1000", ]),
+    ({**LLAMA, "rope_theta": "10000"}, ['rope_theta = "10000": expected a finite number > 0']),
+    ({**LLAMA, "tie_word_embeddings": 1}, ["tie_word_embeddings = 1: expected true or false"]),
+    ({**LLAMA, "rope_scaling": [1]}, ["rope_scaling = a list: expected an object"]),
+    ({**LLAMA, "rope_parameters": "x" * 200}, [f'rope_parameters = "{"x" * 79}...: expected an object']),
+    # biases and windows
+    ({**MISTRAL, "attention_bias": True, "mlp_bias": True},
+     ['attention_bias = true: "mistral" does not read it', 'mlp_bias = true: "mistral" does not read it']),
+    ({**QWEN2, "attention_bias": False}, ['attention_bias = false: "qwen2" does not read it']),
+    ({**LLAMA, "sliding_window": 4096}, ['sliding_window = 4096: "llama" does not read it']),
+    ({**MISTRAL, "sliding_window": 0}, [f"sliding_window = 0: {INTEGER}"]),
+    ({**MISTRAL, "layer_types": FULL}, ['layer_types = a list: expected "sliding_attention" for each of the 3 layers']),
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers = 1: expected 0, or at least"]),
+    ({**QWEN3, "use_sliding_window": True, "layer_types": ["full_attention", *SLIDING[1:]]}, ["layer_types = a list"]),
+    ({**QWEN3, "layer_types": SLIDING}, ['layer_types = a list: expected "full_attention" for each of the 3 layers']),
+    ({**QWEN3, "layer_types": 3}, ["layer_types = 3: expected"]),
+    ({**QWEN3, "layer_types": [["full_attention"], {}, None]}, ["layer_types = a list: expected"]),
+    # the rotary embedding
+    (scaled(type="dynamic", factor=2.0),
+     ['rope_scaling.type = "dynamic": expected one of "default", "linear", "llama3", "yarn"',
+      "rope_scaling.factor = 2.0: the rotary embedding of type"]),
+    (scaled(rope_type="longrope"), ['rope_scaling.rope_type = "longrope": expected one of']),
+    (scaled(rope_type="linear"), ["rope_scaling.factor is missing: expected a finite number >= 1"]),
+    (scaled(rope_type="linear", factor=0.5), ["rope_scaling.factor = 0.5: expected a finite number >= 1"]),
+    (scaled(rope_type="llama3", factor=8.0), [f"max_position_embeddings is missing: {INTEGER}",
+     *(f"rope_scaling.{part}_freq_factor is missing: expected a finite number > 0" for part in ("low", "high"))]),
+    (scaled(rope_type="yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
+     ["rope_scaling.mscale = 1.0: the rotary embedding of type", "rope_scaling.mscale_all_dim = 1.0"]),
+    (scaled(rope_type="yarn", **YARN, truncate=False), ["rope_scaling.truncate = false: the rotary embedding of type"]),
+    (scaled(rope_type="yarn", **{**YARN, "factor": 1}), ["rope_scaling.attention_factor = 1.5: read only when factor"]),
+    (scaled(mrope_section=[16, 24, 24]), ["rope_scaling.mrope_section = a list: the rotary embedding of type"]),
+    (scaled(partial_rotary_factor=0.5), ["rope_scaling.partial_rotary_factor = 0.5: expected 1"]),
+    (scaled(**{"\u001b[2J\n": 1}), [r"rope_scaling.\u001b[2J\n = 1: the rotary embedding of type"]),
+    ({**scaled(type="linear", factor=2.0), "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+     ["rope_parameters = an object: expected the same as rope_scaling and rope_theta"]),
+    ({**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+     ["rope_parameters.full_attention = an object: the rotary embedding of type"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("content", "expected"), REJECTED, ids=[lines[0][:60] for _, lines in REJECTED])
+def test_rejected_in_one_line_each(tmp_path: Path, content: Any, expected: list[str]):
+    lines = problems(lambda: options(tmp_path, content))
+    assert len(lines) == len(expected), lines
+    for line, text in zip(lines, expected, strict=True):
+        assert line.startswith(f"{tmp_path / 'config.json'}: {text}"), (line, text)
+        assert "\n" not in line
+        assert len(line) < len(str(tmp_path)) + 300
+
+
+DEEP = '{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+BROKEN: dict[str, tuple[Any, str]] = {
+    "a list": ("[1, 2]", "expected a JSON object, got a list"),
+    "a number": ("3", "expected a JSON object, got 3"),
+    "cut off": ('{"model_type": "lla', "not valid JSON: "),
+    "empty": ("", "not valid JSON: "),
+    "not UTF-8": (b'{"model_type": "\xff"}', "not valid JSON: "),
+    "NaN": ('{"rms_norm_eps": NaN}', "not valid JSON: NaN is no JSON number"),
+    "infinity": ('{"rms_norm_eps": -Infinity}', "not valid JSON: -Infinity is no JSON number"),
+    "nested deeply": (DEEP, "not valid JSON: "),
+    "large": (b" " * (LARGEST_FILE + 1), "expected at most 1,048,576 bytes"),
+    "many digits": ('{"vocab_size": ' + "9" * 100_000 + "}", ""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_is_one_line(tmp_path: Path, name: str):
+    content, text = BROKEN[name]
+    (line,) = problems(lambda: options(tmp_path, content))
+    assert line.startswith(f"{tmp_path / 'config.json'}: {text}")
+
+
+def test_infinite_number_is_rejected(tmp_path: Path):
+    text = json.dumps(LLAMA)[:-1] + ', "rms_norm_eps": 1e999}'
+    (line,) = problems(lambda: options(tmp_path, text))
+    assert line.endswith("rms_norm_eps = inf: expected a finite number > 0")
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "pipe"])
+def test_what_is_no_file_is_one_line(tmp_path: Path, kind: str):
+    """Nor does a pipe, from which nothing comes, hang."""
+    file = tmp_path / "config.json"
+    make = {"nothing": lambda: None, "folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}
+    make[kind]()
+    assert problems(lambda: model_options(tmp_path)) == [f"{file}: no such file"]
+
+
+# flavor = "from_hf" --------------------------------------------------------------------------------------------------
+
+
+def test_flavor_from_hf(tmp_path: Path):
+    write(tmp_path, QWEN2 | {"num_key_value_heads": 2})
+    settings = {FLAVOR: "from_hf", ASSETS: str(tmp_path)}
+    loaded = load(tmp_path, settings)
+    model = loaded.config.model
+    assert (model.dim, model.n_layers, model.attention_bias, model.head_dim) == (64, 3, "qkv", 16)
+    changed = load(tmp_path, {**settings, LAYERS: 5, f"--{WINDOW}": 4}).config.model
+    assert changed.model_dump() == {**model.model_dump(), "n_layers": 5, "sliding_window": 4}
+    (tmp_path / "config.json").unlink()
+    assert load(tmp_path, loaded.config.toml()).config == loaded.config  # a resolved config needs the folder no more
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 'model.hf_assets_path = "": expected the folder of a config.json'),
+        ({ASSETS: 3}, "model.hf_assets_path = 3: expected the folder of a config.json"),
+        ({ASSETS: "/nowhere"}, "/nowhere/config.json: no such file"),
+    ],
+)
+def test_flavor_from_hf_without_a_file(tmp_path: Path, settings: dict[str, Any], expected: str):
+    (line,) = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", **settings}))
+    assert line.startswith(expected)
+
+
+def test_rules_apply_to_a_file_too(tmp_path: Path):
+    write(tmp_path, {**LLAMA, "num_key_value_heads": 3})
+    (line,) = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: str(tmp_path)}))
+    assert "model.n_kv_heads = 3 (default): expected a divisor of model.n_heads = 4" in line
+
+
+def test_it_needs_no_torch(tmp_path: Path):
+    write(tmp_path, LLAMA)
+    code = (
+        "import sys\nfrom titanlite.config.schema import Model\n"
+        f"Model.model_validate({{'flavor': 'from_hf', 'hf_assets_path': {str(tmp_path)!r}}})\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+# Back ----------------------------------------------------------------------------------------------------------------
+
+TOKENS = {"max_seq_len": 1024, "torch_dtype": "bfloat16", "bos": 1, "eos": None}
+
+
+def model(**values: Any) -> Model:
+    return Model.model_validate({"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, **values})
+
+
+@pytest.mark.parametrize("flavor", SIZES)
+def test_every_size_comes_back(tmp_path: Path, flavor: str):
+    """What is exported is read as the same options, in both spellings; transformers accepts it."""
+    from transformers import AutoConfig
+
+    section = Model.model_validate({"flavor": flavor})
+    exported = hf_config(section, **TOKENS)
+    expected = section.model_dump(exclude={"flavor", "hf_assets_path"})
+    for dropped in ({}, {"rope_parameters"}, {"rope_theta", "rope_scaling"}):
+        kept = {key: value for key, value in exported.items() if key not in dropped}
+        actual = options(tmp_path, kept)
+        unread = set() if section.rope_scaling_factor > 1 else {"rope_original_seq_len"}
+        assert {key: value for key, value in actual.items() if key not in unread} == {
+            key: value for key, value in expected.items() if key not in unread
+        }
+    theirs = AutoConfig.from_pretrained(write(tmp_path, exported))
+    assert [type(theirs).__name__.replace("Config", "ForCausalLM")] == theirs.architectures == exported["architectures"]
+    assert (theirs.hidden_size, str(theirs.dtype), theirs.bos_token_id) == (section.dim, "torch.bfloat16", 1)
+    assert theirs.max_position_embeddings == 1024
+
+
+COMBINATIONS = {
+    "llama": {"attention_bias": "all", "mlp_bias": True},
+    "mistral": {"sliding_window": 8},
+    "mistral, width": {"dim": 60, "n_heads": 8},
+    "qwen2": {"attention_bias": "qkv", "sliding_window": 8},
+    "qwen3": {"qk_norm": True, "attention_bias": "all", "sliding_window": 8, "head_dim": 32},
+    "llama, linear": {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
+    "llama, yarn": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_beta_fast": 20.0},
+    "llama, yarn, factor": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.25},
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations_come_back(tmp_path: Path, name: str):
+    section = model(**COMBINATIONS[name])
+    exported = hf_config(section, **TOKENS)
+    assert exported["model_type"] == name.split(",")[0]
+    actual = options(tmp_path, exported)
+    assert Model.model_validate(actual).model_copy(update={"flavor": "debug"}) == section
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"qk_norm": True, "mlp_bias": True},
+        {"qk_norm": True, "attention_bias": "qkv"},
+        {"attention_bias": "qkv", "mlp_bias": True},
+        {"attention_bias": "all", "sliding_window": 8},
+        {"mlp_bias": True, "dim": 60, "n_heads": 8},
+    ],
+)
+def test_what_no_family_has_is_rejected(values: dict[str, Any]):
+    (line,) = problems(lambda: hf_config(model(**values), **TOKENS))
+    assert "no family of transformers has all of these" in line
+    assert all(f"model.{key} = " in line for key in values)
