@@ -1,0 +1,116 @@
+"""Small models of transformers with random weights, and the same [model] options for ours."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Model
+from titanlite.hf.names import from_hf
+from titanlite.model import Llama
+
+CPU = torch.device("cpu")
+SEQ_LEN = 24
+OURS: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "vocab_size": 60,
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+THEIRS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 60,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": SEQ_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "llama": ({}, "llama", {}),
+    "llama, tied": ({"tie_embeddings": True}, "llama", {"tie_word_embeddings": True}),
+    "llama, biases": (
+        {"attention_bias": "all", "mlp_bias": True},
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ({"sliding_window": 8}, "mistral", {"sliding_window": 8}),
+    "qwen2": ({"attention_bias": "qkv"}, "qwen2", {}),
+    "qwen3": ({"qk_norm": True, "head_dim": 16}, "qwen3", {"head_dim": 16}),
+    "qwen3, biases": (
+        {"qk_norm": True, "head_dim": 16, "attention_bias": "all"},
+        "qwen3",
+        {"head_dim": 16, "attention_bias": True},
+    ),
+}
+"""Our options that differ from OURS, transformers' model type, and its settings that differ from THEIRS."""
+
+
+def model_options(family: str = "llama", **options: Any) -> Model:
+    return Model.model_validate({**OURS, **FAMILIES[family][0], **options})
+
+
+def build_hf(family: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Return a model of transformers whose weights are larger than initial ones, and nowhere 0 or 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _, kind, different = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **{**THEIRS, **different, **settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
+    return model
+
+
+def save_hf(folder: Path, family: str = "llama", **arguments: Any) -> Any:
+    """Save a small model of transformers into a folder, and return it."""
+    model = build_hf(family, dtype=arguments.pop("dtype", torch.float32))
+    model.save_pretrained(folder, **arguments)
+    return model
+
+
+def empty_model(options: Model, dtype: torch.dtype = torch.float32) -> Llama:
+    """Return our model in this process, its weights NaN."""
+    with torch.device("meta"):
+        model = Llama(options, max_seq_len=SEQ_LEN).to(dtype)
+    model.materialize(CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+def expected_weights(hf: Any, model: Llama, options: Model) -> dict[str, Tensor]:
+    """Return what each of our parameters must be, from transformers' model in memory."""
+    from titanlite.hf.names import hf_name
+
+    theirs = hf.state_dict()
+    return {name: from_hf(name, theirs[hf_name(name)], options) for name, _ in model.named_parameters()}
+
+
+def draw_tokens(n_sequences: int = 2) -> Tensor:
+    return torch.randint(OURS["vocab_size"], (n_sequences, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+LOGITS_TOLERANCE = 5e-5
+"""As in tests/test_model.py: in float32 a product of n terms is off by up to n x 6e-8 of its terms' sizes, some 5e-6
+for the 48 of the widest one here, and there are some 60 such products on the path, whose errors add up at random."""

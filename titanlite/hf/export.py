@@ -1,0 +1,211 @@
+"""Writing a checkpoint's weights as a Hugging Face folder, one tensor in memory at a time: a machine without the
+training's memory or devices can export any model.
+
+The safetensors library writes a file from all of its tensors at once, so the format is written here: the header's
+length as 8 bytes (little endian), a JSON header with dtype, shape and place of each tensor, and their bytes.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from titanlite.config.hf_config import hf_config
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Model
+from titanlite.hf.load import DTYPES, INDEX, SINGLE
+from titanlite.hf.names import hf_name, parameter_shapes, to_hf
+from titanlite.progress import progress
+
+SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in DTYPES.items()}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def export(
+    reader: Any,
+    options: Model,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    tokenizer: Path | None = None,
+    bos: int | None = None,
+    eos: int | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> int:
+    """Write the model as a folder that transformers loads, and return the number of its safetensors files.
+
+    The folder gets its name when it is complete; until then it is `out` with .tmp added.
+
+    Args:
+        reader: a titanlite.checkpoint.reader.CheckpointReader: `shapes` by name, and `read(name)`.
+        options: the [model] section of the checkpoint.
+        dtype: of the written weights.
+        max_seq_len: positions that the model was trained for.
+        tokenizer: tokenizer.json, or the folder with it, to copy; None: no tokenizer files.
+        bos: token id of BOS; None: the model has none.
+        eos: token id of EOS; None: it is not known.
+        max_file_bytes: most bytes of tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
+    """
+    shapes = _checked_shapes(reader, options, dtype)
+    config = hf_config(options, max_seq_len=max_seq_len, torch_dtype=_name(dtype), bos=bos, eos=eos)
+    folder = out.with_name(f"{out.name}.tmp")
+    for path, what in ((out, "choose another folder"), (folder, "left by an export that was ended; delete it")):
+        if path.exists():
+            raise ConfigError([f"{path}: exists; {what}"])
+    folder.mkdir(parents=True)
+    try:
+        _write_json(folder / "config.json", config)
+        special_tokens = {"bos_token_id": bos, "eos_token_id": eos}
+        generation = {key: token for key, token in special_tokens.items() if token is not None}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, folder)
+        n_files = _write_weights(reader, shapes, options, folder, dtype, max_file_bytes)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    return n_files
+
+
+def _checked_shapes(reader: Any, options: Model, dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shape of each parameter. Raises ConfigError if the checkpoint's weights are not those of the model, or
+    the dtype is unsupported."""
+    if dtype not in SAFETENSORS_DTYPES:
+        raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(DTYPES.values())}"])
+    saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+    layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
+    if len(layers) != options.n_layers:  # before a model of any size is built
+        problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
+        raise ConfigError([f"{problem}; it is damaged"])
+    shapes = parameter_shapes(options)
+    problems = [
+        f"{name}: the checkpoint has {_shape(saved.get(name))}, and its [model] options say {_shape(shapes.get(name))}"
+        for name in sorted(saved.keys() | shapes.keys())
+        if saved.get(name) != shapes.get(name)
+    ]
+    if problems:
+        raise ConfigError([f"{problems[0]}; {len(problems)} tensors differ, so the checkpoint is damaged"])
+    return shapes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "no such tensor" if shape is None else f"shape {list(shape)}"
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer. Raises ConfigError if there is no tokenizer.json."""
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not file.is_file():
+        raise ConfigError([f"{file}: no such file; expected a tokenizer.json, or the folder that contains it"])
+    for name in TOKENIZER_FILES:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+    shutil.copyfile(file, folder / "tokenizer.json")  # a file may have another name
+
+
+def _write_weights(
+    reader: Any,
+    shapes: dict[str, torch.Size],
+    options: Model,
+    folder: Path,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> int:
+    """Write the safetensors files, and their index if there are several. Return how many they are."""
+    groups = partition({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
+    total, weight_map = len(groups), {}
+    with progress(f"writing {folder}", total=len(shapes), unit="tensors") as advance:
+
+        def tensor(name: str) -> Tensor:
+            advance()
+            return _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtype)
+
+        for number, names in enumerate(groups, 1):
+            file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            write_safetensors(folder / file, {name: shapes[name] for name in names}, dtype, tensor)
+            weight_map |= {hf_name(name): file for name in names}
+    if total > 1:
+        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+    return total
+
+
+def partition(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """Return the names in groups, in their order, of which none exceeds `most` bytes unless it is a single tensor."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not groups or filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype. Raises ConfigError if a finite number is too large for it."""
+    if tensor.dtype == dtype:
+        return tensor
+    result = tensor.to(dtype)
+    if result.isfinite().sum() != tensor.isfinite().sum():
+        largest = show(tensor[tensor.isfinite()].abs().max().item())
+        raise ConfigError(
+            [f"--dtype {_name(dtype)}: {name} has {largest}, beyond its range; choose bfloat16 or float32"]
+        )
+    return result
+
+
+def write_safetensors(
+    file: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, tensor: Callable[[str], Tensor]
+) -> None:
+    """Write a safetensors file of parameters under their names in transformers, calling `tensor` for one at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        code = SAFETENSORS_DTYPES[dtype]
+        header[hf_name(name)] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    with open(file, "xb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in shapes:
+            stream.write(tensor(name).contiguous().flatten().view(torch.uint8).numpy())
+        _sync(stream)
+
+
+def _write_json(file: Path, content: Any) -> None:
+    with open(file, "xb") as stream:
+        stream.write(json.dumps(content, indent=2).encode() + b"\n")
+        _sync(stream)
+
+
+def _sync(stream: BinaryIO) -> None:
+    """Have what was written reach the disk before the folder gets its name."""
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,115 @@
+"""Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
+
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--max-seq-len N]
+
+CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
+exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json and the tokenizer's
+files. One process with the memory of one tensor is enough, without a GPU.
+
+The tokenizer and the sequence length are those of the run's config.toml, beside the folder of its checkpoints, unless
+--tokenizer and --max-seq-len name others.
+
+Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titanlite.config.loader import ConfigError, print_problems, read_toml, show
+from titanlite.config.schema import Model
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite export`. Returns the exit status."""
+    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--max-seq-len N]"
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the checkpoint's)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
+    parser.add_argument("--max-seq-len", type=int, metavar="N", help="positions that config.json states")
+    arguments = parser.parse_args(argv)
+    try:
+        run(arguments.checkpoint, arguments.out, arguments.dtype, arguments.tokenizer, arguments.max_seq_len)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    except OSError as error:
+        print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, max_seq_len: int | None) -> None:
+    """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
+    import torch  # here, so that --help does not wait for it
+
+    from titanlite.checkpoint.reader import CheckpointReader
+    from titanlite.data.tokenizer import build_tokenizer
+    from titanlite.hf.export import export
+
+    path = find_checkpoint(checkpoint)
+    reader = CheckpointReader(path)
+    options = model_options(path, reader.state)
+    config_file = path.resolve().parents[1] / "config.toml"
+    config = read_toml(str(config_file)) if config_file.exists() else {}
+    max_seq_len = max_seq_len or _value(config, "training", "seq_len")
+    if type(max_seq_len) is not int or max_seq_len < 1:
+        raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
+    assets = _value(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
+    if isinstance(assets, str):
+        built, source = build_tokenizer(assets), assets or "bytes, so there are no files of it"
+        if built.vocab_size > options.vocab_size:
+            problem = (
+                f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of the "
+            )
+            raise ConfigError([f"{problem}tokenizer; name that of the run with --tokenizer"])
+        bos, eos = built.bos, built.eos
+    else:
+        bos, eos, source = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
+    kind = getattr(torch, dtype) if dtype else reader.dtypes["model.tok_embeddings.weight"]
+    files = Path(assets).expanduser() if assets else None
+    tokens = {"tokenizer": files, "bos": bos, "eos": eos}
+    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **tokens)
+    print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
+    print(f"tokenizer: {source}")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return a step-N folder, or the newest one of a run's checkpoints. Raises ConfigError if there is none."""
+    if path.name.startswith("step-"):
+        return path
+    steps = [folder.name.removeprefix("step-") for folder in path.glob("step-*")]
+    newest = max((int(step) for step in steps if step.isdecimal()), default=None)
+    if newest is None:
+        raise ConfigError([f"{path}: expected a checkpoint's step-N folder, or a folder with such folders"])
+    return path / f"step-{newest}"
+
+
+def model_options(path: Path, state: dict[str, Any]) -> Model:
+    """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
+    identity = state.get("identity")
+    identity = identity if isinstance(identity, dict) else {}
+    expected = Model.model_fields.keys() - {"flavor", "hf_assets_path"}
+    missing = sorted(expected - identity.keys())
+    if missing:
+        problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
+        raise ConfigError([problem])
+    try:
+        return Model.model_validate({key: identity[key] for key in expected})
+    except ValidationError as error:
+        (key, *_), value = error.errors()[0]["loc"], error.errors()[0]["input"]
+        raise ConfigError([f"{path}: model.{key} = {show(value)}: {error.errors()[0]['msg']}"]) from None
+
+
+def _value(config: dict[str, Any], section: str, key: str) -> Any:
+    """Return a value of a run's config.toml; None if it lacks the section or the key."""
+    values = config.get(section)
+    return values.get(key) if isinstance(values, dict) else None

@@ -1,0 +1,222 @@
+"""Loading the weights of a Hugging Face folder into a model of any layout: each rank reads only the rows and columns
+of its own shards, one tensor after the other.
+
+    folder/model.safetensors                                         all weights, or
+    folder/model.safetensors.index.json                              the file of each tensor, and
+    folder/model-00001-of-00004.safetensors ...                      the files
+
+Nothing is executed: safetensors are bytes behind a JSON header, and the pickles of older models (*.bin) are rejected.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from titanlite.config.hf_config import read_json_object
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Model
+from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows
+from titanlite.progress import progress
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtype that is read, as safetensors name it: its name in torch."""
+EMBEDDING = "tok_embeddings.weight"
+NOT_A_WEIGHT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Rotary frequencies, which older versions of transformers saved. They follow from the config."""
+QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
+"""The end of names that quantized models have beside or instead of their weights."""
+
+
+def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
+    """Load the weights of a Hugging Face folder into this rank's modules, plain tensors or DTensors of any placement.
+
+    Every weight is cast to its parameter's dtype. `options` is the [model] section of the full model, and `model` may
+    be a pipeline stage of it. No rank communicates: whoever calls this has the ranks agree on whether it raised.
+
+    Raises:
+        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read. No weight
+            has changed then.
+    """
+    parameters, names, files = dict(model.named_parameters()), hf_names(options), tensor_files(folder)
+    problems = _name_problems(folder, set(files), set(names.values()), tied=options.tie_embeddings)
+    if problems:
+        raise ConfigError(problems)
+    shapes = {names[name]: parameter.shape for name, parameter in parameters.items()}
+    has_both = options.tie_embeddings and OUTPUT_HEAD in files and EMBEDDING in parameters
+    if has_both:
+        shapes[OUTPUT_HEAD] = parameters[EMBEDDING].shape
+    for file in sorted({files[name] for name in shapes}):
+        problems += _file_problems(file, {name: shape for name, shape in shapes.items() if files[name] == file})
+    if problems:
+        raise ConfigError(problems)
+    if has_both:
+        _check_tied(files, parameters[EMBEDDING], options)
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    with progress(f"loading {folder}", total=len(parameters), unit="tensors", enabled=is_rank0) as advance:
+        for name, parameter in parameters.items():
+            _fill(parameter, name, files[names[name]], options)
+            advance()
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a Hugging Face folder, by the tensor's name.
+
+    Raises:
+        ConfigError: if the folder has no safetensors, or its index is not a map from tensors to files beside it.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
+    if single.is_file():
+        with _open(single) as tensors:
+            return dict.fromkeys(tensors.keys(), single)
+    if not index.is_file():
+        problem = f"{folder}: expected the folder of a Hugging Face model, with {SINGLE} or {INDEX}"
+        if any(folder.glob("*.bin")):
+            problem += "; *.bin files are pickles, which are never loaded: convert them to safetensors"
+        raise ConfigError([problem])
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ConfigError([f'{index}: expected an object with "weight_map", from names of tensors to names of files'])
+    for name, file in files.items():
+        if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
+            problem = f"{index}: weight_map has {show(file)} for {show(name)}: expected the name of a .safetensors file"
+            raise ConfigError([f"{problem} in the same folder"])
+    return {name: folder / file for name, file in files.items()}
+
+
+def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: bool) -> list[str]:
+    """Return a line for tensors that the model needs and the folder lacks, and one for those that it has besides."""
+    problems = []
+    missing = sorted(expected - found)
+    other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
+    if tied and OUTPUT_HEAD in other:
+        other.remove(OUTPUT_HEAD)  # compared with the embedding later
+    if missing:
+        what = "which the model needs"
+        if missing == [OUTPUT_HEAD]:
+            what += " unless model.tie_embeddings = true"
+        problems.append(f"{folder}: lacks {_first(missing)}, {what}; set [model] to the options of this folder's model")
+    quantized = [name for name in other if QUANTIZED.search(name)]
+    if quantized:
+        what = "quantized weights are not read; use the model's release in bfloat16 or float32"
+        problems.append(f"{folder}: has {_first(quantized)}: {what}")
+    elif other:
+        what = "which the model lacks; set [model] to the options of this folder's model"
+        problems.append(f"{folder}: has {_first(other)}, {what}")
+    return problems
+
+
+def _first(names: list[str]) -> str:
+    return show(names[0]) + (f" and {len(names) - 1} other tensors" if len(names) > 1 else "")
+
+
+def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
+    """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype."""
+    problems = []
+    try:
+        with _open(file) as tensors:
+            inside = set(tensors.keys())
+            for name, shape in shapes.items():
+                if name not in inside:
+                    problems.append(f"{file}: lacks {show(name)}, which {INDEX} says it has; download the folder again")
+                    continue
+                header = tensors.get_slice(name)
+                if header.get_shape() != list(shape):
+                    problem = f"{file}: {name} has shape {header.get_shape()}, and the model needs {list(shape)}"
+                    problems.append(f"{problem}; set [model] to the options of this folder's model")
+                if header.get_dtype() not in DTYPES:
+                    problem = f"{file}: {name} has dtype {header.get_dtype()}: expected one of {', '.join(DTYPES)}"
+                    problems.append(f"{problem}; use the model's release in one of them")
+    except ConfigError as error:
+        return error.problems
+    return problems
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged."""
+    if not file.is_file():  # nor a pipe, from which a read would wait
+        raise ConfigError([f"{file}: no such file; download the folder again"])
+    try:
+        tensors = safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        problem = f"{file}: cannot be read as safetensors ({error}); download it again"
+        raise ConfigError([problem]) from None
+    with tensors:
+        yield tensors
+
+
+def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
+    """Raise ConfigError if a folder's output head is not its embedding, though [model] ties the two.
+
+    Each rank compares the rows that it has.
+    """
+    name = hf_name(EMBEDDING)
+    with _open(files[name]) as one, _open(files[OUTPUT_HEAD]) as other:
+        tensors = one.get_slice(name), other.get_slice(OUTPUT_HEAD)
+        shards = [_read(embedding, EMBEDDING, tensor, options).to(embedding.dtype) for tensor in tensors]
+        if not torch.equal(*shards):
+            problem = f"{files[OUTPUT_HEAD]}: {OUTPUT_HEAD} differs from {name}, and model.tie_embeddings = true"
+            raise ConfigError([f"{problem}; set model.tie_embeddings = false"])
+
+
+@torch.no_grad()
+def _fill(parameter: nn.Parameter, name: str, file: Path, options: Model) -> None:
+    """Copy this rank's shard of a tensor into the parameter. The file is opened for this tensor alone, since what has
+    been read of a file stays in memory until it is closed."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.numel():
+        with _open(file) as tensors:
+            local.copy_(_read(parameter, name, tensors.get_slice(hf_name(name)), options))
+
+
+def _read(parameter: nn.Parameter, name: str, tensor: Any, options: Model) -> Tensor:
+    """Return this rank's shard of a tensor in a file, with the parameter's order of rows.
+
+    Shards of rotated rows may begin or end within a head: the rows that cover them are read, and put in order.
+    """
+    rows, row_order = _cover(hf_rows(name, local_indices(parameter, 0), options))
+    if parameter.dim() == 1:
+        return _select(tensor[rows], row_order, 0)
+    columns, column_order = _cover(local_indices(parameter, 1))
+    return _select(_select(tensor[rows, columns], row_order, 0), column_order, 1)
+
+
+def local_indices(parameter: Tensor, dim: int) -> Tensor:
+    """Return which rows (dim 0) or columns (dim 1) of the full tensor are in this rank's shard, in their order.
+
+    The indices are sharded like the parameter, so this holds for every placement, private ones included.
+    """
+    shape = [1] * parameter.dim()
+    shape[dim] = parameter.shape[dim]
+    indices = torch.arange(shape[dim]).view(shape)
+    if isinstance(parameter, DTensor):
+        # Replicate and Partial have no `dim`.
+        placements = [each if getattr(each, "dim", None) == dim else Replicate() for each in parameter.placements]
+        # src_data_rank None: every rank has all indices, so sharding them needs no communication.
+        indices = distribute_tensor(indices, parameter.device_mesh, placements, src_data_rank=None).to_local().cpu()
+    return indices.flatten()
+
+
+def _cover(indices: Tensor) -> tuple[slice, Tensor | None]:
+    """Return the range that covers some indices, and their places in it; None if they are all of it in order."""
+    if not len(indices):
+        return slice(0, 0), None
+    first, last = int(indices.min()), int(indices.max())
+    places = indices - first
+    in_order = torch.equal(places, torch.arange(last - first + 1))
+    return slice(first, last + 1), None if in_order else places
+
+
+def _select(tensor: Tensor, places: Tensor | None, dim: int) -> Tensor:
+    return tensor if places is None else tensor.index_select(dim, places)
