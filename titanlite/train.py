@@ -81,7 +81,7 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
             loss_scale.load(state["loss_scale"])
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
-        checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model)
+        checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
         log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
 
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state)

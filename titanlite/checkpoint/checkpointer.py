@@ -31,7 +31,7 @@ from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader, complete_steps, plain_shard, shard_slice
 from titanlite.config.loader import ConfigError, show
-from titanlite.config.schema import Checkpoint
+from titanlite.config.schema import Checkpoint, Model
 from titanlite.errors import TrainingError
 from titanlite.optimizer import local_shard, n_replicas
 from titanlite.progress import progress
@@ -235,15 +235,22 @@ class Checkpointer:
         self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint, to start another run from. Every rank must call it. Raises ConfigError if
-    the checkpoint is not complete, is damaged or is of another model."""
+def load_weights(path: Path, model: nn.Module, options: Model) -> None:
+    """Load the weights of a checkpoint, or of a Hugging Face folder, to start another run from. Every rank must call
+    it. `options` is the [model] section of the full model. Raises ConfigError if the folder is not complete, is damaged
+    or is of another model."""
     with _collected_problems() as problems:
         if path.suffix == ".tmp" or ".damaged" in path.name or not path.is_dir():
-            expected = "expected a checkpoint's step-N folder"
+            expected = "expected a checkpoint's step-N folder, or a Hugging Face folder"
             raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: {expected}"])
-        reader = CheckpointReader(path)
-    if not problems:
+        is_hugging_face = (path / "config.json").exists()
+        if is_hugging_face:
+            from titanlite.hf.load import load_hf_weights
+
+            load_hf_weights(path, model, options)
+        else:
+            reader = CheckpointReader(path)
+    if not problems and not is_hugging_face:
         problems = _load(reader, _model_tensors(model), {}, ("model.",))
     if problems:
         raise ConfigError(problems)
