@@ -151,6 +151,7 @@ WRONG_VALUES = {
     ],
     'one of "inductor", "aot_eager"': ['compile.backend = "eager"', "compile.backend = true"],
     'one of "disabled", "async"': ['checkpoint.async_mode = "async_with_pinned_mem"'],
+    'one of "stop", "previous"': ['checkpoint.on_corrupt = "ignore"'],
 }
 # fmt: on
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests.test_layouts import MODEL, PP, SHARD, TP, with_batches, world_size
 from tests.test_parity import CPU, resolve
 from titanlite import config
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.parallel import mesh
 from titanlite.parity.process_pool import ProcessPool
 from titanlite.parity.training_run import run_layout
@@ -47,9 +47,7 @@ def train(job: config.Config, folder: Path) -> dict[str, int]:
     dist.barrier()  # as at the end of a run
     counts = {"groups": len(dist.distributed_c10d._world.pg_map)}
     path = folder / "checkpoint" / "step-1"
-    dcp.load(
-        {f"random.cpu.{dist.get_rank()}": torch.get_rng_state()}, checkpoint_id=path, process_group=checkpointer._group
-    )
+    CheckpointReader(path).load({f"random.cpu.{dist.get_rank()}": torch.get_rng_state()})
     return counts | {"connections": n_connections(), "threads": len(list(Path("/proc/self/task").iterdir()))}
 
 

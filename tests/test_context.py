@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -316,7 +317,7 @@ def emulated_packed_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.cat(x, dim=1)[0] for x in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 17])
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("kind", ["", *DOCUMENTS])
 def test_varlen_attention_in_one_call(kind, window):
     """What goes to varlen attention and comes back, with its CUDA operators emulated. The first sequence begins in the
@@ -394,12 +395,12 @@ def test_work_of_a_ring_step_is_the_same_on_every_rank(size):
         assert len(set(work)) == 1
 
 
-def covered(tokens: int, size: int, document_positions: Tensor | None, window: int) -> Tensor:
+def covered(tokens: int, size: int, document_positions: Tensor | None, window: int) -> np.ndarray:
     """Return in how many tiles of all ring steps each pair is, [B, T, S]. Assert that tiles on the diagonal come before
     the others of their queries and keys."""
     batch = 1 if document_positions is None else len(document_positions)
-    positions = [local_positions(tokens, ring=size, ulysses=1, rank=rank) for rank in range(size)]
-    count = torch.zeros(batch, tokens, tokens, dtype=torch.int64)
+    positions = [local_positions(tokens, ring=size, ulysses=1, rank=rank).numpy() for rank in range(size)]
+    count = np.zeros((batch, tokens, tokens), np.int64)
     for rank in range(size):
         local = None if document_positions is None else document_positions[:, positions[rank]]
         documents = context._documents(local, size)
@@ -413,9 +414,8 @@ def covered(tokens: int, size: int, document_positions: Tensor | None, window: i
                     assert not before.any() if tile.on_diagonal else before.all()
                 if tile.causal:
                     assert len(queries) == len(keys)
-                ones = torch.ones(len(queries), len(keys), dtype=torch.int64)
-                ones = ones.tril() if tile.causal else ones
-                count[b, queries[:, None], keys] += ones.flip(0, 1) if tile.flipped else ones
+                pairs = np.tri(len(queries), dtype=np.int64) if tile.causal else 1
+                count[b, queries[:, None], keys] += pairs[::-1, ::-1] if tile.flipped else pairs
     return count
 
 
@@ -425,13 +425,14 @@ def test_tiles_cover_the_mask(size, kind):
     """Every pair that attends is in one tile, and no other is."""
     document_positions = document_positions_of(kind)
     for window in (0, 1, 2, 3, 4, 5, 7, 11, 20, 31):
-        assert covered(TOKENS, size, document_positions, window).equal(mask(document_positions, window).long()), window
+        count = covered(TOKENS, size, document_positions, window)
+        assert (count == mask(document_positions, window).numpy()).all(), window
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(7, 1), (24, 1), (12, 2), (24, 2), (24, 3), (8, 4), (24, 4), (40, 5)])
 def test_tiles_cover_every_window(tokens, size):
     for window in range(tokens + 2):
-        assert covered(tokens, size, None, window).equal(mask(None, window, tokens).long()), window
+        assert (covered(tokens, size, None, window) == mask(None, window, tokens).numpy()).all(), window
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
@@ -542,7 +543,7 @@ def test_heads_and_backends(ranks, heads, backend):
         assert not wrong(errors)
 
 
-WINDOWS = [1, 2, 3, 4, 5, 8, 9, 13, 16, 20, 31, 32, 100]
+WINDOWS = [1, 2, 3, 4, 5, 8, 13, 31, 32, 100]
 """Chunks of rings of 2 and 4 ranks have 8 and 4 tokens."""
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
 from titanlite import build, config, data, loss, optimizer
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.parallel import fsdp, mesh, pipeline, tensor
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences, tolerances

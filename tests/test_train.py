@@ -5,20 +5,26 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 
+from tests.checkpoint_helpers import change_state, flip
 from tests.test_step_costs import no_value_is_read
 from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
+from titanlite.checkpoint import convert
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
@@ -437,10 +443,8 @@ def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
     runs(1, "run", "--checkpoint.enable", "--training.steps=3")
-    file = folder / "run" / "checkpoint" / "step-3" / "state.json"
-    state = json.loads(file.read_text())
-    state["data"]["next_sequence"] += 1
-    file.write_text(json.dumps(state))
+    data = {"next_sequence": 25, "streaming_shards": {}}
+    change_state(folder / "run" / "checkpoint" / "step-3", lambda state: state.update(data=data))
     resumed = computed(runs(1, "run", "--checkpoint.enable"))
     assert resumed[:3] == computed(uninterrupted)[:3]
     assert resumed[3] != computed(uninterrupted)[3]
@@ -455,19 +459,106 @@ def test_initial_load_path_loads_weights_without_optimizer_states(runs, folder):
     assert fresh[1]["grad_norm"] != uninterrupted[4]["grad_norm"]
 
 
-def test_a_checkpoint_has_scalars_in_json_and_tensors_in_dcp(runs, folder):
-    runs(2, "run", "--checkpoint.enable")
+def test_a_run_writes_no_pickle(runs, folder):
+    """Every file that it writes is opened: tensors are in safetensors files, all else of a checkpoint is JSON."""
+    runs(2, "run", "--checkpoint.enable", "--validation.enable")
     step = folder / "run" / "checkpoint" / "step-6"
-    assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"}
+    files = ("rank-00000.safetensors", "rank-00001.safetensors")
+    assert {path.name for path in step.iterdir()} == {"manifest.json", "state.json", *files}
     state = json.loads((step / "state.json").read_text())
     assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
+    names = set()
+    for path in (each for each in (folder / "run").rglob("*") if each.is_file()):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+        elif path.suffix in (".json", ".jsonl"):
+            for line in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+                json.loads(line)
+        else:
+            assert path.name == "config.toml" or path.name.startswith("events.out.tfevents."), path
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer", "random"}
 
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = FileSystemReader(step).read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "a pickled object is saved"
-    assert {name.split(".")[0] for name in entries} == {"model", "optimizer", "random"}
+def test_shards_and_replicas_are_saved_once(runs, folder):
+    """On two replicas of two shards each element is in one file, and both replicas' ranks write about as much."""
+    arguments = ["--checkpoint.enable", "--training.steps=1", "--parallelism.data_parallel_replicate_degree=2"]
+    runs(4, "run", *arguments)
+    step = folder / "run" / "checkpoint" / "step-1"
+    sizes = [path.stat().st_size for path in sorted(step.glob("rank-*"))]
+    n_elements = sum(shape.numel() for name, shape in CheckpointReader(step).shapes.items() if "random" not in name)
+    assert n_elements * 4 < sum(sizes) < n_elements * 4 * 1.3 + 4 * 30_000, "more than headers and random states"
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+@pytest.mark.parametrize("damaged", ["model", "optimizer"])
+def test_a_damaged_checkpoint_stops_every_rank(runs, folder, damaged):
+    """Only rank 1 reads the damaged bytes."""
+    runs(2, "run", "--checkpoint.enable")
+    file = folder / "run" / "checkpoint" / "step-6" / "rank-00001.safetensors"
+    with safe_open(file, "pt") as opened:
+        names = sorted(opened.keys())
+    name = next(name for name in names if name.startswith(damaged) and name.endswith(("weight", "avg_sq")))
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8:begin])
+    flip(file, begin + header[name]["data_offsets"][0])
+    message = error_message(runs, 2, "run", "--checkpoint.enable", "--training.steps=7")
+    hint = 'checkpoint.on_corrupt = "previous" resumes from the one before'
+    assert message == f"{file}: {name}: a checksum differs: its bytes are damaged; {hint}"
+    assert "its bytes are damaged" in error_message(
+        runs, 2, "new", f"--checkpoint.initial_load_path={file.parent}"
+    ) or (damaged == "optimizer")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_corrupt_previous_resumes_from_the_one_before(runs, folder, world_size):
+    uninterrupted = runs(world_size, "uninterrupted", "--checkpoint.enable")
+    arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_corrupt=previous"]
+    runs(world_size, "run", *arguments, "--training.steps=4")
+    checkpoints = folder / "run" / "checkpoint"
+    flip(checkpoints / "step-4" / "rank-00000.safetensors", -5000)
+    assert computed(runs(world_size, "run", *arguments)) == computed(uninterrupted)
+    names = {"step-2", "step-4", "step-4.damaged", "step-6"}
+    assert {path.name for path in checkpoints.iterdir()} == names
+    for step in (2, 4, 6):
+        (checkpoints / f"step-{step}" / "manifest.json").unlink()
+    message = error_message(runs, world_size, "run", *arguments, "--training.steps=8")
+    assert message.endswith("; no other checkpoint is left")
+    assert {path.name for path in checkpoints.iterdir()} == names, "the next start would begin anew"
+
+
+def test_weights_of_a_deeper_or_wider_model_are_rejected(runs, folder):
+    runs(1, "run", "--checkpoint.enable", "--training.steps=1", "--model.n_layers=3")
+    path = folder / "run" / "checkpoint" / "step-1"
+    arguments = [f"--checkpoint.initial_load_path={path}"]
+    message = error_message(runs, 2, "new", *arguments)
+    assert message == f"{path}: 30 tensors, and the model has 21; it is of another model"
+    message = error_message(runs, 2, "new", *arguments, "--model.n_layers=4")
+    missing = "model.layers.3.attention_norm.weight and 8 more"
+    assert message == f"{path}: {missing} is not in the checkpoint; it is of another model"
+    message = error_message(runs, 2, "new", *arguments, "--model.n_layers=3", "--model.ffn_dim=64")
+    assert message == (
+        f"{path}: model.layers.0.feed_forward.w1.weight has shape [48, 32], expected [64, 32]; it is of another model"
+    )
+
+
+def test_a_checkpoint_of_the_older_format_is_converted(runs, folder):
+    """It was written by torch's distributed checkpoint. The run that resumes from it is bit for bit the same."""
+    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
+    runs(1, "run", "--checkpoint.enable", "--training.steps=3")
+    step = folder / "run" / "checkpoint" / "step-3"
+    reader = CheckpointReader(step)
+    content = {name: reader.read(name) for name in reader.shapes}
+    state = json.loads((step / "state.json").read_text())
+    shutil.rmtree(step)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(content, checkpoint_id=step, no_dist=True)
+    (step / "state.json").write_text(json.dumps(state))
+    message = error_message(runs, 1, "run", "--checkpoint.enable")
+    assert "it is of an older format: run `titanlite convert` on it" in message
+    step.rename(folder / "old")
+    assert convert.main([str(folder / "old"), str(step)]) == 0
+    assert computed(runs(1, "run", "--checkpoint.enable")) == computed(uninterrupted)
 
 
 def test_keep_latest_k(runs, folder):
@@ -515,8 +606,8 @@ def test_allowed_steps_are_skipped_without_an_update(runs, folder):
     assert computed(skipped[:2]) == computed(finite[:2])
     weights = []
     for step in (2, 3, 4):
-        dcp_to_torch_save(folder / "run" / "checkpoint" / f"step-{step}", folder / "full.pt")
-        weights.append(torch.load(folder / "full.pt", weights_only=True)["model.layers.0.attention.wq.weight"])
+        reader = CheckpointReader(folder / "run" / "checkpoint" / f"step-{step}")
+        weights.append(reader.read("model.layers.0.attention.wq.weight"))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
     message = error_message(runs, 2, "run", *allowed, not_finite=((0, 1),))  # the first step of this run is step 5

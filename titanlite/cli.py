@@ -10,6 +10,8 @@ COMMANDS = {
     "plan": ("titanlite.plan.command", "plan memory, communication and step time without the hardware"),
     "advise": ("titanlite.advise.command", "search the layouts of a model on so many devices"),
     "parity": ("titanlite.parity.command", "compare a config's layout with a single process"),
+    "checkpoint": ("titanlite.checkpoint.command", "list and verify the checkpoints of a run"),
+    "convert": ("titanlite.checkpoint.convert", "convert a checkpoint of the older format"),
     "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),
     "export": ("titanlite.hf.export_command", "write a checkpoint as a Hugging Face folder"),
 }
@@ -19,7 +21,7 @@ COMMANDS = {
 def usage() -> str:
     """Return the text of `titanlite --help`."""
     lines = ["usage: titanlite COMMAND [arguments]", "", "commands:"]
-    lines += [f"  {name:<8}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines += [f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
     lines += [
         "",
         "titanlite COMMAND --help tells more. CONFIG is a TOML file, or a name such as debug or 70b of a config",

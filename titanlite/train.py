@@ -26,6 +26,7 @@ from torch import Tensor
 from titanlite import build, data, metrics, provenance
 from titanlite.config import USAGE, Config, ConfigError, Launch, check, load
 from titanlite.config.loader import print_problems
+from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
@@ -35,16 +36,13 @@ from titanlite.progress import progress
 from titanlite.summary import run_summary
 
 
-class TrainingError(Exception):
-    """Training cannot continue; the message names the step, the ranks and the reason."""
-
-
 def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) -> None:
     """Train to the last step, or to the end of the step during which some rank was asked to stop.
 
     Raises:
         ConfigError: if the data or the checkpoint does not fit the config.
-        TrainingError: if more steps than training.nonfinite_steps_allowed have no finite loss and gradient norm.
+        TrainingError: if more steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or a
+            checkpoint cannot be written.
     """
     training, rank = config.training, launch.rank
     device, dump_folder = mesh.device_of(launch), Path(config.job.dump_folder)
@@ -72,18 +70,18 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     # Load the newest checkpoint, or given weights, or keep the initial ones.
     last_step, n_skipped, data_state, checkpointer = 0, 0, None, None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
-        from titanlite import checkpoint  # here: the import takes half a second, and a run may do without
+        from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
         dimensions = config.model.model_dump(exclude={"flavor", "hf_assets_path"})
         identity = {"seed": config.debug.seed, "data": data_identity, **dimensions}
-        checkpointer = checkpoint.Checkpointer(dump_folder, config.checkpoint, identity)
+        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity)
         state = checkpointer.resume(model, optimizer)
         if state:
             last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
             loss_scale.load(state["loss_scale"])
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
-        checkpoint.load_weights(Path(config.checkpoint.initial_load_path), model)
+        checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model)
         log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
 
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state)

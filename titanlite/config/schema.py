@@ -330,6 +330,9 @@ class Checkpoint(Section):
     """A checkpoint's step-N folder whose weights the run starts from if there is nothing to resume."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
+    on_corrupt: Literal["stop", "previous"] = "stop"
+    """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged and resume
+    from the one before."""
 
 
 class Metrics(Section):

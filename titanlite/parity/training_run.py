@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import build
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config import Config, Launch
 from titanlite.data import Batch
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr

@@ -2,7 +2,7 @@
 
 A gloo rank connects to another when it first sends to it or receives from it (mesh.process_group). All-gather,
 reduce-scatter and all-reduce are rings; a barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on;
-all-to-all reaches all ranks. DCP gathers the plans of a checkpoint on rank 0, and scatters them from there.
+all-to-all reaches all ranks. Rank 0 gathers what every rank has saved in a checkpoint.
 """
 
 from titanlite.config import Config

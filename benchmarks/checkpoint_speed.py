@@ -1,0 +1,101 @@
+"""Compare the time to save and to load a checkpoint with torch's distributed checkpoint (DCP), on the same tensors.
+
+    python benchmarks/checkpoint_speed.py [--ranks 2] [--mib 1024] [--rounds 5]
+
+Each rank has its shards of the weights and optimizer states of a model, in host memory. Rounds are interleaved: DCP
+saves, we save, DCP loads, we load. Both write to the same disk and fsync; files are in the page cache when they are
+loaded. Prints medians and their ratio; a ratio above 1 is faster than DCP.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.checkpoint import checkpointer
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.config.schema import Checkpoint
+from titanlite.parity.process_pool import ProcessPool
+
+WIDTH = 2048
+
+
+def sharded(mib: int) -> dict[str, Tensor]:
+    """Return tensors of so many MiB over all ranks, as a model's weights and both states of Adam."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    tensors: dict[str, Tensor] = {}
+    for index in range(max(mib * 2**20 // full.nbytes // 3, 1)):
+        for name in ("model.w{}", "optimizer.state.w{}.exp_avg", "optimizer.state.w{}.exp_avg_sq"):
+            tensors[name.format(index)] = distribute_tensor(full + index, mesh, [Shard(0)], src_data_rank=None)
+    return tensors
+
+
+def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Save and load in turns on this rank. Return the seconds of each."""
+    warnings.simplefilter("ignore")
+    tensors, seconds = sharded(mib), {}
+    state = json.dumps({"step": 1, "identity": {}, "data": {}}).encode()
+    saver = checkpointer.Checkpointer(folder, Checkpoint(), {})
+
+    def timed(name: str, call: Any) -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        dist.barrier()
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+
+    for index in range(rounds + 1):  # the first is not counted
+        ours, theirs = folder / f"ours-{index}", folder / f"dcp-{index}"
+        if dist.get_rank() == 0:
+            ours.mkdir()
+        dist.barrier()
+        writer = dcp.FileSystemWriter(theirs)
+        timed("DCP saves", lambda theirs=theirs, writer=writer: dcp.save(tensors, storage_writer=writer))
+        slices = checkpointer._slices_to_save(tensors)
+        timed("titanlite saves", lambda ours=ours, slices=slices: saver._write(ours, slices, state))
+        timed("DCP loads", lambda theirs=theirs: dcp.load(tensors, checkpoint_id=theirs))
+        timed("titanlite loads", lambda ours=ours: CheckpointReader(ours).load(tensors))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(ours)
+            shutil.rmtree(theirs)
+    saver.close()
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mib", type=int, default=1024, help="MiB of all tensors on all ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    pool = ProcessPool(arguments.ranks, timeout_seconds=900)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        results = pool.run(measure, mib=arguments.mib, rounds=arguments.rounds, folder=Path(folder))[0]
+    pool.close()
+    print(f"{arguments.ranks} ranks, {arguments.mib} MiB, torch {torch.__version__}, {arguments.rounds} rounds")
+    for action in ("saves", "loads"):
+        theirs, ours = (statistics.median(results[f"{who} {action}"]) for who in ("DCP", "titanlite"))
+        rate = arguments.mib / 1024 / ours
+        print(
+            f"{action:6} DCP {theirs:6.2f} s   titanlite {ours:6.2f} s   ratio {theirs / ours:.2f}   {rate:.2f} GiB/s"
+        )
+        print(f"       all: {[round(value, 2) for value in results[f'DCP {action}']]}")
+        print(f"            {[round(value, 2) for value in results[f'titanlite {action}']]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,463 @@
+"""The format of checkpoints: what is written, what is read under another layout, and what is rejected."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.checkpoint_helpers import (
+    FILES,
+    change_header,
+    change_manifest,
+    change_state,
+    flip,
+    replace_file,
+    tensors,
+    write_checkpoint,
+)
+from titanlite.checkpoint import command
+from titanlite.checkpoint.files import BLOCK_BYTES, write_file
+from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Slice, Stored, build_manifest
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.config import ConfigError
+
+FIRST, SECOND = FILES
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "step-7")
+
+
+def load(step: Path) -> dict[str, Tensor]:
+    """Load everything as a run does: into tensors that exist."""
+    targets = {name: torch.zeros_like(value) for name, value in tensors().items()}
+    CheckpointReader(step).load(targets)
+    return targets
+
+
+def problem(step: Path) -> str:
+    """Return the one line with which a checkpoint is rejected."""
+    with pytest.raises(ConfigError) as error:
+        load(step)
+    (line,) = error.value.problems
+    assert "\n" not in line
+    return line
+
+
+# What is written and read --------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_read_bit_for_bit(step: Path):
+    loaded, reader = load(step), CheckpointReader(step)
+    for name, value in tensors().items():
+        assert torch.equal(loaded[name], value)
+        assert torch.equal(reader.read(name), value)
+        assert (reader.shapes[name], reader.dtypes[name]) == (value.shape, value.dtype)
+
+
+def test_any_slice_can_be_read(step: Path):
+    """Slices that begin and end anywhere, of rows and of columns, in and across files and checksummed blocks."""
+    value, reader = tensors()["model.a"], CheckpointReader(step)
+    for offset, size in [((0, 0), (1, 1)), ((1299, 5), (2, 7)), ((1023, 0), (300, 1024)), ((100, 1000), (2500, 24))]:
+        target = torch.zeros(size, dtype=torch.float64)
+        for file, _ in reader.manifest.slices("model.a", Slice(offset, size)):
+            reader._file(file).read_into(target, "model.a", Slice(offset, size))
+        rows, columns = (slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        assert torch.equal(target, value[rows, columns].double())
+
+
+def test_the_files_are_safetensors_and_json(step: Path):
+    assert {path.name for path in step.iterdir()} == {*FILES, MANIFEST, STATE}
+    with safe_open(step / SECOND, "pt") as file:
+        assert set(file.keys()) == {"model.a", "model.b", "random.cpu.0"}
+        assert torch.equal(file.get_tensor("model.a"), tensors()["model.a"][1300:])
+    json.loads((step / MANIFEST).read_text())
+
+
+def test_only_blocks_with_wanted_rows_are_read(step: Path, monkeypatch: pytest.MonkeyPatch):
+    """One row of a slice of 1300 x 4 KiB costs one block of 4 MiB."""
+    from titanlite.checkpoint import files
+
+    counted = []
+    read_fully = files.read_fully
+    monkeypatch.setattr(files, "read_fully", lambda file, data: counted.append(len(data)) or read_fully(file, data))
+    reader, wanted = CheckpointReader(step), Slice((3, 0), (1, 1024))
+    reader._fill(torch.zeros(1, 1024), "model.a", wanted)
+    assert counted == [BLOCK_BYTES]
+
+
+def sharded_manifest(n_files: int, tensor_parallel: int) -> Manifest:
+    """Return the manifest of 20 layers whose matrices are sharded over n_files ranks, columns over tensor_parallel."""
+    data_parallel, shape = n_files // tensor_parallel, (8192, 8192)
+    size = shape[0] // data_parallel, shape[1] // tensor_parallel
+    stored = {}
+    for rank in range(n_files):
+        row, column = divmod(rank, tensor_parallel)
+        box = Slice((row * size[0], column * size[1]), size)
+        names = [f"model.layers.{layer}.feed_forward.w2.weight" for layer in range(20)]
+        stored[f"rank-{rank:05d}.safetensors"] = Stored(
+            FileEntry(bytes=1, xxh3_64="0" * 16), {("F32", shape, box): names}
+        )
+    return Manifest.model_validate_json(build_manifest(stored, b"{}"))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "n_files"),
+    [
+        ((4096, 1), (4096, 1), 1),
+        ((4096, 8), (4096, 8), 1),
+        ((4096, 1), (512, 1), 8),
+        ((4096, 8), (4096, 4), 2),
+        ((512, 8), (4096, 8), 1),
+        ((4096, 1), (4096, 8), 8),
+        ((64, 8), (4096, 1), 8),
+    ],
+    ids=str,
+)
+def test_a_rank_of_thousands_opens_few_files(saved_by: tuple[int, int], loaded_by: tuple[int, int], n_files: int):
+    """Of 4096 files a rank opens those that hold its slices; which they are is the same for all layers."""
+    manifest, (world, columns) = sharded_manifest(*saved_by), loaded_by
+    size = 8192 * columns // world, 8192 // columns
+    for rank in (0, world // 2 + 1, world - 1):
+        row, column = divmod(rank, columns)
+        wanted = Slice((row * size[0], column * size[1]), size)
+        opened = {file for name in manifest.tensors for file, _ in manifest.slices(name, wanted)}
+        assert len(opened) == n_files
+
+
+def test_layers_that_are_sharded_alike_share_their_entry():
+    manifest = sharded_manifest(4096, 8)
+    assert (len(manifest.layouts), len(manifest.layouts[0])) == (1, 4096)
+
+
+# What is rejected ----------------------------------------------------------------------------------------------------
+
+
+def swap(step: Path) -> None:
+    (step / FIRST).rename(step / "third")
+    (step / SECOND).rename(step / FIRST)
+    (step / "third").rename(step / SECOND)
+
+
+def truncate(name: str, n_bytes: int) -> Callable[[Path], None]:
+    return lambda step: os.truncate(step / name, max((step / name).stat().st_size + n_bytes, 0))
+
+
+def append(name: str) -> Callable[[Path], None]:
+    return lambda step: (step / name).write_bytes((step / name).read_bytes() + b" ")
+
+
+def flipped(name: str, position: int) -> Callable[[Path], None]:
+    return lambda step: flip(step / name, position)
+
+
+def from_another(name: str) -> Callable[[Path], None]:
+    """Return a change that takes a file from another checkpoint of the same tensors."""
+
+    def change(step: Path) -> None:
+        other = write_checkpoint(step.parent / "other" / "step-7", tensors(seed=1), data={"next_sequence": 1})
+        shutil.copy(other / name, step / name)
+
+    return change
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda step: (step / name).write_text(text)
+
+
+def removed(name: str) -> Callable[[Path], None]:
+    return lambda step: (step / name).unlink()
+
+
+def as_fifo(step: Path) -> None:
+    (step / FIRST).unlink()
+    os.mkfifo(step / FIRST)
+
+
+def as_folder(step: Path) -> None:
+    (step / FIRST).unlink()
+    (step / FIRST).mkdir()
+
+
+def as_zeros(step: Path) -> None:
+    (step / FIRST).unlink()
+    (step / FIRST).symlink_to("/dev/zero")
+
+
+def header_length(length: int) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        data = (step / FIRST).read_bytes()
+        (step / FIRST).write_bytes(length.to_bytes(8, "little") + data[8:])
+
+    return change
+
+
+# The first tensor's bytes follow the header; the last one's end the file.
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing file": (removed(FIRST), f"{FIRST}: missing"),
+    "missing second file": (removed(SECOND), f"{SECOND}: missing"),
+    "renamed file": (lambda step: (step / FIRST).rename(step / "rank-00009.safetensors"), f"{FIRST}: missing"),
+    "truncated by one byte": (truncate(FIRST, -1), f"{FIRST}: "),
+    "truncated by half": (truncate(SECOND, -2_000_000), f"{SECOND}: "),
+    "empty file": (truncate(FIRST, -(10**9)), f"{FIRST}: 0 bytes"),
+    "one byte too many": (append(FIRST), f"{FIRST}: "),
+    "flipped bit in the last byte": (flipped(FIRST, -1), f"{FIRST}: random.cpu.0: a checksum differs"),
+    "flipped bit in a number": (flipped(FIRST, -23), f"{FIRST}: optimizer.state.a.step: a checksum differs"),
+    "flipped bit in a small weight": (flipped(FIRST, -30), f"{FIRST}: model.b: a checksum differs"),
+    "flipped bit in a large weight": (flipped(FIRST, -100), f"{FIRST}: model.a: a checksum differs"),
+    "flipped bit in its first block": (flipped(FIRST, 4096), f"{FIRST}: model.a: a checksum differs"),
+    "flipped bit in its second block": (flipped(SECOND, 4_500_000), f"{SECOND}: model.a: a checksum differs"),
+    "flipped bit in the header's length": (flipped(FIRST, 0), f"{FIRST}: "),
+    "flipped bit in the header": (flipped(FIRST, 20), f"{FIRST}: the header's checksum differs"),
+    "flipped bit in a checksum": (flipped(FIRST, 90), f"{FIRST}: the header's checksum differs"),
+    "files swapped": (swap, f"{FIRST}: "),
+    "file of another checkpoint": (from_another(SECOND), f"{SECOND}: the header's checksum differs"),
+    "a folder for a file": (as_folder, f"{FIRST}: missing, or not a regular file"),
+    "a pipe for a file": (as_fifo, f"{FIRST}: missing, or not a regular file"),
+    "a device for a file": (as_zeros, f"{FIRST}: missing, or not a regular file"),
+    "a header without end": (header_length(2**63), f"{FIRST}: no safetensors file"),
+    "a header longer than the file": (header_length(20_000_000), f"{FIRST}: no safetensors file"),
+    "a shorter header": (header_length(16), f"{FIRST}: the header's checksum differs"),
+    "another file in its place": (
+        lambda step: (step / FIRST).write_bytes(b"x" * (step / FIRST).stat().st_size),
+        f"{FIRST}: no safetensors file",
+    ),
+    "missing manifest": (removed(MANIFEST), f"{MANIFEST}: no such file, so "),
+    "empty manifest": (written(MANIFEST, ""), f"{MANIFEST}: not valid JSON"),
+    "truncated manifest": (truncate(MANIFEST, -20), f"{MANIFEST}: not valid JSON"),
+    "changed manifest": (
+        lambda step: (step / MANIFEST).write_text((step / MANIFEST).read_text().replace("2600", "2601")),
+        f"{MANIFEST}: the checksum differs",
+    ),
+    "manifest that is a list": (written(MANIFEST, "[]"), f"{MANIFEST}: expected a JSON object"),
+    "manifest of deep lists": (written(MANIFEST, "[" * 100_000), f"{MANIFEST}: not valid JSON"),
+    "manifest that is no text": (
+        lambda step: (step / MANIFEST).write_bytes(b"\xff\xfe\x00{"),
+        f"{MANIFEST}: not valid JSON",
+    ),
+    "manifest of another checkpoint": (from_another(MANIFEST), f"{STATE}: it is not the file that the manifest"),
+    "older format": (
+        lambda step: (step / MANIFEST).rename(step / ".metadata"),
+        "it is of an older format: run `titanlite convert` on it",
+    ),
+    "newer version": (
+        lambda step: change_manifest(step, lambda content: content.update(version=2)),
+        f'{MANIFEST}: format "titanlite checkpoint", version 2: expected',
+    ),
+    "other format": (
+        lambda step: change_manifest(step, lambda content: content.update(format="pt")),
+        f'{MANIFEST}: format "pt", version 1: expected',
+    ),
+    "missing state": (removed(STATE), f"{STATE}: missing"),
+    "truncated state": (truncate(STATE, -3), f"{STATE}: it is not the file that the manifest describes"),
+    "flipped bit in the state": (flipped(STATE, 11), f"{STATE}: it is not the file that the manifest describes"),
+    "state of another checkpoint": (from_another(STATE), f"{STATE}: it is not the file that the manifest describes"),
+    "missing folder": (shutil.rmtree, "no such file, so "),
+    "folder of another step": (
+        lambda step: change_state(step, lambda state: state.update(step=8)),
+        f"{STATE}: step = 8, which is not the folder's",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(step: Path, damage: str):
+    change, message = DAMAGES[damage]
+    change(step)
+    assert message in problem(step)
+
+
+class Code:
+    """Its pickle writes a file when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch code_ran",)
+
+
+def manifest_with(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    return lambda step: change_manifest(step, change)
+
+
+def state_with(**values: Any) -> Callable[[Path], None]:
+    return lambda step: change_state(step, lambda state: state.update(values))
+
+
+def header_with(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda step: change_header(step, FIRST, change)
+
+
+def first_slice(values: list[Any]) -> Callable[[Any], None]:
+    """Return a change of the first slice of model.a, [file, offset, size]."""
+
+    def change(content: Any) -> None:
+        content["layouts"][content["tensors"]["model.a"]["layout"]][0] = values
+
+    return change
+
+
+def of_model_a(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["tensors"]["model.a"].update(values)
+
+
+def renamed_file(name: str) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        content["files"] = {name if key == FIRST else key: value for key, value in content["files"].items()}
+
+    return change
+
+
+def wider(step: Path) -> None:
+    shutil.rmtree(step)
+    write_checkpoint(step, tensors() | {"model.a": torch.zeros(2600, 1025)})
+
+
+DIFFERS = f"{FIRST}: the header does not describe the tensors that the manifest has"
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a pickle for a file": (
+        lambda step: replace_file(step, FIRST, pickle.dumps(Code())),
+        f"{FIRST}: no safetensors file",
+    ),
+    "a path outside": (manifest_with(renamed_file("../rank.safetensors")), "files: "),
+    "an absolute path": (manifest_with(renamed_file("/etc/passwd")), "files: "),
+    "a name with NUL": (manifest_with(renamed_file("a\0.safetensors")), "files: "),
+    "no state file": (manifest_with(lambda content: content["files"].pop(STATE)), "files: state.json is missing"),
+    "slices that overlap": (manifest_with(first_slice([0, [0, 0], [1301, 1024]])), "overlap or leave gaps"),
+    "slices with a gap": (manifest_with(first_slice([0, [0, 0], [1299, 1024]])), "overlap or leave gaps"),
+    "a slice outside": (manifest_with(first_slice([0, [2000, 0], [1300, 1024]])), "is not inside the shape"),
+    "a slice of other dimensions": (manifest_with(first_slice([0, [0], [1300]])), "is not inside the shape"),
+    "a negative offset": (manifest_with(first_slice([0, [-1, 0], [1301, 1024]])), "greater than or equal to 0"),
+    "an empty slice": (manifest_with(first_slice([0, [0, 0], [0, 1024]])), "is not inside the shape"),
+    "a file that does not exist": (manifest_with(first_slice([9, [0, 0], [1300, 1024]])), "the file must exist"),
+    "a file twice": (manifest_with(first_slice([1, [0, 0], [1300, 1024]])), "must be in another file"),
+    "a number for a file": (manifest_with(first_slice([0.0, [0, 0], [1300, 1024]])), "valid integer"),
+    "a layout that does not exist": (manifest_with(of_model_a(layout=99)), "there is no layout 99"),
+    "an unknown type": (manifest_with(of_model_a(dtype="object")), "Input should be"),
+    "a type of other size": (manifest_with(of_model_a(dtype="F64")), DIFFERS),
+    "a type of the same size": (manifest_with(of_model_a(dtype="I32")), DIFFERS),
+    "a giant shape": (manifest_with(of_model_a(shape=[2**62, 1024])), "overlap or leave gaps"),
+    "a shape beyond integers": (manifest_with(of_model_a(shape=[2**70, 1024])), "less than or equal to"),
+    "an unknown key": (manifest_with(of_model_a(code="os.system")), "Extra inputs are not permitted"),
+    "a tensor without shape": (
+        manifest_with(lambda content: content["tensors"]["model.a"].pop("shape")),
+        "Field required",
+    ),
+    "a tensor that is missing": (
+        manifest_with(lambda content: content["tensors"].pop("model.a")),
+        "model.a is not in the checkpoint",
+    ),
+    "a tensor that no file has": (
+        manifest_with(lambda content: content["tensors"].update({"model.c": content["tensors"]["model.b"]})),
+        DIFFERS,
+    ),
+    "a tensor of another shape": (
+        wider,
+        "model.a has shape [2600, 1025], expected [2600, 1024]",
+    ),
+    "bytes outside the file": (
+        header_with(lambda header: header["model.a"].update(data_offsets=[2**40, 2**40 + 1300 * 4096])),
+        DIFFERS,
+    ),
+    "bytes before the file": (
+        header_with(lambda header: header["model.a"].update(data_offsets=[-1300 * 4096, 0])),
+        DIFFERS,
+    ),
+    "offsets that are text": (header_with(lambda header: header["model.a"].update(data_offsets="ab")), DIFFERS),
+    "a header without checksums": (header_with(lambda header: header.pop("__metadata__")), DIFFERS),
+    "too few checksums": (
+        header_with(lambda header: header["__metadata__"].update({"xxh3_64 of every 4 MiB": '{"model.a": []}'})),
+        DIFFERS,
+    ),
+    "a header that is a list": (header_with(lambda header: [1, 2]), DIFFERS),
+    "a superfluous tensor": (
+        header_with(lambda header: header.update(more=header["model.b"])),
+        f"{FIRST}: more is not in the manifest",
+    ),
+    "a step that is text": (state_with(step="7"), f"{STATE}: step: "),
+    "a negative step": (state_with(step=-7), f"{STATE}: step: "),
+    "an identity that is a list": (state_with(identity=[1]), f"{STATE}: identity: "),
+    "an identity with code": (state_with(identity={"dim": {"code": 1}}), f"{STATE}: identity.dim"),
+    "a loss scale of three": (state_with(loss_scale=[1.0, 0, 0]), f"{STATE}: loss_scale"),
+    "skipped steps that are none": (state_with(skipped=-1), f"{STATE}: skipped"),
+    "data that is text": (state_with(data="x"), f"{STATE}: data"),
+    "an unknown key of the state": (state_with(code="os.system"), f"{STATE}: code"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_rejected(step: Path, case: str, monkeypatch: pytest.MonkeyPatch):
+    """All checksums are right: only what the files say is wrong."""
+    monkeypatch.chdir(step.parent)
+    change, message = HOSTILE[case]
+    change(step)
+    assert message in problem(step)
+    assert not (step.parent / "code_ran").exists()
+
+
+def test_nothing_is_changed_by_a_checkpoint_of_another_model(step: Path):
+    targets = {"model.b": torch.zeros(8, 6), "model.missing": torch.zeros(1)}
+    with pytest.raises(ConfigError, match=r"model\.missing is not in the checkpoint; it is of another model"):
+        CheckpointReader(step).load(targets)
+    assert not targets["model.b"].any()
+
+
+def test_the_helpers_change_only_what_they_should(step: Path):
+    """A manifest, a state or a header that is written again without a change is accepted."""
+    change_manifest(step, lambda content: None)
+    change_state(step, lambda state: None)
+    change_header(step, FIRST, lambda header: None)
+    assert torch.equal(load(step)["model.a"], tensors()["model.a"])
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path):
+    with pytest.raises(OSError, match="No space left"):
+        write_file(Path("/dev/full"), {"model.b": (torch.zeros(8), (0,), (8,))})
+
+
+# titanlite checkpoint ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint" / "step-7")
+    write_checkpoint(run / "checkpoint" / "step-10", step=10)
+    (run / "checkpoint" / "step-11.tmp").mkdir()
+    assert command.main([str(run)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{run / 'checkpoint' / 'step-7'}: step 7, 2,662,448 parameters, 4 tensors, 0.01 GiB in 3 ")
+    assert second.startswith(f"{run / 'checkpoint' / 'step-10'}: step 10, ")
+    flip(run / "checkpoint" / "step-7" / SECOND, -1)
+    assert command.main([str(run / "checkpoint")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1, "the other checkpoint is verified all the same"
+    assert captured.err.startswith("error: ")
+    assert "random.cpu.0: a checksum differs" in captured.err
+    assert command.main([str(tmp_path / "nothing")]) == 2
+    assert command.main([]) == 2
+
+
+def test_a_pickle_in_the_older_format_runs_no_code(tmp_path: Path):
+    """Neither resuming nor converting reads it as code."""
+    old = tmp_path / "step-7"
+    old.mkdir()
+    (old / ".metadata").write_bytes(pickle.dumps(Code()))
+    (old / STATE).write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", "convert", str(old), str(tmp_path / "new")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"error: {old}/.metadata: rejected: posix.system is not what DCP writes there\n"
+    assert not (tmp_path / "code_ran").exists()

@@ -1,0 +1,272 @@
+"""The index of a checkpoint: manifest.json says which bytes of which file are which slice of which tensor.
+
+Nothing in it is code, and nothing is believed before it is checked: types, sizes, checksums, and that the slices of a
+tensor cover each of its elements once.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from titanlite.config.loader import ConfigError, show
+
+MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT, VERSION = "titanlite checkpoint", 1
+DTYPES = {  # by their names in safetensors files
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LARGEST_GRID = 10_000_000
+"""Cells of the grid in which slices are checked; 4096 ranks need at most 4096 of them."""
+
+Length = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class Slice(NamedTuple):
+    """A box of a tensor: the index of its first element, and its size, in each dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def overlap(self, other: "Slice") -> "Slice | None":
+        """Return the part that both have; None if it is empty."""
+        starts = tuple(map(max, self.offset, other.offset))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True))
+        size = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Slice(starts, size) if all(n > 0 for n in size) else None
+
+    def inside(self, other: "Slice") -> tuple[slice, ...]:
+        """Return the indices with which a tensor that is the other slice gives this one."""
+        starts = (a - b for a, b in zip(self.offset, other.offset, strict=True))
+        return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
+
+
+class _Part(BaseModel):
+    """A part of the manifest. It converts no type and takes no unknown key."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class FileEntry(_Part):
+    """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
+
+    bytes: Length
+    xxh3_64: Checksum
+
+
+class TensorEntry(_Part):
+    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
+    shape: list[Length]
+    layout: Length
+    """Index in Manifest.layouts."""
+
+
+class Manifest(_Part):
+    """The content of manifest.json, checked for types only."""
+
+    format: Literal["titanlite checkpoint"]
+    version: Literal[1]
+    files: dict[str, FileEntry]
+    layouts: list[list[tuple[Length, list[Length], list[Length]]]]
+    """Ways in which tensors are split into slices: of each slice its file, counted in the order of `files`, offset and
+    size. Tensors share them: 80 layers of a model are split alike."""
+    tensors: dict[str, TensorEntry]
+    xxh3_64: Checksum
+    """Of the rest of this file."""
+
+    @functools.cached_property
+    def file_names(self) -> list[str]:
+        """Names of the files in the order that layouts count them."""
+        return list(self.files)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self.tensors[name].shape)
+
+    def slices(self, name: str, wanted: Slice) -> list[tuple[int, Slice]]:
+        """Return the stored slices of a tensor that have elements of a wanted one, each with its file."""
+        return self._slices(self.tensors[name].layout, wanted)
+
+    def _slices(self, layout: int, wanted: Slice) -> list[tuple[int, Slice]]:
+        known = self.__dict__.setdefault("_known_slices", {})
+        if (layout, wanted) not in known:
+            stored = ((file, Slice(tuple(offset), tuple(size))) for file, offset, size in self.layouts[layout])
+            known[layout, wanted] = [(file, each) for file, each in stored if each.overlap(wanted)]
+        return known[layout, wanted]
+
+    def names_of_file(self, file: int) -> dict[str, Slice]:
+        """Return the tensors of which a file has a slice, and the slice."""
+        in_layout = {
+            layout: Slice(tuple(offset), tuple(size))
+            for layout, entries in enumerate(self.layouts)
+            for other, offset, size in entries
+            if other == file
+        }
+        return {name: in_layout[entry.layout] for name, entry in self.tensors.items() if entry.layout in in_layout}
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not what an attacker made."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class Stored(NamedTuple):
+    """What one file holds, as the rank that wrote it reports it."""
+
+    entry: FileEntry
+    slices: dict[tuple[str, tuple[int, ...], Slice], list[str]]
+    """Tensor names by data type, full shape and slice."""
+
+
+def build_manifest(files: Mapping[str, Stored], state: bytes) -> bytes:
+    """Return manifest.json of a checkpoint with these safetensors files and this state.json."""
+    layouts: dict[tuple[int, int, Slice], int] = {}  # a layout with a slice more, by the layout before it
+    layout_of: dict[str, int] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for index, stored in enumerate(files.values()):
+        for (dtype, shape, each), names in stored.slices.items():
+            for name in names:
+                longer = layout_of.get(name, -1), index, each
+                layout_of[name] = layouts.setdefault(longer, len(layouts))
+                tensors[name] = dtype, shape
+    entries = list(layouts)
+    number: dict[int, int] = {}
+    written = []
+    for last in sorted(set(layout_of.values())):
+        number[last], slices, layout = len(written), [], last
+        while layout != -1:
+            layout, index, each = entries[layout]
+            slices.append([index, each.offset, each.size])
+        written.append(slices[::-1])
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {
+            **{name: stored.entry.model_dump() for name, stored in files.items()},
+            STATE: {"bytes": len(state), "xxh3_64": checksum(state)},
+        },
+        "layouts": written,
+        "tensors": {
+            name: {"dtype": dtype, "shape": shape, "layout": number[layout_of[name]]}
+            for name, (dtype, shape) in sorted(tensors.items())
+        },
+    }
+    return json.dumps({**content, "xxh3_64": _checksum_of(content)}).encode()
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "xxh3_64"}
+    return checksum(json.dumps(rest, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises ConfigError with one line if it cannot be trusted."""
+    path = folder / MANIFEST
+    if not path.exists():
+        old = "; it is of an older format: run `titanlite convert` on it" if (folder / ".metadata").exists() else ""
+        raise ConfigError([f"{path}: no such file, so {folder} is not a complete checkpoint{old}"])
+    content = read_json(path)
+    found = {key: content.get(key) for key in ("format", "version")}
+    if found != {"format": FORMAT, "version": VERSION}:
+        problem = f"format {show(found['format'])}, version {show(found['version'])}: expected {show(FORMAT)}, version "
+        raise ConfigError([f"{path}: {problem}{VERSION}; another version of titanlite may have written it"])
+    if content.get("xxh3_64") != _checksum_of(content):
+        raise ConfigError([f"{path}: the checksum differs: the file is damaged"])
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError([f"{path}: {place}: {first['msg']}"]) from None
+    problem = _problem_of(manifest)
+    if problem:
+        raise ConfigError([f"{path}: {problem}"])
+    return manifest
+
+
+def _problem_of(manifest: Manifest) -> str:
+    """Return what is wrong with a manifest's names and slices; "" if nothing is."""
+    for name in manifest.files:
+        if name != STATE and not re.fullmatch(r"[A-Za-z0-9_-]{1,100}\.safetensors", name):
+            return f"files: {show(name)} is no name of a checkpoint's file"
+    if STATE not in manifest.files:
+        return f"files: {STATE} is missing"
+    n_files = len(manifest.files)
+    checked = {}
+    for name, entry in manifest.tensors.items():
+        if entry.layout >= len(manifest.layouts):
+            return f"tensors.{name}: there is no layout {entry.layout}"
+        case = entry.layout, tuple(entry.shape)
+        if case not in checked:
+            checked[case] = _problem_of_slices(manifest.layouts[entry.layout], entry.shape, n_files)
+        if checked[case]:
+            return f"tensors.{name}: {checked[case]}"
+    return ""
+
+
+def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: list[int], n_files: int) -> str:
+    """Return what is wrong with the slices of a tensor: they must cover each element once."""
+    files = [file for file, _, _ in slices]
+    if len(set(files)) < len(files) or any(file >= n_files for file in files):
+        return "each slice must be in another file, and the file must exist"
+    for _, offset, size in slices:
+        fits = len(offset) == len(size) == len(shape)
+        if not fits or not all(n > 0 and a + n <= m for a, n, m in zip(offset, size, shape, strict=True)):
+            return f"a slice of size {size} at {offset} is not inside the shape {shape}"
+    if math.prod(shape) == 0:
+        return ""
+    # In a grid of all boundaries every cell must be covered once.
+    bounds = [
+        sorted({0, n, *(each for _, offset, size in slices for each in (offset[d], offset[d] + size[d]))})
+        for d, n in enumerate(shape)
+    ]
+    if math.prod(len(each) - 1 for each in bounds) > LARGEST_GRID:
+        return "the slices have too many different boundaries"
+    index = [{bound: i for i, bound in enumerate(each)} for each in bounds]
+    covered = np.zeros([len(each) - 1 for each in bounds], dtype=np.int32)
+    for _, offset, size in slices:
+        covered[tuple(slice(i[a], i[a + n]) for i, a, n in zip(index, offset, size, strict=True))] += 1
+    return "" if (covered == 1).all() else "its slices overlap or leave gaps"
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a regular file in bytes. Raises ConfigError for anything else: a device or a pipe would be
+    read forever."""
+    try:
+        if path.is_file():
+            return path.stat().st_size
+        raise ConfigError([f"{path}: missing, or not a regular file"])
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+
+
+def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
+    """Return the JSON object that a file holds. Raises ConfigError if it is none, or not the one in the manifest."""
+    size = file_size(path)
+    try:
+        data = path.read_bytes()
+        if entry and (size, checksum(data)) != (entry.bytes, entry.xxh3_64):
+            raise ConfigError([f"{path}: it is not the file that the manifest describes: damaged or changed"])
+        content = json.loads(data)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (ValueError, RecursionError):
+        raise ConfigError([f"{path}: not valid JSON: the file is damaged"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path}: expected a JSON object"])
+    return content

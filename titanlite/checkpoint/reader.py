@@ -1,0 +1,138 @@
+"""Reading a checkpoint: full tensors in one process, or each rank its slices of them under any layout."""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.checkpoint.files import CheckedFile
+from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
+from titanlite.config.loader import ConfigError
+from titanlite.optimizer import local_shard
+
+
+class _State(BaseModel):
+    """state.json: everything of a run but its tensors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    step: int = Field(ge=1)
+    identity: dict[str, int | float | bool | str]
+    skipped: int = Field(default=0, ge=0)
+    loss_scale: tuple[float, int] = (1.0, 0)
+    data: dict[str, Any]
+
+
+class CheckpointReader:
+    """Reads one complete checkpoint, a step-N folder.
+
+    Raises:
+        ConfigError: here and in every method, with one line that names the file, and the tensor, if something is
+            missing, damaged, of another checkpoint or not of this format.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.manifest = path, read_manifest(path)
+        content = read_json(path / STATE, self.manifest.files[STATE])
+        try:
+            self.state: dict[str, Any] = _State.model_validate_json(json.dumps(content)).model_dump()
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError([f"{path / STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}"]) from None
+        if path.name.startswith("step-") and path.name != f"step-{self.state['step']}":
+            raise ConfigError([f"{path / STATE}: step = {self.state['step']}, which is not the folder's"])
+        self._files: dict[int, CheckedFile] = {}
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the full tensors by name."""
+        return {name: self.manifest.shape(name) for name in self.manifest.tensors}
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: DTYPES[entry.dtype] for name, entry in self.manifest.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a full tensor in host memory."""
+        if name not in self.shapes:
+            raise ConfigError([f"{self.path}: {name} is not in the checkpoint"])
+        shape = self.shapes[name]
+        everything = Slice((0,) * len(shape), tuple(shape))
+        self._open(name, everything)  # the files have the bytes of what the manifest promises, so it can be allocated
+        full = torch.empty(shape, dtype=self.dtypes[name])
+        self._fill(full, name, everything)
+        return full
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check that the checkpoint has these tensors, plain ones or DTensors, with their shapes."""
+        missing = [name for name in tensors if name not in self.shapes]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError([f"{self.path}: {missing[0]}{more} is not in the checkpoint; it is of another model"])
+        for name, tensor in tensors.items():
+            if self.shapes[name] != tensor.shape:
+                shapes = f"{list(self.shapes[name])}, expected {list(tensor.shape)}"
+                raise ConfigError([f"{self.path}: {name} has shape {shapes}; it is of another model"])
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the shards of these tensors on this rank, converted to their data types. Only files that have some of
+        their elements are opened. Nothing is filled unless all of it exists."""
+        self.check(tensors)
+        shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
+        for name, (_, wanted) in shards.items():
+            self._open(name, wanted)
+        for name, (local, wanted) in shards.items():
+            self._fill(local, name, wanted)
+
+    def verify(self) -> Iterator[int]:
+        """Read every byte of every tensor and check it. Yields the bytes read, 4 MiB or less at a time."""
+        for index in range(len(self.manifest.file_names)):
+            if self.manifest.file_names[index] != STATE:
+                yield from self._file(index).verify()
+
+    def _open(self, name: str, wanted: Slice) -> None:
+        for index, _ in self.manifest.slices(name, wanted):
+            self._file(index)
+
+    def _fill(self, target: Tensor, name: str, wanted: Slice) -> None:
+        for index, _ in self.manifest.slices(name, wanted):
+            self._file(index).read_into(target, name, wanted)
+
+    def _file(self, index: int) -> CheckedFile:
+        if index not in self._files:
+            name = self.manifest.file_names[index]
+            tensors = self.manifest.names_of_file(index)
+            expected = {each: (self.manifest.tensors[each].dtype, stored) for each, stored in tensors.items()}
+            self._files[index] = CheckedFile(self.path / name, self.manifest.files[name], expected)
+        return self._files[index]
+
+
+def shard_slice(tensor: Tensor) -> Slice:
+    """Return which slice of the full tensor this rank has (private to torch: compute_local_shape_and_global_offset,
+    tried on torch 2.11, 2.13 and 2.15). A plain tensor is its own slice."""
+    if not isinstance(tensor, DTensor):
+        return Slice((0,) * tensor.dim(), tuple(tensor.shape))
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Slice(tuple(offset), tuple(size))
+
+
+def plain_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard as a plain tensor that shares its memory, also where a technique has wrapped it."""
+    local = local_shard(tensor).detach()
+    if type(local) is Tensor:
+        return local
+    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+    return next(each for each in inner if each is not None and each.shape == local.shape)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps whose checkpoints in a folder were published, ascending."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
