@@ -29,7 +29,7 @@ EXAMPLES = {"training.seqlen", "optimizer.amsgrad"}
 """Options that do not exist: one in examples of error messages, one in the example of adding an option."""
 OTHER_PROJECTS = ("kempnerforge/", "litgpt/")
 """Packages of other projects whose files docs/comparison.md names."""
-SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json"}
+SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json", "safetensors"}
 """What follows `model.` or `plan.` in the name of a file."""
 
 
