@@ -37,7 +37,7 @@ WRONG_VALUES = {
     "true or false": [
         "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
-        "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
+        "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "checkpoint.last_save_in_hf = 1", "metrics.enable_tensorboard = 1",
         "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
         "parallelism.enable_async_tensor_parallel = 1", "compile.enable = 1", 'compile.enable = "true"',
@@ -152,6 +152,7 @@ WRONG_VALUES = {
     'one of "inductor", "aot_eager"': ['compile.backend = "eager"', "compile.backend = true"],
     'one of "disabled", "async"': ['checkpoint.async_mode = "async_with_pinned_mem"'],
     'one of "stop", "previous"': ['checkpoint.on_corrupt = "ignore"'],
+    'one of "auto", "float32", "bfloat16", "float16"': ['checkpoint.export_dtype = "float64"'],
 }
 # fmt: on
 

@@ -1,8 +1,6 @@
 """Exported folders: transformers loads them with the same weights and logits, and one tensor at a time is in memory."""
 
 import json
-import sys
-import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.checkpoint_helpers import write_checkpoint
 from tests.hf_helpers import (
     FAMILIES,
     LOGITS_TOLERANCE,
@@ -23,9 +22,9 @@ from tests.hf_helpers import (
     relative,
     save_hf,
 )
+from titanlite.checkpoint import export as export_command
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
-from titanlite.hf import export_command
 from titanlite.hf.export import export, partition, write_safetensors
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import parameter_shapes
@@ -239,22 +238,15 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch):
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch) -> Path:
-    """A run's folder with the checkpoints of two steps, which a reader in memory stands for."""
-    options = model_options(vocab_size=VOCABULARY)
+def run_folder(tmp_path: Path) -> Path:
+    """A run's folder with the checkpoints of two steps."""
+    options, run = model_options(vocab_size=VOCABULARY), tmp_path / "run"
     identity = {"seed": 42, "data": "x", **options.model_dump(exclude={"flavor", "hf_assets_path"})}
-    scale = {"step-2": 2.0, "step-10": 10.0}
-
-    def reader(path: Path) -> Checkpoint:
-        weights = {name: weight * scale[path.name] for name, weight in random_weights(options, BF16).items()}
-        return Checkpoint(weights, {"step": 1, "identity": identity})
-
-    module = types.ModuleType("titanlite.checkpoint.reader")
-    module.CheckpointReader = reader
-    monkeypatch.setitem(sys.modules, "titanlite.checkpoint.reader", module)
-    run = tmp_path / "run"
-    for step in (*scale, "step-12.tmp", "step-old"):
-        (run / "checkpoint" / step).mkdir(parents=True)
+    for step in (2, 10):
+        weights = {f"model.{name}": weight * step for name, weight in random_weights(options, BF16).items()}
+        write_checkpoint(run / "checkpoint" / f"step-{step}", weights, step=step, identity=identity)
+    for name in ("step-12.tmp", "step-old"):
+        (run / "checkpoint" / name).mkdir()
     (run / "config.toml").write_text('[model]\nhf_assets_path = ""\n[training]\nseq_len = 24\n')
     return run
 
@@ -313,8 +305,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(run_folder: Pat
 @pytest.mark.parametrize(
     ("spoil", "phrase"),
     [
-        (lambda run: None, "no-such: expected a checkpoint's step-N folder, or a folder with such folders"),
-        (lambda run: (run / "no-such").mkdir(), "no-such: expected a checkpoint's step-N folder"),
+        (lambda run: None, "no-such: expected a step-N folder, or a folder that contains one"),
+        (lambda run: (run / "no-such").mkdir(), "no-such: expected a step-N folder, or a folder that contains one"),
     ],
     ids=["no folder", "an empty folder"],
 )

@@ -13,7 +13,7 @@ COMMANDS = {
     "checkpoint": ("titanlite.checkpoint.command", "list and verify the checkpoints of a run"),
     "convert": ("titanlite.checkpoint.convert", "convert a checkpoint of the older format"),
     "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),
-    "export": ("titanlite.hf.export_command", "write a checkpoint as a Hugging Face folder"),
+    "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
 

@@ -210,6 +210,11 @@ def main(argv: list[str]) -> None:
         config = check(load(argv), launch)
         with mesh.process_group(launch, config.comm, config.job.dump_folder):
             train(config, launch, lambda: bool(stop_signals))
+        if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
+            from titanlite.checkpoint.export import export_last_step
+
+            folder = Path(config.job.dump_folder) / config.checkpoint.folder
+            export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
         status = 0
     except ConfigError as error:
         status = 2

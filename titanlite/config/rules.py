@@ -42,6 +42,8 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
     (["activation_checkpoint.selective_ac_option"], AC_MODE, ("selective",), ("none",)),
     (["activation_checkpoint.memory_budget"], AC_MODE, ("memory_budget",), ("none",)),
+    (["checkpoint.last_save_in_hf"], "checkpoint.enable", (True,), (False,)),
+    (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),
@@ -149,6 +151,9 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
     if (optimizer.state_dtype != "auto" or optimizer.stochastic_rounding) and "optimizer.implementation" in changed:
         message = "torchao computes the step with state_dtype or stochastic_rounding; remove it"
         reject("optimizer.implementation", message, "optimizer.state_dtype", "optimizer.stochastic_rounding")
+    if config.checkpoint.last_save_in_hf and (training.dtype, config.checkpoint.export_dtype) == ("float64", "auto"):
+        message = f'{DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
+        reject("checkpoint.export_dtype", message, DTYPE, "checkpoint.last_save_in_hf")
     float8, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         message = f"{show(float8.recipe)} has a scale per row, which FSDP cannot gather; set false, or float8.recipe = "

@@ -327,10 +327,10 @@ class Checkpoint(Section):
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
     initial_load_path: str = ""
-    """A checkpoint's step-N folder, or a Hugging Face folder (config.json and safetensors), whose weights the run starts
+    """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), whose weights the run starts
     from if there is nothing to resume."""
     last_save_in_hf: bool = False
-    """After the last step, also write the weights as a Hugging Face folder, FOLDER/step-N-hf. Needs enable."""
+    """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights of last_save_in_hf; auto: training.dtype."""
     async_mode: Literal["disabled", "async"] = "disabled"

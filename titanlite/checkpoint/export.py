@@ -51,11 +51,12 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
+    from titanlite.checkpoint.command import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.hf.export import export
 
-    path = find_checkpoint(checkpoint)
+    path = step_folders(checkpoint)[-1]
     reader = CheckpointReader(path)
     options = model_options(path, reader.state)
     config_file = path.resolve().parents[1] / "config.toml"
@@ -82,15 +83,12 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
     print(f"tokenizer: {source}")
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return a step-N folder, or the newest one of a run's checkpoints. Raises ConfigError if there is none."""
-    if path.name.startswith("step-"):
-        return path
-    steps = [folder.name.removeprefix("step-") for folder in path.glob("step-*")]
-    newest = max((int(step) for step in steps if step.isdecimal()), default=None)
-    if newest is None:
-        raise ConfigError([f"{path}: expected a checkpoint's step-N folder, or a folder with such folders"])
-    return path / f"step-{newest}"
+def export_last_step(folder: Path, step: int, dtype: str) -> None:
+    """Export the checkpoint of a run's last step, if there is one and it has not been exported, as step-N-hf in the
+    folder of checkpoints. Raises ConfigError if it cannot be exported."""
+    checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
+    if checkpoint.exists() and not out.exists():
+        run(checkpoint, out, None if dtype == "auto" else dtype, tokenizer=None, max_seq_len=None)
 
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
