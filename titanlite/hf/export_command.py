@@ -86,11 +86,12 @@ def find_checkpoint(path: Path) -> Path:
     """Return a step-N folder, or the newest one of a run's checkpoints. Raises ConfigError if there is none."""
     if path.name.startswith("step-"):
         return path
-    steps = [folder.name.removeprefix("step-") for folder in path.glob("step-*")]
-    newest = max((int(step) for step in steps if step.isdecimal()), default=None)
-    if newest is None:
+    from titanlite.checkpoint.reader import complete_steps
+
+    steps = complete_steps(path)
+    if not steps:
         raise ConfigError([f"{path}: expected a checkpoint's step-N folder, or a folder with such folders"])
-    return path / f"step-{newest}"
+    return path / f"step-{steps[-1]}"
 
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
