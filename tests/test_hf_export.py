@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.checkpoint_helpers import write_checkpoint
 from tests.hf_helpers import (
+    CPU,
     FAMILIES,
     LOGITS_TOLERANCE,
     SEQ_LEN,
@@ -22,12 +23,17 @@ from tests.hf_helpers import (
     relative,
     save_hf,
 )
+from tests.test_parity import resolve
+from titanlite import build
 from titanlite.checkpoint import export as export_command
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.config import Config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.hf.export import export, partition, write_safetensors
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import parameter_shapes
+from titanlite.parallel import mesh
 
 BF16, VOCABULARY = torch.bfloat16, 400
 
@@ -269,6 +275,28 @@ def test_the_command_exports_the_newest_checkpoint(run_folder: Path, tmp_path: P
     assert hf.dtype == BF16
     assert hf.config.max_position_embeddings == 24
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (256, 257)
+
+
+def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
+    """Save a checkpoint of this layout's initial weights, and return the full weights."""
+    layout = mesh.build_layout(job.parallelism, CPU)
+    model, stages = build.build_model(job, layout, CPU)
+    identity = {"seed": 1, "data": "x", **job.model.model_dump(exclude={"flavor", "hf_assets_path"})}
+    checkpointer = Checkpointer(folder, job.checkpoint, identity)
+    checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
+    checkpointer.close()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def test_a_checkpoint_of_a_sharded_run_is_exported(ranks, tmp_path: Path):
+    settings = {"model__qk_norm": True, "model__head_dim": 16, "training__dtype": "float32"}
+    job = resolve(tmp_path, 4, {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2, **settings})
+    weights, *_ = ranks(4).run(save_on_a_rank, job=job, folder=tmp_path / "run")
+    assert command(tmp_path / "run" / "checkpoint", tmp_path / "out", "--max-seq-len", SEQ_LEN) == 0
+    hf = from_pretrained(tmp_path / "out")
+    expected = expected_weights(hf, empty_model(job.model), job.model)
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(expected[name], weight) for name, weight in weights.items())
 
 
 def test_the_command_exports_one_step_in_another_dtype(run_folder: Path, tmp_path: Path, capsys):
