@@ -24,6 +24,10 @@ class ByteTokenizer:
         encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
 
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens. Special tokens have none, and broken UTF-8 has replacement characters."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
 
 class HuggingFaceTokenizer:
     """Encodes text by a tokenizer.json, which the `tokenizers` library runs on all cores.
@@ -78,6 +82,10 @@ class HuggingFaceTokenizer:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have none."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
@@ -92,3 +100,9 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]
     bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
     eos = np.array([tokenizer.eos], np.uint32)
     return [np.concatenate([bos, tokens, eos]) for tokens in tokenizer.encode(texts)]
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
+    space that a text begins with."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

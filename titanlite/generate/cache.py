@@ -1,0 +1,85 @@
+"""The KV cache: keys and values of earlier tokens, so that a new token costs one token's work and its attention.
+
+A module takes the place of each block's inner attention, the only one that sees several tokens at once; the model does
+not change. Prompts are added one by one, each with its own length and without padding. Then each forward adds one token
+to every sequence at its own position.
+
+Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.model import Documents, Llama
+
+
+class Step:
+    """Says which tokens the next forward adds, for the attention of all layers."""
+
+    sequence: int | None = None
+    """The sequence that the tokens are the beginning of; None: one token for each sequence."""
+    sequences_B: Tensor
+    positions_B: Tensor
+    """Position of each sequence's new token."""
+    keys: slice
+    """Positions that some sequence attends to."""
+    mask_B11S: Tensor
+    """Which of these each sequence attends to."""
+
+    def prefill(self, sequence: int) -> None:
+        """Add the first tokens of a sequence next."""
+        self.sequence = sequence
+
+    def decode(self, positions: list[int], window: int, device: torch.device) -> None:
+        """Add a token at these positions of the sequences next. `window` is the sliding window; 0: none."""
+        self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
+        self.positions_B = torch.tensor(positions, device=device)
+        first, end = max(min(positions) - window + 1, 0) if window else 0, max(positions) + 1
+        self.keys, last_B1 = slice(first, end), self.positions_B[:, None]
+        keys_S = torch.arange(first, end, device=device)
+        mask_BS = keys_S <= last_B1
+        if window:
+            mask_BS &= keys_S > last_B1 - window
+        self.mask_B11S = mask_BS[:, None, None]
+
+
+class CachedAttention(nn.Module):
+    """Attends to the tokens of this forward and, after the prompt, to all before them. The cache begins with zeros,
+    since a masked key has weight 0, and 0 times a value that is not a number is none either."""
+
+    def __init__(self, inner: nn.Module, step: Step, cache_2BGSK: Tensor):
+        super().__init__()
+        self.inner, self.step = inner, step
+        self.k_BGSK, self.v_BGSK = cache_2BGSK
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return [B, T, H, K]: of one sequence's first tokens (B = 1), or of one token of each (T = 1)."""
+        step = self.step
+        if step.sequence is not None:
+            for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
+                cache_BGSK[step.sequence, :, : x_BTGK.shape[1]] = x_BTGK[0].transpose(0, 1)
+            return self.inner(q_BTHK, k_BTGK, v_BTGK)
+        for cache_BGSK, x_BTGK in ((self.k_BGSK, k_BTGK), (self.v_BGSK, v_BTGK)):
+            cache_BGSK[step.sequences_B, :, step.positions_B] = x_BTGK[:, 0]
+        # The heads of a group stand for queries of their KV head: every backend has that, and few have GQA with a mask.
+        q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
+        k_BGSK, v_BGSK = self.k_BGSK[:, :, step.keys], self.v_BGSK[:, :, step.keys]
+        out_BGMK = F.scaled_dot_product_attention(q_BGMK, k_BGSK, v_BGSK, attn_mask=step.mask_B11S)
+        return out_BGMK.flatten(1, 2).unsqueeze(1)
+
+
+def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int) -> Step:
+    """Allocate the cache of each block and let its attention use it. Returns what to tell before each forward.
+
+    Args:
+        length: positions of a sequence.
+        n_kv_heads: of this rank.
+    """
+    step = Step()
+    for block in model.layers.values():
+        attention, weight = block.attention, block.attention_norm.weight
+        shape = 2, n_sequences, n_kv_heads, length, attention.head_dim
+        cache_2BGSK = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        attention.inner_attention = CachedAttention(attention.inner_attention, step, cache_2BGSK)
+    return step
