@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from titanlite.config.loader import show
 from titanlite.config.schema import Metrics
 from titanlite.devices import find_by_gpu_name
 
@@ -149,6 +150,13 @@ class MetricsLogger:
             for tag, value in values.items():
                 self.tensorboard.add_scalar(tag, value, step)
             self.tensorboard.flush()
+
+    def log_samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
+        """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            print(f"step {step}: sample {index}: {show(prompt)} -> {show(text)}", flush=True)
+            if self.tensorboard:
+                self.tensorboard.add_text(f"samples/{index}", f"{prompt}{text}", step)
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:

@@ -85,7 +85,11 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
 
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state)
-    logger = None
+    logger, samples = None, None
+    if config.validation.generate_prompts:
+        from titanlite.generate.samples import Samples  # here, since most runs have none
+
+        samples = Samples(training, config.validation, config.model.hf_assets_path)
     if rank == 0:
         resolved = provenance.describe(device, launch.world_size) + config.toml()
         logger = metrics.MetricsLogger(
@@ -161,6 +165,10 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                     batches, total = build.build_validation_batches(config, layout, validation)
                     with progress("validation", total=total, unit="batches", enabled=rank == 0) as advance:
                         values[metrics.VALIDATION_LOSS] = train_step.validate(batches, advance)
+                    if samples:
+                        texts = samples.generate(model, device)
+                        if logger:
+                            logger.log_samples(step, samples.prompts, texts)
                 if logger and values:
                     logger.log(step, values, meter.seconds_per_step)
                 if checkpointer:

@@ -5,12 +5,14 @@ with the ranks and devices of a launch. Both report every problem at once as one
 exists. Nothing here imports torch, so a wrong config is reported in a fraction of a second.
 """
 
+from typing import Any
+
 from titanlite.config import loader, rules
 from titanlite.config.launch import Launch, check
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import Config
 
-__all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", "load"]
+__all__ = ["USAGE", "Config", "ConfigError", "Launch", "LoadedConfig", "check", "load", "load_values"]
 
 USAGE = "usage: titanlite train CONFIG [--section.key=value ...]   (--help lists every option)"
 
@@ -19,3 +21,9 @@ def load(argv: list[str]) -> LoadedConfig[Config]:
     """Read a config and overrides (`argv`, without the program's name) and check the rules between options. Raises
     ConfigError with every problem."""
     return loader.load(Config, argv, usage=USAGE, rules=rules.between_options)
+
+
+def load_values(values: dict[str, Any], name: str, arguments: list[str]) -> LoadedConfig[Config]:
+    """Check options of sections as `load` does those of a file, and `--section.key=value` arguments. Messages name
+    `name` instead of a file."""
+    return loader.load_values(Config, values, name, arguments, rules=rules.between_options)

@@ -97,7 +97,13 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
         problem = f"{COMMAND_LINE}: expected one config, got {' '.join(names) or 'none'}; {usage}"
         raise ConfigError([problem, *_override(kind, arguments, {}, {})])
     file = str(find_config(names[0]))
-    values = read_toml(file)
+    return load_values(kind, read_toml(file), file, arguments, rules=rules)
+
+
+def load_values(
+    kind: type[Options], values: dict[str, Any], file: str, arguments: list[str], *, rules: Rules
+) -> LoadedConfig[Options]:
+    """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
     origins = {f"{section}.{key}": file for section, keys in values.items() if isinstance(keys, dict) for key in keys}
     problems = _override(kind, arguments, values, origins)
     config, bad_keys, value_problems = _validate(kind, values, file, origins)

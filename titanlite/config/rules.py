@@ -26,6 +26,8 @@ ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.loca
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
+PROMPTS = "validation.generate_prompts"
+
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
 ABOVE_1 = range(2, sys.maxsize)
@@ -38,6 +40,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.dataset_text_key"], DATASET, ("json", "parquet", "hub"), ()),
     (["training.text_sample_by"], DATASET, ("text",), ()),
     (["validation.dataset_path"], DATASET, FILES, ()),
+    ([PROMPTS], "validation.enable", (True,), (False,)),
     (["training.streaming_shards"], STREAMING, (True,), ()),
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
     (["activation_checkpoint.selective_ac_option"], AC_MODE, ("selective",), ("none",)),
@@ -124,6 +127,12 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     elif validation.enable and not has_split and not validation.fraction:
         message = "validation.enable needs documents; set a fraction above 0"
         reject(FRACTION, message, "validation.enable", STREAMING, *split_keys)
+    for key in (PIPELINE, CONTEXT) if validation.generate_prompts else ():
+        if value_of(config, key) > 1:
+            message = f"a rank needs full sequences and all layers, and {key} = {value_of(config, key)}; set []"
+            reject(PROMPTS, message, key)
+    if "validation.generate_tokens" in changed and not validation.generate_prompts:
+        reject("validation.generate_tokens", f"read only with {PROMPTS}; set that, or remove it", PROMPTS)
 
 
 def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:

@@ -363,6 +363,10 @@ class Validation(Section):
     """Files to validate on, of the kind that training.dataset names (text, json, parquet)."""
     dataset_split: str = ""
     """Split of a hub dataset to validate on."""
+    generate_prompts: list[str] = Field(default=[])
+    """Prompts that are continued greedily after each validation; the texts are logged, also in TensorBoard."""
+    generate_tokens: Count = 32
+    """Tokens to continue each prompt by, or until EOS. Each costs a forward of local_batch_size sequences."""
 
 
 class Profiling(Section):

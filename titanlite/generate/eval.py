@@ -1,0 +1,97 @@
+"""Compute the loss of a trained model on a dataset.
+
+    titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--training.key=value ...]
+
+FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoints, of which the newest is taken, or a
+Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name: pydoc_topics,
+text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of
+[training], such as --training.dataset_text_key=content, say how they are read.
+
+Prints the loss in nats per token, by the rule of training and validation, and the perplexity. This is one process.
+
+Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
+"""
+
+import math
+from typing import Any
+
+from titanlite.config import ConfigError, Launch, check, load_values
+from titanlite.config.loader import print_problems
+from titanlite.generate.arguments import COUNT, Parser
+
+USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split NAME] [--seq-len N]
+           [--batch-size B] [--document-mask] [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
+           [--training.key=value ...]"""
+OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_size", "document_mask")
+"""Options of [training] that have an argument of their own."""
+MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
+MORE_OPTIONS += ("attention_backend", "mixed_precision_param")
+"""Options of [training] that an evaluation reads besides."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite eval`. Returns the exit status."""
+    parser = Parser(USAGE, __doc__ or "")
+    parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
+    parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
+    parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
+    parser.add_argument("--seq-len", type=COUNT, metavar="N", help="tokens of a sequence (default: the run's, or 2048)")
+    text = "sequences at a time (default: 8)"
+    parser.add_argument("--batch-size", dest="local_batch_size", type=COUNT, metavar="B", help=text)
+    text = "attend only within a document"
+    parser.add_argument("--document-mask", action="store_const", const="true", help=text)
+    try:
+        arguments, overrides = parser.parse_known_args(argv)
+        run(arguments, overrides)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    return 0
+
+
+def run(arguments: Any, overrides: list[str]) -> None:
+    """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
+    import torch  # here, so that --help does not wait for it
+
+    from titanlite.generate.folder import open_folder
+    from titanlite.parallel import mesh
+
+    readable = [f"--training.{key}" for key in MORE_OPTIONS]
+    for override in overrides:
+        if override.partition("=")[0] not in readable:
+            raise ConfigError([f"command line: {override}: expected one of {', '.join(readable)}; --help tells more"])
+    folder = open_folder(arguments.folder)
+    kind = arguments.dtype or str(folder.dtype).removeprefix("torch.")
+    # float16 weights are exact in float32, and no training.dtype.
+    training = {"dtype": "float32" if kind == "float16" else kind, "seq_len": folder.value("training", "seq_len")}
+    given = {key: getattr(arguments, key) for key in OPTIONS if getattr(arguments, key) is not None}
+    values = {
+        "model": folder.options.model_dump() | {"hf_assets_path": folder.tokenizer_path(arguments.tokenizer)},
+        "training": {key: value for key, value in training.items() if value is not None},
+        "validation": {"steps": -1},
+    }
+    loaded = load_values(values, str(folder.path), [f"--training.{k}={v}" for k, v in given.items()] + overrides)
+    launch = Launch(0, 0, 1, 1, torch.cuda.device_count())
+    config = check(loaded, launch)
+    with mesh.process_group(launch, config.comm, "."):
+        loss, n_sequences = evaluate(config, folder, folder.tokenizer(arguments.tokenizer), mesh.device_of(launch))
+    print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
+    print(f"loss {loss:.6f} nats per token, perplexity {math.exp(loss):.4f}")
+
+
+def evaluate(config: Any, folder: Any, tokenizer: Any, device: Any) -> tuple[float, int]:
+    """Return the loss of a folder's model on the dataset of a resolved config for one rank, and how many sequences it
+    has. Raises ConfigError if the weights or the data cannot be read."""
+    from titanlite import build, data
+    from titanlite.parallel import mesh
+    from titanlite.progress import progress
+
+    sequences = data.open_all(tokenizer, config.training)
+    layout = mesh.build_layout(config.parallelism, device)
+    model = build.build_stage(config, layout, None, device)
+    model.materialize(device)
+    folder.load(model)
+    train_step = build.build_train_step(config, layout, model, {0: model}, device)
+    batches, total = build.build_validation_batches(config, layout, sequences)
+    with progress("evaluation", total=total, unit="batches") as advance:
+        return train_step.validate(batches, advance), sequences.n_sequences

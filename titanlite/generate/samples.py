@@ -1,0 +1,62 @@
+"""Samples of a training run: after each validation, some prompts are continued with the weights of that step.
+
+There is no KV cache. Each token costs a forward of full sequences, in batches of the validation's shape, so this works
+under every layout whose ranks have full sequences, and nothing is compiled again.
+"""
+
+import torch
+from torch import nn
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Training, Validation
+from titanlite.data import Batch
+from titanlite.data.tokenizer import build_tokenizer, continuation
+from titanlite.generate.sampling import logits_at
+from titanlite.parallel import fsdp
+
+
+class Samples:
+    """Continues validation.generate_prompts greedily. Raises ConfigError if one is too long for a sequence."""
+
+    def __init__(self, training: Training, validation: Validation, hf_assets_path: str):
+        self.training, self.prompts, self.n_tokens = training, validation.generate_prompts, validation.generate_tokens
+        self.tokenizer = build_tokenizer(hf_assets_path)
+        bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
+        self._tokens = [[*bos, *tokens.tolist()] for tokens in self.tokenizer.encode(self.prompts)]
+        for text, prompt in zip(self.prompts, self._tokens, strict=True):
+            most = training.seq_len - self.n_tokens
+            if not 1 <= len(prompt) <= most:
+                problem = f"validation.generate_prompts: {show(text)} has {len(prompt)} tokens: expected 1 to {most}"
+                raise ConfigError([f"{problem}, which is training.seq_len - validation.generate_tokens"])
+
+    @torch.no_grad()
+    def generate(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Return the text that follows each prompt. Every rank must call it, and each returns the same."""
+        size, texts = self.training.local_batch_size, []
+        loss, model.output.loss = model.output.loss, logits_at
+        for first in range(0, len(self._tokens), size):
+            prompts = self._tokens[first : first + size]
+            for prompt, tokens in zip(prompts, self._continue(model, prompts, device), strict=True):
+                texts.append(continuation(self.tokenizer, prompt, tokens))
+        model.output.loss = loss
+        fsdp.reshard(model)
+        return texts
+
+    def _continue(self, model: nn.Module, prompts: list[list[int]], device: torch.device) -> list[list[int]]:
+        """Return the tokens that follow each prompt, up to EOS."""
+        shape = self.training.local_batch_size, self.training.seq_len
+        texts, running = [list(prompt) for prompt in prompts], set(range(len(prompts)))
+        positions = torch.arange(shape[1]).repeat(shape[0], 1)
+        for _ in range(self.n_tokens):
+            tokens = torch.zeros(shape, dtype=torch.int64)
+            for row, text in enumerate(texts):
+                tokens[row, : len(text)] = torch.tensor(text)
+            last = torch.tensor([row * shape[1] + len(text) - 1 for row, text in enumerate(texts)])
+            batch = Batch(tokens, last, positions, positions if self.training.document_mask else None).to(device)
+            chosen = model(batch.tokens, **batch.inputs()).argmax(-1).tolist()
+            running -= {row for row in running if chosen[row] == self.tokenizer.eos}
+            for row in running:
+                texts[row].append(chosen[row])
+            if not running:
+                break
+        return [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
