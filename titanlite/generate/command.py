@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     """Run `titanlite generate`, or one rank of it, as torchrun starts it. Returns the exit status."""
     status = 0
     try:
-        status = run(_parser().parse_args(argv), argv)
+        status = run(_parser().parse_intermixed_args(argv), argv)
     except ConfigError as error:
         status = 2
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems

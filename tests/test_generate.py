@@ -1,0 +1,439 @@
+"""Generated text: the KV cache computes what the full model does, for every family and under tensor parallel; sampling
+draws from the distribution that it says; and the command."""
+
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.config_helpers import python
+from tests.hf_helpers import CPU, FAMILIES, build_hf, empty_model, save_hf
+from titanlite.config import ConfigError, Launch
+from titanlite.config.schema import Parallelism
+from titanlite.data.tokenizer import ByteTokenizer, continuation
+from titanlite.generate import command, sampling
+from titanlite.generate.cache import CachedAttention
+from titanlite.generate.folder import ModelFolder, open_folder
+from titanlite.generate.generator import Generator
+from titanlite.generate.sampling import Sampling, choose, probabilities, prompt_generators
+from titanlite.parallel import mesh
+
+LENGTHS, NEW, EOS = (3, 17, 1, 9, 12, 6), 20, 2
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in FAMILIES}
+CASES["llama, llama3 scaling"] = ("llama", {"rope_parameters": LLAMA3_ROPE})
+"""Family of the model, and settings of transformers that differ. Mistral's window is 8, less than every text here."""
+LEAST_GAP = 1e-4
+"""Between the largest two logits, which are about 1. transformers' norms and rotary tables are in float32, so its
+float64 logits are off by some 1e-6: a text whose gaps are larger is the same in both, and others are left out."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are so small that two threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def save(folder: Path, case: str = "llama", **settings: Any) -> Any:
+    """Save a model of transformers and return it in float64."""
+    family, different = CASES[case]
+    hf = build_hf(family, **different, **settings)
+    hf.save_pretrained(folder)
+    return hf.double()
+
+
+def draw_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy(logits: Tensor, batch: range) -> list[int]:
+    return choose(logits, Sampling(), [])
+
+
+def build(folder: ModelFolder, prompts: list[list[int]], batch_size: int, **changes: Any) -> Generator:
+    """Return a generator in float64 that has room for these prompts and no more."""
+    arguments = {"dtype": torch.float64, "device": CPU, "mesh": None, "max_new_tokens": NEW, **changes}
+    return Generator(folder, batch_size=batch_size, longest=max(map(len, prompts)), **arguments)
+
+
+def generate(path: Path, prompts: list[list[int]], batch_size: int = 4, **changes: Any) -> list[list[int]]:
+    return list(build(open_folder(path), prompts, batch_size, **changes).generate(prompts, {EOS}, greedy))
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path):
+    hf, prompts, compared = save(tmp_path, case), draw_prompts(), 0
+    for prompt, text in zip(prompts, generate(tmp_path, prompts), strict=True):
+        tokens = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+        theirs = hf.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
+        best = torch.stack([logits[0].topk(2).values for logits in theirs.logits])
+        if (best[:, 0] - best[:, 1]).min() > LEAST_GAP:
+            compared += len(text) > 8  # beyond mistral's window
+            assert text == [token for token in theirs.sequences[0, len(prompt) :].tolist() if token != EOS]
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", ["llama, llama3 scaling", "mistral", "qwen3, biases"])
+def test_logits_are_those_of_the_full_model(case: str, dtype: torch.dtype, tmp_path: Path):
+    """The tolerances are rounding: of sums over at most 48 terms in other orders, through three layers."""
+    save(tmp_path, case)
+    folder, prompts, seen = open_folder(tmp_path), draw_prompts((3, 17, 9)), []
+
+    def record(logits: Tensor, batch: range) -> list[int]:
+        seen.append(logits.clone())
+        return greedy(logits, batch)
+
+    texts = list(build(folder, prompts, 3, dtype=dtype).generate(prompts, set(), record))
+    model = empty_model(folder.options, dtype)
+    folder.load(model)
+    model.rope = build(folder, prompts, 3, dtype=dtype).model.rope  # a longer one
+    for sequence, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *text[:-1]]]))[0, len(prompt) - 1 :]
+        actual = torch.stack([each[sequence] for each in seen])
+        assert (actual - logits).abs().max() < (1e-13 if dtype == torch.float64 else 2e-5)
+        assert torch.equal(actual.argmax(-1), torch.tensor(text))
+
+
+def test_a_text_does_not_depend_on_its_batch(tmp_path: Path):
+    save(tmp_path, "mistral")
+    prompts = draw_prompts()
+    texts = generate(tmp_path, prompts, 1)
+    assert len({len(text) for text in texts}) > 1, "all texts end at once"
+    for batch_size in (2, 4, 6):
+        assert generate(tmp_path, prompts, batch_size) == texts
+    assert generate(tmp_path, prompts[::-1], 4) == texts[::-1]
+
+
+def test_the_cache_is_allocated_once(tmp_path: Path):
+    save(tmp_path)
+    prompts = draw_prompts()
+    generator = build(open_folder(tmp_path), prompts, 4)
+    attention = [module for module in generator.model.modules() if isinstance(module, CachedAttention)]
+    assert len(attention) == 3
+    caches = [cache for module in attention for cache in (module.k_BGSK, module.v_BGSK)]
+    assert {cache.shape for cache in caches} == {(4, 2, 17 + NEW, 8)}
+    before = [cache.data_ptr() for cache in caches]
+    list(generator.generate(prompts, {EOS}, greedy))
+    assert [cache.data_ptr() for module in attention for cache in (module.k_BGSK, module.v_BGSK)] == before
+    assert len(generator.model.rope) == 17 + NEW
+
+
+def test_a_new_token_costs_one_token(tmp_path: Path):
+    """After the prompts, each forward is of one token for each sequence, and only the last token has logits."""
+    save(tmp_path)
+    prompts = draw_prompts((5, 9))
+    generator, sizes = build(open_folder(tmp_path), prompts, 2), []
+    generator.model.layers["0"].feed_forward.register_forward_hook(lambda module, x, out: sizes.append(len(out)))
+    texts = list(generator.generate(prompts, set(), greedy))
+    assert sizes == [5, 9, *[2] * (NEW - 1)]
+    assert [len(text) for text in texts] == [NEW, NEW]
+
+
+def test_a_window_bounds_the_keys_that_are_read(tmp_path: Path):
+    save(tmp_path, "mistral")
+    prompts = draw_prompts((17, 12))
+    generator, keys = build(open_folder(tmp_path), prompts, 2), []
+    decode = generator.step.decode
+    with mock.patch.object(generator.step, "decode", lambda *a: (decode(*a), keys.append(generator.step.keys))):
+        list(generator.generate(prompts, set(), greedy))
+    assert keys[0] == slice(12 - 7, 17 + 1)
+    assert {each.stop - each.start for each in keys} == {13}  # the window of 8, and 5 between the two
+
+
+# Tensor parallel -----------------------------------------------------------------------------------------------------
+
+
+def generate_on_a_rank(path: Path, prompts: list[list[int]], degree: int, **settings: Any) -> list[list[int]]:
+    parallelism = Parallelism(tensor_parallel_degree=degree, data_parallel_shard_degree=1)
+    axis = mesh.build_layout(parallelism, CPU).mesh["tp"]
+    random, generators = Sampling(**settings), prompt_generators([str(prompt) for prompt in prompts], 1)
+    generator = build(open_folder(path), prompts, 5, mesh=axis)
+
+    def draw(logits: Tensor, batch: range) -> list[int]:
+        return choose(logits, random, generators[batch.start : batch.stop])
+
+    return list(generator.generate(prompts, {EOS}, draw))
+
+
+@pytest.mark.parametrize("case", ["llama, tied", "mistral", "qwen3, biases"])
+def test_tensor_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
+    """Prompts and batches are no multiples of the ranks."""
+    save(tmp_path, case)
+    prompts = draw_prompts()
+    first, second = ranks(2).run(generate_on_a_rank, path=tmp_path, prompts=prompts, degree=2)
+    assert first == second == generate(tmp_path, prompts)
+
+
+def test_tensor_parallel_ranks_draw_the_same(ranks, tmp_path: Path):
+    save(tmp_path)
+    drawn = {"temperature": 0.8, "top_p": 0.9}
+    first, second = ranks(2).run(generate_on_a_rank, path=tmp_path, prompts=draw_prompts(), degree=2, **drawn)
+    assert first == second
+
+
+def load_problem(path: Path) -> str | None:
+    parallelism = Parallelism(tensor_parallel_degree=2, data_parallel_shard_degree=1)
+    try:
+        build(open_folder(path), [[1]], 1, mesh=mesh.build_layout(parallelism, CPU).mesh["tp"])
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_all_ranks_know_what_one_cannot_read(ranks, tmp_path: Path):
+    save(tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(9000)
+    first, second = ranks(2).run(load_problem, path=tmp_path)
+    assert first == second
+    assert "cannot be read as safetensors" in first
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+P = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1], dtype=torch.float64)
+LOGITS = P.log()[None] + 3
+
+
+def kept(**settings: Any) -> dict[int, float]:
+    """Return the probabilities of the tokens that can be drawn, which add up to 1."""
+    values, tokens = probabilities(LOGITS, Sampling(**{"temperature": 1.0, **settings}))
+    total = values.sum().item()
+    return {token: p / total for token, p in zip(tokens[0].tolist(), values[0].tolist(), strict=True) if p}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, [1, 3, 2, 4, 0]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [1, 3, 2, 4, 0]),
+        ({"top_p": 0.3}, [1]),
+        ({"top_p": 0.5}, [1, 3]),
+        ({"top_p": 0.71}, [1, 3, 2]),
+        ({"top_p": 1.0}, [1, 3, 2, 4, 0]),
+        ({"top_k": 2, "top_p": 0.56}, [1]),  # 0.4 of 0.7 is 0.57
+        ({"top_k": 2, "top_p": 0.58}, [1, 3]),
+        ({"temperature": 0.5, "top_p": 0.58}, [1, 3]),  # 0.16 of 0.285 is 0.56
+        ({"temperature": 0.5, "top_p": 0.55}, [1]),
+    ],
+)
+def test_the_smallest_set_is_kept(settings: dict[str, Any], tokens: list[int]):
+    weights = {token: P[token].item() ** (1 / settings.get("temperature", 1)) for token in tokens}
+    expected = {token: weight / sum(weights.values()) for token, weight in weights.items()}
+    assert kept(**settings) == pytest.approx(expected, rel=1e-12)
+    assert list(kept(**settings)) == tokens
+
+
+def test_frequencies_are_the_probabilities():
+    """Of n draws with probability p, the standard deviation is sqrt(n p (1 - p)), and 5 of them are exceeded once in
+    two million times; the seed is fixed."""
+    n, settings = 20_000, Sampling(temperature=0.7, top_k=4, top_p=0.97)
+    generators = prompt_generators([str(i) for i in range(n)], 5)
+    counts = torch.bincount(torch.tensor(choose(LOGITS.expand(n, -1), settings, generators)), minlength=5).tolist()
+    expected = kept(temperature=0.7, top_k=4, top_p=0.97)
+    assert len(expected) == 4
+    for token in range(5):
+        p = expected.get(token, 0.0)
+        assert abs(counts[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p)), token
+
+
+def test_top_k_of_one_is_greedy():
+    logits = torch.randn(50, 60, generator=torch.Generator().manual_seed(0))
+    for settings in (Sampling(temperature=3.0, top_k=1), Sampling(temperature=3.0, top_p=1e-9)):
+        assert choose(logits, settings, prompt_generators(["a"] * 50, 0)) == logits.argmax(-1).tolist()
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    """The largest number that a generator draws is 1 - 2^-53."""
+    last = torch.full((1,), 1 - 2**-53, dtype=torch.float64)
+    with mock.patch.object(sampling.torch, "rand", return_value=last):
+        assert choose(LOGITS, Sampling(temperature=1.0, top_k=3), [torch.Generator()]) == [2]
+        assert choose(LOGITS, Sampling(temperature=1.0), [torch.Generator()]) == [0]
+
+
+def test_the_seed_and_the_prompt_decide():
+    def numbers(prompts: list[str], seed: int = 1) -> list[float]:
+        return [torch.rand((), generator=each).item() for each in prompt_generators(prompts, seed)]
+
+    a, b, again = numbers(["a", "b", "a"])
+    assert len({a, b, again}) == 3
+    assert numbers(["b", "a", "c", "a"])[:2] == [b, a]
+    assert numbers(["b", "a", "c", "a"])[3] == again
+    assert numbers(["a"], seed=2) != [a]
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """A model of bytes: 258 tokens, of which the last two are BOS and EOS."""
+    save_hf_of_bytes(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def save_hf_of_bytes(folder: Path) -> None:
+    build_hf("llama", vocab_size=258, bos_token_id=256, eos_token_id=257).save_pretrained(folder)
+
+
+def run(capsys: Any, *arguments: Any) -> tuple[int, str, list[str]]:
+    """Run the command in this process. Returns its exit status, its output, and its lines on stderr."""
+    status = command.main([str(argument) for argument in arguments])
+    output, errors = capsys.readouterr()
+    return status, output, [line for line in errors.splitlines() if line.startswith("error: ")]
+
+
+def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
+    arguments = (hf_folder, "--tokenizer", "bytes", "--max-new-tokens", 12, "--dtype", "float64")
+    one, two = (run(capsys, *arguments, text) for text in ("abc", "a longer prompt"))
+    assert one[0] == two[0] == 0
+    assert len(one[1]) > 2
+    both = run(capsys, *arguments, "abc", "a longer prompt")
+    assert both[1] == f"--- prompt 1 of 2\n{one[1]}--- prompt 2 of 2\n{two[1]}"
+    (tmp_path / "a.txt").write_text("abc\na longer prompt\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "a longer prompt", "id": 3}\n')
+    for file in ("a.txt", "a.jsonl"):
+        assert run(capsys, *arguments, "--prompts", tmp_path / file, "--batch-size", 1) == both
+    drawn = (*arguments, "--temperature", 2.0, "--seed", 3)
+    assert run(capsys, *drawn, "abc") == run(capsys, *drawn, "abc")
+    assert run(capsys, *drawn, "abc")[1] in run(capsys, *drawn, "x", "abc")[1]
+    assert run(capsys, *drawn, "abc") != run(capsys, *drawn[:-1], 4, "abc")
+    assert run(capsys, *drawn, "--top-k", 1, "abc") == one
+
+
+def test_the_command_starts_the_ranks_of_tensor_parallel(hf_folder: Path, capsys):
+    arguments = [str(hf_folder), "abc", "--tokenizer=bytes", "--max-new-tokens=5", "--dtype=float64"]
+    degree = "--tensor-parallel-degree=2"
+    variables = {"PATH": str(Path(sys.executable).parent), "CUDA_VISIBLE_DEVICES": ""}
+    status, output, errors = python("-m", "titanlite", "generate", *arguments, degree, **variables)
+    assert status == 0, errors
+    assert output == run(capsys, *arguments)[1]
+
+
+def test_the_tokenizer_of_the_folder_is_used(assets, tmp_path: Path, capsys):
+    tokenizer = assets.open(bos_token="<s>", eos_token="</s>")
+    build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
+    for file in (assets.file, assets.settings):
+        (tmp_path / "hf" / file.name).write_text(file.read_text())
+    prompt = [tokenizer.bos, *tokenizer.encode(["some text"])[0].tolist()]
+    (text,) = generate(tmp_path / "hf", [prompt])
+    status, output, _ = run(capsys, tmp_path / "hf", "some text", "--max-new-tokens", NEW, "--dtype", "float64")
+    assert (status, output) == (0, continuation(tokenizer, prompt, text) + "\n")
+
+
+def test_decoding(assets):
+    tokenizer, text = assets.open(), "ein Träger, 木, and so on"
+    for each in (tokenizer, ByteTokenizer()):
+        tokens = each.encode([text])[0].tolist()
+        assert each.decode([*tokens, each.eos]) == text
+        for split in range(4, 12):
+            prompt = each.encode([text[:split]])[0].tolist()
+            rest = each.encode([text[split:]])[0].tolist()
+            assert continuation(each, prompt, rest) == text[split:]
+    assert ByteTokenizer().decode([0xC3, 257, 260]) == "�"
+
+
+def test_a_decoder_that_drops_the_first_space(assets):
+    """As those of Llama 2 and Mistral, whose words begin with a mark for the space before them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    assets.file.write_text(tokenizer.to_str())
+    opened = assets.open()
+    assert opened.decode([1]) == "b"
+    assert continuation(opened, [0], [1, 0]) == " b a"
+
+
+def test_other_end_tokens_stop_too(hf_folder: Path):
+    folder = open_folder(hf_folder)
+    assert folder.stop_tokens(ByteTokenizer()) == {257}
+    file = hf_folder / "generation_config.json"
+    for value, tokens in ((None, {257}), (5, {257, 5}), ([5, 6], {257, 5, 6})):
+        file.write_text(json.dumps({"eos_token_id": value}))
+        assert folder.stop_tokens(ByteTokenizer()) == tokens
+    file.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ConfigError, match="expected token ids"):
+        folder.stop_tokens(ByteTokenizer())
+
+
+BYTES = ("--tokenizer", "bytes")
+WRONG: dict[tuple[str, ...], str] = {
+    ("hf",): "expected a prompt, or --prompts FILE",
+    ("hf", "a"): "has no tokenizer.json; name the tokenizer with --tokenizer FOLDER",
+    ("hf", "a", "--tokenizer", "nowhere"): "cannot be read as a tokenizer",
+    ("nowhere", "a"): "nowhere: expected a Hugging Face folder, a step-N folder, or the folder of a run",
+    ("hf", "a", *BYTES, "--max-new-tokens", "0"): "--max-new-tokens: 0: expected an integer >= 1",
+    ("hf", "a", *BYTES, "--temperature", "-1"): "expected a finite number >= 0",
+    ("hf", "a", *BYTES, "--temperature", "nan"): "expected a finite number >= 0",
+    ("hf", "a", *BYTES, "--temperature", "1", "--top-p", "0"): "expected a number above 0 and at most 1",
+    ("hf", "a", *BYTES, "--top-k", "5"): "--top-k = 5: read only when --temperature is above 0",
+    ("hf", "a", *BYTES, "--seed", "5"): "--seed = 5: read only when --temperature is above 0",
+    ("hf", "a", *BYTES, "--max-new", "5"): "unrecognized arguments: --max-new 5",
+    ("hf", "a", *BYTES, "--dtype", "float16"): "invalid choice: 'float16'",
+    ("hf", "a", *BYTES, "--prompts", "nowhere"): "--prompts nowhere: cannot be read",
+    ("hf", "--prompts", "wrong.jsonl"): 'wrong.jsonl: line 2: expected a JSON object with a string "prompt"',
+    ("hf", "a", *BYTES, "--tensor-parallel-degree", "3"): "= 3: expected a divisor of model.n_heads = 4",
+    (): "the following arguments are required: FOLDER",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_arguments_are_lines(arguments: tuple[str, ...], hf_folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(hf_folder.parent)
+    Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+    status, output, errors = run(capsys, *arguments)
+    assert (status, output) == (2, "")
+    assert WRONG[arguments] in errors[0]
+    assert len(errors) == (2 if "3" in arguments else 1)  # 4 heads and 2 KV heads cannot be shared by 3 ranks
+
+
+def test_a_model_with_fewer_tokens_than_the_tokenizer(tmp_path: Path, capsys):
+    save_hf(tmp_path)
+    status, _, (error,) = run(capsys, tmp_path, "a", *BYTES)
+    assert status == 2
+    assert "the tokenizer has 258 tokens, and the model 60" in error
+
+
+def test_an_empty_prompt_needs_a_bos(assets, tmp_path: Path, capsys):
+    assets.open(bos_token=None, eos_token="</s>")
+    build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
+    status, _, (error,) = run(capsys, tmp_path / "hf", "a", "", "--tokenizer", assets.folder)
+    assert status == 2
+    assert 'prompt "": has no tokens, and the tokenizer has no BOS' in error
+
+
+def test_a_launch_of_another_size_is_rejected():
+    options = mock.Mock(n_heads=4, n_kv_heads=4, ffn_dim=8, vocab_size=12)
+    check = functools.partial(command.check_degree, options, 4)
+    check(Launch(0, 0, 1, 1, 0))
+    check(Launch(0, 0, 4, 4, 4))
+    with pytest.raises(ConfigError, match="at most the 2 devices"):
+        check(Launch(0, 0, 1, 1, 2))
+    with pytest.raises(ConfigError, match="torchrun has started 2 ranks"):
+        check(Launch(0, 0, 2, 2, 0))
