@@ -7,12 +7,14 @@ Hugging Face folder (config.json and safetensors). The dataset is one that train
 text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of
 [training], such as --training.dataset_text_key=content, say how they are read.
 
-Prints the loss in nats per token, by the rule of training and validation, and the perplexity. This is one process.
+Prints the loss in nats per token, by the rule of training and validation, and the perplexity. Several ranks share the
+work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDER ...
 
 Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
 """
 
 import math
+import os
 from typing import Any
 
 from titanlite.config import ConfigError, Launch, check, load_values
@@ -30,7 +32,7 @@ MORE_OPTIONS += ("attention_backend", "mixed_precision_param")
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite eval`. Returns the exit status."""
+    """Run `titanlite eval`. Returns the exit status if an argument is wrong, and ends the process otherwise."""
     parser = Parser(USAGE, __doc__ or "")
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
     parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
@@ -42,27 +44,36 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
     try:
         arguments, overrides = parser.parse_known_args(argv)
-        run(arguments, overrides)
+        readable = [f"--training.{key}" for key in MORE_OPTIONS]
+        for override in overrides:
+            if override.partition("=")[0] not in readable:
+                problem = f"command line: {override}: expected one of {', '.join(readable)}"
+                raise ConfigError([f"{problem}; --help tells more"])
     except ConfigError as error:
         print_problems(error)
         return 2
-    return 0
+    from titanlite.parallel.mesh import exit_process  # here, so that --help does not wait for torch
+
+    status = 0
+    try:
+        run(arguments, overrides)
+    except ConfigError as error:
+        status = 2
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
+            print_problems(error)
+    exit_process(status)
 
 
 def run(arguments: Any, overrides: list[str]) -> None:
     """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
-    import torch  # here, so that --help does not wait for it
+    import torch
 
     from titanlite.generate.folder import open_folder
     from titanlite.parallel import mesh
 
-    readable = [f"--training.{key}" for key in MORE_OPTIONS]
-    for override in overrides:
-        if override.partition("=")[0] not in readable:
-            raise ConfigError([f"command line: {override}: expected one of {', '.join(readable)}; --help tells more"])
     folder = open_folder(arguments.folder)
     kind = arguments.dtype or str(folder.dtype).removeprefix("torch.")
-    # float16 weights are exact in float32, and no training.dtype.
+    # float16 weights are exact in float32, and there is no training.dtype of that name.
     training = {"dtype": "float32" if kind == "float16" else kind, "seq_len": folder.value("training", "seq_len")}
     given = {key: getattr(arguments, key) for key in OPTIONS if getattr(arguments, key) is not None}
     values = {
@@ -71,27 +82,30 @@ def run(arguments: Any, overrides: list[str]) -> None:
         "validation": {"steps": -1},
     }
     loaded = load_values(values, str(folder.path), [f"--training.{k}={v}" for k, v in given.items()] + overrides)
-    launch = Launch(0, 0, 1, 1, torch.cuda.device_count())
-    config = check(loaded, launch)
+    launch = Launch.from_environment(torch.cuda.device_count())
+    config, tokenizer = check(loaded, launch), folder.tokenizer(arguments.tokenizer)
     with mesh.process_group(launch, config.comm, "."):
-        loss, n_sequences = evaluate(config, folder, folder.tokenizer(arguments.tokenizer), mesh.device_of(launch))
-    print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
-    print(f"loss {loss:.6f} nats per token, perplexity {math.exp(loss):.4f}")
+        loss, n_sequences = evaluate(config, launch, folder, tokenizer)
+    if launch.rank == 0:
+        print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        print(f"loss {loss:.6f} nats per token, perplexity {perplexity:.4f}")
 
 
-def evaluate(config: Any, folder: Any, tokenizer: Any, device: Any) -> tuple[float, int]:
-    """Return the loss of a folder's model on the dataset of a resolved config for one rank, and how many sequences it
-    has. Raises ConfigError if the weights or the data cannot be read."""
+def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
+    """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
+    rank must call it. Raises ConfigError if the weights or the data cannot be read."""
     from titanlite import build, data
     from titanlite.parallel import mesh
     from titanlite.progress import progress
 
-    sequences = data.open_all(tokenizer, config.training)
+    sequences = data.open_all(tokenizer, config.training, builds_cache=launch.local_rank == 0)
+    device = mesh.device_of(launch)
     layout = mesh.build_layout(config.parallelism, device)
     model = build.build_stage(config, layout, None, device)
     model.materialize(device)
     folder.load(model)
     train_step = build.build_train_step(config, layout, model, {0: model}, device)
     batches, total = build.build_validation_batches(config, layout, sequences)
-    with progress("evaluation", total=total, unit="batches") as advance:
+    with progress("evaluation", total=total, unit="batches", enabled=launch.rank == 0) as advance:
         return train_step.validate(batches, advance), sequences.n_sequences
