@@ -47,6 +47,12 @@ REJECTED = [
     ({STREAMING_SHARDS: 8}, {STREAMING_SHARDS: "is true; set that"}),
     ({DATASET: "c4", FRACTION: 0.1}, {FRACTION: "the dataset has a validation split of its own"}),
     ({VALIDATE: True, FRACTION: 0.0}, {FRACTION: "validation.enable needs documents"}),
+    # samples
+    ({PROMPTS: ["a"]}, {PROMPTS: "read only when validation.enable is true"}),
+    ({VALIDATE: True, PROMPTS: ["a"], PIPELINE: 2}, {PROMPTS: "parallelism.pipeline_parallel_degree = 2; set []"}),
+    ({VALIDATE: True, PROMPTS: ["a"], f"--{CONTEXT}": 2}, {PROMPTS: "parallelism.context_parallel_degree = 2; set []"}),
+    ({VALIDATE: True, "validation.generate_tokens": 5},
+     {"validation.generate_tokens": "read only with validation.generate_prompts"}),
     # steps
     ({GLOBAL_BATCH: 12, TOTAL_STEPS: 5}, {GLOBAL_BATCH: "multiple of training.local_batch_size = 8",
      TOTAL_STEPS: "expected at least training.steps = 10000"}),
@@ -390,6 +396,8 @@ ACCEPTED = {
     },
     "json at a path": {DATASET: "json", PATH: "x", TEXT_KEY: "body"},
     "text by lines": {DATASET: "text", PATH: "x", "training.text_sample_by": "line"},
+    "samples, turned off": {VALIDATE: False, PROMPTS: ["a"]},
+    "samples under tensor parallel": {VALIDATE: True, PROMPTS: ["a"], "validation.generate_tokens": 5, TENSOR: 2},
     "validation split of the built-in text": {VALIDATE: True, FRACTION: 0.1},
     "no validation split and no validation": {FRACTION: 0.0},
     "float64": {DTYPE: "float64"},

@@ -52,6 +52,7 @@ WRONG_VALUES = {
         'training.steps = "10"', "training.steps = true", "training.steps = [1, 2]", "training.steps = 2020-01-01",
         "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",
         "parallelism.data_parallel_replicate_degree = -1", "metrics.log_freq = 0", "validation.freq = 0",
+        "validation.generate_tokens = 0",
         "comm.init_timeout_seconds = 0", "comm.train_timeout_seconds = 2.5", "comm.train_timeout_seconds = 0",
         "parallelism.tensor_parallel_degree = 0", "parallelism.tensor_parallel_degree = -1",
         "parallelism.pipeline_parallel_degree = 0", "parallelism.pipeline_parallel_degree = 2.0",
@@ -141,6 +142,7 @@ WRONG_VALUES = {
     'one of "tensorwise", "rowwise", "rowwise_with_gw_hp"': ['float8.recipe = "blockwise"'],
     "a list of strings": [
         'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3",
+        'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",
         'float8.filter_fqns = "layers.0."', "float8.filter_fqns = [1]", 'float8.filter_fqns = [["layers.0."]]',
     ],
     'one of "none", "full", "selective", "memory_budget"': [

@@ -14,10 +14,10 @@ from tests.config_helpers import python
 from tests.data_helpers import BYTES, flat, some_texts, write
 from tests.hf_helpers import CPU, build_hf
 from tests.test_train import SMALL, read_metrics, run_train
-from titanlite import config, metrics
+from titanlite import config, evaluate, metrics
 from titanlite.config import ConfigError, Launch
 from titanlite.data.tokenizer import continuation
-from titanlite.generate import command, eval
+from titanlite.generate import command
 from titanlite.generate.folder import open_folder
 from titanlite.generate.generator import Generator
 from titanlite.generate.sampling import Sampling, choose
@@ -33,7 +33,7 @@ def evaluate_on_a_rank(folder: Path, cache: Path, **training: Any) -> tuple[floa
         "training": {"cache_folder": str(cache), "dtype": "float64", "local_batch_size": 2, **training},
         "validation": {"steps": -1},
     }
-    return eval.evaluate(config.check(config.load_values(values, "test", []), launch), launch, opened, BYTES)
+    return evaluate.evaluate(config.check(config.load_values(values, "test", []), launch), launch, opened, BYTES)
 
 
 def loss_of_transformers(hf: Any, texts: list[str], *, document_mask: bool) -> tuple[float, int]:
@@ -180,8 +180,8 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], tmp_path: Path
     capsys.readouterr()
     monkeypatch.setattr("titanlite.parallel.mesh.exit_process", lambda status: status)
     monkeypatch.setattr("titanlite.parallel.mesh.process_group", lambda *arguments: contextlib.nullcontext())
-    monkeypatch.setattr(eval, "evaluate", open_data_only)
-    eval.main([str(tmp_path), "--tokenizer=bytes", *arguments])
+    monkeypatch.setattr(evaluate, "evaluate", open_data_only)
+    evaluate.main([str(tmp_path), "--tokenizer=bytes", *arguments])
     output, errors = capsys.readouterr()
     assert output == ""
     (line,) = errors.splitlines()

@@ -14,7 +14,7 @@ COMMANDS = {
     "convert": ("titanlite.checkpoint.convert", "convert a checkpoint of the older format"),
     "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),
     "generate": ("titanlite.generate.command", "continue prompts with a trained model"),
-    "eval": ("titanlite.generate.eval", "compute the loss of a model on a dataset"),
+    "eval": ("titanlite.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
