@@ -164,6 +164,15 @@ def test_a_window_bounds_the_keys_that_are_read(tmp_path: Path):
     assert {each.stop - each.start for each in keys} == {13}  # the window of 8, and 5 between the two
 
 
+@pytest.mark.gpu
+def test_a_gpu_generates_the_same(tmp_path: Path):
+    save(tmp_path, "mistral")
+    device, prompts = torch.device("cuda"), draw_prompts()
+    assert generate(tmp_path, prompts, device=device) == generate(tmp_path, prompts)
+    for dtype in (torch.float32, torch.bfloat16):  # which take other attention backends
+        assert len(generate(tmp_path, prompts, device=device, dtype=dtype)) == len(prompts)
+
+
 # Tensor parallel -----------------------------------------------------------------------------------------------------
 
 
