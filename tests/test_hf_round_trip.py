@@ -1,17 +1,21 @@
 """From a Hugging Face folder through training under a layout to an exported folder: the weights are those that
 transformers gets from the same batches."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from tests.hf_helpers import build_hf
 from tests.test_train import run_train
 from titanlite import build, config
 from titanlite.checkpoint import export
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError
 
 VOCABULARY, STEPS, LR = 400, 3, 1e-3
@@ -134,3 +138,23 @@ def test_a_folder_of_another_family_is_rejected(tmp_path: Path):
     (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
     with pytest.raises(ConfigError, match=r"config\.json: model_type = \"gpt2\""):
         config.load([str(tmp_path / "run.toml")])
+
+
+def test_the_last_step_is_written_as_a_hugging_face_folder(tmp_path: Path):
+    """In bytes, without a folder to start from; the second start finds nothing to do."""
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
+    arguments = ["--model.flavor=debug", "--model.n_layers=1", "--model.hf_assets_path=", "--training.steps=1"]
+    arguments += [
+        "--checkpoint.initial_load_path=",
+        "--checkpoint.last_save_in_hf",
+        "--checkpoint.export_dtype=bfloat16",
+    ]
+    (tmp_path / "text.txt").write_text("some text\n" * 500)
+    for exported in (True, False):
+        command = [sys.executable, "-m", "titanlite.train", str(tmp_path / "run.toml"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("step-1-hf: step-1, bfloat16, safetensors files: 1" in done.stdout) == exported
+    folder = tmp_path / "run" / "checkpoint"
+    weight = load_file(folder / "step-1-hf" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(weight, CheckpointReader(folder / "step-1").read("model.norm.weight").bfloat16())
