@@ -415,6 +415,14 @@ def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, asyn
     assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2", "step-3", "step-6"]
 
 
+def test_wrapped_weights_are_saved_and_resumed(runs, folder):
+    """With float8 all-gather a shard is a wrapper of torchao's around the weight."""
+    arguments = ["--checkpoint.enable", "--float8.enable", "--float8.emulate", "--float8.enable_fsdp_float8_all_gather"]
+    uninterrupted = runs(2, "uninterrupted", *arguments)
+    runs(2, "run", *arguments, "--training.steps=3")
+    assert computed(runs(2, "run", *arguments)) == computed(uninterrupted)
+
+
 def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(runs, folder):
     """Steps 4 and 5 were logged but not saved: they are repeated, and logged once."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
