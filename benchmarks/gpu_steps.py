@@ -115,6 +115,7 @@ TESTS: dict[str, list[str]] = {
         "test_attention_backend",
         "test_backward_of_a_chunk_of_keys_from_the_full_softmax",
         "test_documents_in_one_call_of_flash_attention",
+        "test_window",
     ],
     "tests-reference": ["test_equals_the_single_process_reference_in_float64", "test_parity_command_under_torchrun"],
     "tests-training": [

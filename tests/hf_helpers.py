@@ -105,12 +105,6 @@ def draw_tokens(n_sequences: int = 2) -> Tensor:
     return torch.randint(OURS["vocab_size"], (n_sequences, SEQ_LEN), generator=torch.Generator().manual_seed(2))
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest value."""
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
 LOGITS_TOLERANCE = 5e-5
 """As in tests/test_model.py: in float32 a product of n terms is off by up to n x 6e-8 of its terms' sizes, some 5e-6
 for the 48 of the widest one here, and there are some 60 such products on the path, whose errors add up at random."""

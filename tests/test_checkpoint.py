@@ -446,12 +446,14 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert command.main([]) == 2
 
 
-def test_a_pickle_in_the_older_format_runs_no_code(tmp_path: Path):
-    """Neither resuming nor converting reads it as code."""
+def test_a_pickle_in_the_older_format_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither resuming, nor starting from its weights, nor converting reads it as code."""
+    monkeypatch.chdir(tmp_path)
     old = tmp_path / "step-7"
     old.mkdir()
     (old / ".metadata").write_bytes(pickle.dumps(Code()))
     (old / STATE).write_text("{}")
+    assert "it is of an older format: run `titanlite convert` on it" in problem(old)
     done = subprocess.run(
         [sys.executable, "-m", "titanlite", "convert", str(old), str(tmp_path / "new")],
         cwd=tmp_path,

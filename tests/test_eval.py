@@ -16,11 +16,10 @@ from tests.hf_helpers import CPU, build_hf
 from tests.test_train import SMALL, read_metrics, run_train
 from titanlite import config, evaluate, metrics
 from titanlite.config import ConfigError, Launch
-from titanlite.data.tokenizer import continuation
-from titanlite.generate import command
 from titanlite.generate.folder import open_folder
 from titanlite.generate.generator import Generator
 from titanlite.generate.sampling import Sampling, choose
+from titanlite.generate.text import continuation, encode_prompts
 
 SEQ_LEN, EOS = 24, 257
 FAMILY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": EOS}
@@ -126,7 +125,7 @@ def test_a_run_logs_the_loss_and_the_texts_of_its_checkpoint(layout: str, ranks,
     ((loss, _),) = ranks(1).run(evaluate_on_a_rank, folder=run, **options)
     assert loss == pytest.approx(read_metrics(run)[-1][metrics.VALIDATION_LOSS], rel=1e-12)
 
-    folder, prompts = open_folder(run), command.encode_prompts(BYTES, PROMPTS)
+    folder, prompts = open_folder(run), encode_prompts(BYTES, PROMPTS)
     longest = max(map(len, prompts))
     arguments = {"batch_size": 2, "longest": longest, "max_new_tokens": N_TOKENS}
     generator = Generator(folder, dtype=torch.float64, device=CPU, mesh=None, **arguments)
@@ -142,7 +141,7 @@ def test_a_prompt_that_is_too_long_is_rejected(ranks, tmp_path: Path):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
     arguments = ["--validation.enable", f"--validation.generate_prompts={['a' * 58]}", "--validation.generate_tokens=6"]
     (message,) = ranks(1).run(run_train, argv=[str(tmp_path / "small.toml"), *arguments])
-    assert "has 59 tokens: expected 1 to 58, which is training.seq_len" in message
+    assert "has 59 tokens: expected at most 58, which is training.seq_len" in message
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -190,7 +189,5 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], tmp_path: Path
 
 
 def open_data_only(job: Any, launch: Launch, folder: Any, tokenizer: Any) -> Any:
-    from titanlite.data import open_all
-
-    open_all(tokenizer, job.training, builds_cache=True)
+    evaluate.open_sequences(tokenizer, job.training, builds_cache=True)
     raise ConfigError(["not rejected"])

@@ -27,9 +27,10 @@ from tests.test_layouts import (
     world_size,
 )
 from tests.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
-from tests.test_model import SMALL, TO_HF, TOLERANCE, draw_tokens, gradients, on_meta, relative, section
+from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on_meta, relative, section
 from tests.test_parity import STEPS, compare, resolve
 from titanlite.config.hf_config import hf_config
+from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights
 from titanlite.model import (
     Documents,
@@ -64,36 +65,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(dtype: torch.dtype, **options: Any) -> Llama:
-    """Build a small model with random weights: biases that are not zero, norms that are not one."""
-    llama = on_meta(**options).to(dtype)
-    llama.materialize(CPU)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
-    return llama
-
-
-def hf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    prefix = ""
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        prefix = f"model.layers.{layer}."
-    head_norms = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-    return f"{prefix}{(TO_HF | head_norms)[module]}.{kind}"
-
-
-def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
-    """Reorder what has a row for each channel of queries and keys: transformers rotates channel i with i + K/2, and
-    Llama 2i with 2i + 1."""
-    if any(module in name for module in ("wq.", "wk.", "q_norm.", "k_norm.")):
-        return value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-    return value
-
-
 def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
     """Return transformers' model of the exported config, with the weights of ours."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,8 +74,7 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
     hf = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype
     )
-    head_dim = section(size).head_dim
-    ours = {hf_name(name): to_hf(name, p.detach(), head_dim) for name, p in llama.named_parameters()}
+    ours = {hf_name(name): to_hf(name, p.detach(), section(size)) for name, p in llama.named_parameters()}
     missing, unexpected = hf.load_state_dict(ours, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
@@ -140,7 +110,7 @@ def test_logits_and_gradients_equal_transformers(family):
     assert ours.dtype == theirs.dtype == torch.float64
     differences, expected = {"logits": relative(ours, theirs)}, gradients(hf, theirs, targets)
     for name, gradient in gradients(llama, ours, targets).items():
-        differences[name] = relative(to_hf(name, gradient, section(size).head_dim), expected.pop(hf_name(name)))
+        differences[name] = relative(to_hf(name, gradient, section(size)), expected.pop(hf_name(name)))
     assert not expected
     assert {name: d for name, d in differences.items() if not d < TOLERANCE} == {}
 

@@ -17,12 +17,13 @@ from tests.config_helpers import python
 from tests.hf_helpers import CPU, FAMILIES, build_hf, empty_model, save_hf
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Parallelism
-from titanlite.data.tokenizer import ByteTokenizer, continuation
+from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.generate import command, sampling
 from titanlite.generate.cache import CachedAttention
 from titanlite.generate.folder import ModelFolder, open_folder
 from titanlite.generate.generator import Generator
 from titanlite.generate.sampling import Sampling, choose, probabilities, prompt_generators
+from titanlite.generate.text import continuation
 from titanlite.parallel import mesh
 
 LENGTHS, NEW, EOS = (3, 17, 1, 9, 12, 6), 20, 2

@@ -23,6 +23,7 @@ from torch._inductor.utils import run_and_get_code
 from titanlite import init, model
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
+from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, count_valid, cross_entropy_sum
 from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
@@ -62,15 +63,14 @@ def on_meta(**options: Any) -> Llama:
 
 
 def build(dtype: torch.dtype = torch.float64, **options: Any) -> Llama:
-    """Build a small model with weights that are larger than initial ones, so that no layer of it is close to linear."""
+    """Build a small model with weights larger than initial ones, so that no layer is close to linear; no bias is 0."""
     llama = on_meta(**options).to(dtype)
     llama.materialize(CPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in llama.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.3 * drawn if parameter.dim() == 1 else 0.15 * drawn)
-            assert "norm" in name or parameter.dim() == 2
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
     return llama
 
 
@@ -154,36 +154,6 @@ def test_a_tied_embedding_is_multiplied_with_and_counts():
 
 # The same as transformers ------------------------------------------------------------------------------------------
 
-TO_HF = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
-
-
-def hf_name(name: str) -> str:
-    module = name.removesuffix(".weight")
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        return f"model.layers.{layer}.{TO_HF[module]}.weight"
-    return f"{TO_HF[module]}.weight"
-
-
-def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
-    """Reorder wq and wk for transformers, which rotates channel i with channel i + K/2; Llama 2i with 2i + 1."""
-    if name.endswith(("wq.weight", "wk.weight")):
-        return value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-    return value
-
 
 def hf_config(size: dict[str, Any], **options: Any) -> Any:
     from transformers import LlamaConfig
@@ -217,7 +187,7 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = 
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM(hf_config(size, attn_implementation=attention)).to(next(llama.parameters()).dtype)
-    ours = {hf_name(name): permute(name, p.detach(), 16) for name, p in llama.named_parameters()}
+    ours = {hf_name(name): permute(name, p.detach(), section(size)) for name, p in llama.named_parameters()}
     missing, unexpected = hf.load_state_dict(ours, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
@@ -257,7 +227,7 @@ def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, flo
     differences = {"logits": relative(ours, theirs)}
     expected = gradients(hf, theirs, targets)
     for name, gradient in gradients(llama, ours, targets).items():
-        differences[name] = relative(permute(name, gradient, 16), expected.pop(hf_name(name)))
+        differences[name] = relative(permute(name, gradient, section(size)), expected.pop(hf_name(name)))
     assert not expected
     return differences
 
@@ -274,7 +244,7 @@ def test_logits_and_gradients_equal_transformers(hf_in_float64, variant):
 
 
 def test_another_convention_of_pairs_would_show(hf_in_float64):
-    differences = compare_with_hf(SMALL, permute=lambda name, value, head_dim: value)
+    differences = compare_with_hf(SMALL, permute=lambda name, value, model: value)
     assert min(differences.values()) > 1e-3
 
 

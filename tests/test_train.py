@@ -1,6 +1,7 @@
 """Complete training runs: the files that they write, how they stop, and how they resume from checkpoints."""
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -23,8 +24,8 @@ from tests.checkpoint_helpers import change_state, flip
 from tests.test_step_costs import no_value_is_read
 from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
-from titanlite.checkpoint import convert
-from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint import checkpointer, convert
+from titanlite.checkpoint.reader import CheckpointReader, complete_steps
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
@@ -415,6 +416,14 @@ def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, asyn
     assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2", "step-3", "step-6"]
 
 
+def test_wrapped_weights_are_saved_and_resumed(runs, folder):
+    """With float8 all-gather a shard is a wrapper of torchao's around the weight."""
+    arguments = ["--checkpoint.enable", "--float8.enable", "--float8.emulate", "--float8.enable_fsdp_float8_all_gather"]
+    uninterrupted = runs(2, "uninterrupted", *arguments)
+    runs(2, "run", *arguments, "--training.steps=3")
+    assert computed(runs(2, "run", *arguments)) == computed(uninterrupted)
+
+
 def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(runs, folder):
     """Steps 4 and 5 were logged but not saved: they are repeated, and logged once."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
@@ -525,6 +534,33 @@ def test_on_corrupt_previous_resumes_from_the_one_before(runs, folder, world_siz
     message = error_message(runs, world_size, "run", *arguments, "--training.steps=8")
     assert message.endswith("; no other checkpoint is left")
     assert {path.name for path in checkpoints.iterdir()} == names, "the next start would begin anew"
+
+
+def run_with_a_full_disk(argv: list[str]) -> str:
+    """Train as run_train, where rank 1 cannot write its file of the second checkpoint."""
+    write_file, calls = checkpointer.write_file, itertools.count(1)
+
+    def write(path: Path, slices: Any) -> Any:
+        if os.environ["RANK"] == "1" and next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_file(path, slices)
+
+    with mock.patch.object(checkpointer, "write_file", write):
+        return run_train(argv)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_full_disk_stops_every_rank_and_the_checkpoint_before_stays(runs, folder, async_mode):
+    uninterrupted = runs(2, "uninterrupted", "--checkpoint.enable")
+    arguments = ["--checkpoint.enable", "--checkpoint.interval=2", f"--checkpoint.async_mode={async_mode}"]
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *arguments]
+    (message,) = set(runs.ranks(2).run(run_with_a_full_disk, argv=argv))
+    checkpoints = folder / "run" / "checkpoint"
+    file = checkpoints / "step-4.tmp" / "rank-00001.safetensors"
+    reason = f"[Errno 28] No space left on device: '{file}'"
+    assert message == f"{checkpoints / 'step-4'} could not be saved: {reason}"
+    assert complete_steps(checkpoints) == [2]
+    assert computed(runs(2, "run", *arguments)) == computed(uninterrupted)
 
 
 def test_weights_of_a_deeper_or_wider_model_are_rejected(runs, folder):

@@ -102,14 +102,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-NIGHTLY = ("laptop_to_64_gpus",)
-
-
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in NIGHTLY), id=path.stem) for path in TUTORIALS],
-)
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_the_commands_of_a_tutorial_run(path: Path, tmp_path: Path, environment: dict[str, str]):
     folder = tmp_path / "reader"
     folder.mkdir()

@@ -19,6 +19,7 @@ from typing import Any
 
 from titanlite.config import ConfigError, Launch, check, load_values
 from titanlite.config.loader import print_problems
+from titanlite.config.schema import Training
 from titanlite.generate.arguments import COUNT, Parser
 
 USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split NAME] [--seq-len N]
@@ -95,11 +96,11 @@ def run(arguments: Any, overrides: list[str]) -> None:
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
     """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
     rank must call it. Raises ConfigError if the weights or the data cannot be read."""
-    from titanlite import build, data
+    from titanlite import build
     from titanlite.parallel import mesh
     from titanlite.progress import progress
 
-    sequences = data.open_all(tokenizer, config.training, builds_cache=launch.local_rank == 0)
+    sequences = open_sequences(tokenizer, config.training, builds_cache=launch.local_rank == 0)
     device = mesh.device_of(launch)
     layout = mesh.build_layout(config.parallelism, device)
     model = build.build_stage(config, layout, None, device)
@@ -109,3 +110,17 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     batches, total = build.build_validation_batches(config, layout, sequences)
     with progress("evaluation", total=total, unit="batches", enabled=launch.rank == 0) as advance:
         return train_step.validate(batches, advance), sequences.n_sequences
+
+
+def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
+    """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
+    training. Raises ConfigError if they cannot be read."""
+    from titanlite.data import ValidationSequences
+    from titanlite.data.documents import Source, load_documents
+    from titanlite.data.token_cache import open_token_cache
+
+    source, cache = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
+    tokens, _, _ = open_token_cache(load_documents(source), tokenizer, 0.0, **cache)
+    if len(tokens) < 2:
+        raise ConfigError([f"{source}: has no text"])
+    return ValidationSequences(tokens, tokenizer, training.seq_len)

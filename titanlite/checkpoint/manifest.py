@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from titanlite.config.loader import ConfigError, show
 
@@ -89,6 +89,7 @@ class Manifest(_Part):
     tensors: dict[str, TensorEntry]
     xxh3_64: Checksum
     """Of the rest of this file."""
+    _overlaps: dict[tuple[int, Slice], list[tuple[int, Slice]]] = PrivateAttr(default_factory=dict)
 
     @functools.cached_property
     def file_names(self) -> list[str]:
@@ -100,24 +101,30 @@ class Manifest(_Part):
 
     def slices(self, name: str, wanted: Slice) -> list[tuple[int, Slice]]:
         """Return the stored slices of a tensor that have elements of a wanted one, each with its file."""
-        return self._slices(self.tensors[name].layout, wanted)
-
-    def _slices(self, layout: int, wanted: Slice) -> list[tuple[int, Slice]]:
-        known = self.__dict__.setdefault("_known_slices", {})
-        if (layout, wanted) not in known:
+        layout = self.tensors[name].layout
+        if (layout, wanted) not in self._overlaps:
             stored = ((file, Slice(tuple(offset), tuple(size))) for file, offset, size in self.layouts[layout])
-            known[layout, wanted] = [(file, each) for file, each in stored if each.overlap(wanted)]
-        return known[layout, wanted]
+            self._overlaps[layout, wanted] = [(file, each) for file, each in stored if each.overlap(wanted)]
+        return self._overlaps[layout, wanted]
 
     def names_of_file(self, file: int) -> dict[str, Slice]:
         """Return the tensors of which a file has a slice, and the slice."""
-        in_layout = {
-            layout: Slice(tuple(offset), tuple(size))
-            for layout, entries in enumerate(self.layouts)
-            for other, offset, size in entries
-            if other == file
-        }
-        return {name: in_layout[entry.layout] for name, entry in self.tensors.items() if entry.layout in in_layout}
+        return {name: each for layout, each in self._layouts_of_files[file] for name in self._names_of_layouts[layout]}
+
+    @functools.cached_property
+    def _layouts_of_files(self) -> list[list[tuple[int, Slice]]]:
+        of_files: list[list[tuple[int, Slice]]] = [[] for _ in self.files]
+        for layout, slices in enumerate(self.layouts):
+            for file, offset, size in slices:
+                of_files[file].append((layout, Slice(tuple(offset), tuple(size))))
+        return of_files
+
+    @functools.cached_property
+    def _names_of_layouts(self) -> list[list[str]]:
+        of_layouts: list[list[str]] = [[] for _ in self.layouts]
+        for name, entry in self.tensors.items():
+            of_layouts[entry.layout].append(name)
+        return of_layouts
 
 
 def checksum(data: bytes | memoryview) -> str:

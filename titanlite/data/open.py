@@ -44,15 +44,6 @@ def open_sequences(
     return sequences, ValidationSequences(validation_tokens, tokenizer, training.seq_len), f"{content}/{order}"
 
 
-def open_all(tokenizer: Tokenizer, training: Training, *, builds_cache: bool) -> ValidationSequences:
-    """Open all documents of a dataset, in their order, as sequences to be read once. See open_sequences."""
-    source, cache = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    tokens, _, _ = open_token_cache(load_documents(source), tokenizer, 0.0, **cache)
-    if len(tokens) < 2:
-        raise ConfigError([f"{source}: has no text"])
-    return ValidationSequences(tokens, tokenizer, training.seq_len)
-
-
 def _validation_source(training: Training, validation: Validation) -> Source | None:
     """Return the dataset that the validation split is read from; None: it is a fraction of the training documents."""
     if validation.dataset_path:

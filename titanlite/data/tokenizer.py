@@ -100,9 +100,3 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]
     bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
     eos = np.array([tokenizer.eos], np.uint32)
     return [np.concatenate([bos, tokens, eos]) for tokens in tokenizer.encode(texts)]
-
-
-def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
-    space that a text begins with."""
-    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import ConfigError, Launch
-from titanlite.config.loader import print_problems, show
+from titanlite.config.loader import print_problems
 from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.generate.arguments import COUNT, Parser, number
 from titanlite.launcher import environment_of_ranks
@@ -87,10 +87,10 @@ def run(arguments: Any, argv: list[str]) -> int:
 
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.data.tokenizer import continuation
     from titanlite.generate.folder import open_folder
     from titanlite.generate.generator import Generator
     from titanlite.generate.sampling import Sampling, choose, prompt_generators
+    from titanlite.generate.text import continuation, encode_prompts
 
     folder, degree = open_folder(arguments.folder), arguments.tensor_parallel_degree
     tokenizer = folder.tokenizer(arguments.tokenizer)
@@ -141,16 +141,6 @@ def read_prompts(file: Path) -> list[str]:
         if not isinstance(prompt, str):
             raise ConfigError([f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'])
         prompts.append(prompt)
-    return prompts
-
-
-def encode_prompts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, after BOS if the tokenizer has one, as documents begin in training."""
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompts = [[*bos, *tokens.tolist()] for tokens in tokenizer.encode(texts)]
-    for text, prompt in zip(texts, prompts, strict=True):
-        if not prompt:
-            raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer has no BOS; give it some text"])
     return prompts
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training, Validation
 from titanlite.data import Batch
-from titanlite.data.tokenizer import build_tokenizer, continuation
+from titanlite.data.tokenizer import build_tokenizer
 from titanlite.generate.sampling import logits_at
+from titanlite.generate.text import continuation, encode_prompts
 from titanlite.parallel import fsdp
 
 
@@ -21,12 +22,11 @@ class Samples:
     def __init__(self, training: Training, validation: Validation, hf_assets_path: str):
         self.training, self.prompts, self.n_tokens = training, validation.generate_prompts, validation.generate_tokens
         self.tokenizer = build_tokenizer(hf_assets_path)
-        bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
-        self._tokens = [[*bos, *tokens.tolist()] for tokens in self.tokenizer.encode(self.prompts)]
+        self._tokens = encode_prompts(self.tokenizer, self.prompts)
         for text, prompt in zip(self.prompts, self._tokens, strict=True):
             most = training.seq_len - self.n_tokens
-            if not 1 <= len(prompt) <= most:
-                problem = f"validation.generate_prompts: {show(text)} has {len(prompt)} tokens: expected 1 to {most}"
+            if len(prompt) > most:
+                problem = f"validation.generate_prompts: {show(text)} has {len(prompt)} tokens: expected at most {most}"
                 raise ConfigError([f"{problem}, which is training.seq_len - validation.generate_tokens"])
 
     @torch.no_grad()

@@ -1,0 +1,21 @@
+"""Prompts as tokens, and tokens as the text that follows a prompt."""
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.data.tokenizer import Tokenizer
+
+
+def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of each prompt, after BOS if the tokenizer has one, as documents begin in training. Raises
+    ConfigError for a prompt without tokens."""
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompts = [[*bos, *tokens.tolist()] for tokens in tokenizer.encode(texts)]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not prompt:
+            raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer has no BOS; give it some text"])
+    return prompts
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
+    space that a text begins with."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
