@@ -25,9 +25,9 @@ from tests.hf_helpers import (
     empty_model,
     expected_weights,
     model_options,
-    relative,
     save_hf,
 )
+from tests.test_model import relative
 from tests.test_parity import resolve
 from titanlite import build
 from titanlite.config import Config, ConfigError
