@@ -101,7 +101,7 @@ class Checkpointer:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
         state: dict[str, Any] = {}
-        with _collected_problems(self._group) as problems:
+        with collected_problems(self._group) as problems:
             reader = CheckpointReader(path)
             state = reader.state
         if problems:
@@ -130,7 +130,7 @@ class Checkpointer:
             for name, state in states.items():
                 if state is not portable[name]:
                     local_shard(state).copy_(local_shard(portable[name]))
-            with _collected_problems(self._group, RuntimeError) as problems:
+            with collected_problems(self._group, RuntimeError) as problems:
                 for name, value in random_states.items():
                     (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         return problems
@@ -143,7 +143,7 @@ class Checkpointer:
         """
         self._finish()
         folder = self.folder / f"step-{step}.tmp"
-        with _collected_problems(self._group, OSError) as problems:
+        with collected_problems(self._group, OSError) as problems:
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -181,12 +181,12 @@ class Checkpointer:
         """Write this rank's file; rank 0 also writes state.json and, when all ranks have written, the manifest."""
         rank, stored = dist.get_rank(), None
         name = f"rank-{rank:05d}.safetensors"
-        with _collected_problems(self._group, OSError) as problems:
+        with collected_problems(self._group, OSError) as problems:
             stored = write_file(folder / name, slices)
         _raise_unsaved(folder, problems)
         files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object((name, stored), files, group=self._group)
-        with _collected_problems(self._group, OSError) as problems:
+        with collected_problems(self._group, OSError) as problems:
             if files is not None:
                 _write_synced(folder / STATE, state)
                 _write_synced(folder / MANIFEST, build_manifest(dict(files), state))
@@ -239,7 +239,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     """Load the weights of a checkpoint, or of a Hugging Face folder, to start another run from. Every rank must call
     it. `options` is the [model] section of the full model. Raises ConfigError if the folder is not complete, is damaged
     or is of another model."""
-    with _collected_problems() as problems:
+    with collected_problems() as problems:
         if path.suffix == ".tmp" or ".damaged" in path.name or not path.is_dir():
             expected = "expected a checkpoint's step-N folder, or a Hugging Face folder"
             raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: {expected}"])
@@ -268,7 +268,7 @@ def _load(
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(_is_on_first_rank(name, tensors) for name in tensors))
     dist.all_reduce(own, group=group)  # pipeline stages have different tensors
-    with _collected_problems(group) as problems:
+    with collected_problems(group) as problems:
         reader.check(tensors)
         if own < len(saved):
             problem = f"{len(saved)} tensors, and the model has {own}; it is of another model"
@@ -276,24 +276,27 @@ def _load(
     if not problems:
         size = sum(entry.bytes for entry in reader.manifest.files.values())
         description = f"loading checkpoint {reader.path.name} ({size / 2**30:.1f} GiB)"
-        with progress(description, enabled=dist.get_rank() == 0), _collected_problems(group) as problems:
+        with progress(description, enabled=dist.get_rank() == 0), collected_problems(group) as problems:
             reader.load({**tensors, **random_states})
     return problems
 
 
 @contextlib.contextmanager
-def _collected_problems(
+def collected_problems(
     group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
 ) -> Iterator[list[str]]:
-    """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all."""
+    """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
+    process without ranks, the problems are its own."""
     own: list[str] = []
     problems: list[str] = []
     try:
         yield problems
     except kind as error:
         own = error.problems if isinstance(error, ConfigError) else [str(error)]
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own, group=group)
+    gathered = [own]
+    if dist.is_initialized():
+        gathered = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, own, group=group)
     problems += dict.fromkeys(problem for each in gathered for problem in each)
 
 

@@ -1,14 +1,13 @@
 """A folder with a trained model: a checkpoint of a run, or a Hugging Face folder."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from titanlite.checkpoint.checkpointer import collected_problems
 from titanlite.checkpoint.command import step_folders
 from titanlite.checkpoint.export import model_options
 from titanlite.checkpoint.reader import CheckpointReader
@@ -79,19 +78,12 @@ class ModelFolder:
         Raises:
             ConfigError: on every rank, if one of them cannot read what it needs.
         """
-        problems: list[str] = []
-        try:
+        with collected_problems() as problems:
             if self.is_hugging_face:
                 load_hf_weights(self.path, model, self.options)
             else:
                 tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
                 CheckpointReader(self.path).load(tensors)
-        except ConfigError as error:
-            problems = error.problems
-        if dist.is_initialized():
-            of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, problems)
-            problems = list(dict.fromkeys(itertools.chain(*of_ranks)))
         if problems:
             raise ConfigError(problems)
 
