@@ -47,7 +47,7 @@ class RankPools:
         if pool and not pool.broken and pool.calls >= MAX_CALLS_PER_POOL:
             pool.close()
         if not pool or pool.broken:
-            self.pools[world_size] = ProcessPool(world_size, timeout_seconds=60 if world_size <= 8 else 900)
+            self.pools[world_size] = ProcessPool(world_size, timeout_seconds=60 if world_size <= 4 else 900)
         return self.pools[world_size]
 
     def close(self) -> None:
