@@ -718,16 +718,18 @@ def test_saving_and_loading_print_progress(folder):
     assert resumed == {"loading checkpoint step-2 (0.0 GiB)", "saving checkpoint step-3 (0.0 GiB)"}
 
 
-def test_torchrun(folder):
-    status, out, _ = finish(
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel", "tensor_parallel", "context_parallel"])
+def test_torchrun(folder, axis):
+    """In processes of its own, unlike those of a pool, a layout has only the imports that it does itself."""
+    status, out, error = finish(
         start(
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"),
-            *(str(folder / "small.toml"), "--training.steps=2"),
+            *(str(folder / "small.toml"), "--training.steps=2", f"--parallelism.{axis}_degree=2"),
         )
     )
-    assert status == 0
+    assert status == 0, error
     assert out.count("step 2/2  loss") == 1, "not only rank 0 logs"
-    assert "dp_shard 2" in out
+    assert axis != "data_parallel_shard" or "dp_shard 2" in out
 
 
 def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):

@@ -83,7 +83,8 @@ def _set_memory_budget(budget: float) -> None:
 
     A DTensor's mesh is an input of its graph since 2.12, and the partitioner asks for its size; a mesh is on no device.
     2.13 and later can be told so; 2.12 cannot, so a budget under tensor parallel is rejected there."""
-    functorch = torch._functorch.config
+    from torch._functorch import config as functorch  # a module of its own, which importing torch does not import
+
     functorch.activation_memory_budget = budget
     if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
         functorch.unsafe_treat_script_objects_as_zero_size = True
