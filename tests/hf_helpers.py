@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.test_model import draw_weights
 from titanlite.config.schema import Model
 from titanlite.hf.names import from_hf
 from titanlite.model import Llama
@@ -67,11 +68,7 @@ def build_hf(family: str = "llama", dtype: torch.dtype = torch.float32, **settin
     _, kind, different = FAMILIES[family]
     config = AutoConfig.for_model(kind, **{**THEIRS, **different, **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
+    draw_weights(model)
     return model
 
 

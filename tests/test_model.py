@@ -66,12 +66,17 @@ def build(dtype: torch.dtype = torch.float64, **options: Any) -> Llama:
     """Build a small model with weights larger than initial ones, so that no layer is close to linear; no bias is 0."""
     llama = on_meta(**options).to(dtype)
     llama.materialize(CPU)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
+    draw_weights(llama)
     return llama
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module) -> None:
+    """Fill every weight with random numbers: biases are not zero, and norms not one."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in module.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.15 * drawn)
 
 
 def draw_tokens(*shape: int, vocab_size: int = SMALL["vocab_size"]) -> Tensor:

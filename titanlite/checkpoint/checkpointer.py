@@ -236,9 +236,9 @@ class Checkpointer:
 
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
-    """Load the weights of a checkpoint, or of a Hugging Face folder, to start another run from. Every rank must call
-    it. `options` is the [model] section of the full model. Raises ConfigError if the folder is not complete, is damaged
-    or is of another model."""
+    """Load the weights of a checkpoint, or of a Hugging Face folder, into plain tensors or this rank's shards. Every
+    rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
+    ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
         if path.suffix == ".tmp" or ".damaged" in path.name or not path.is_dir():
             expected = "expected a checkpoint's step-N folder, or a Hugging Face folder"
@@ -267,7 +267,8 @@ def _load(
     prefixes, and its random states. Return what is wrong on any rank."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
     own = torch.tensor(sum(_is_on_first_rank(name, tensors) for name in tensors))
-    dist.all_reduce(own, group=group)  # pipeline stages have different tensors
+    if dist.is_initialized():
+        dist.all_reduce(own, group=group)  # pipeline stages have different tensors
     with collected_problems(group) as problems:
         reader.check(tensors)
         if own < len(saved):
@@ -276,7 +277,8 @@ def _load(
     if not problems:
         size = sum(entry.bytes for entry in reader.manifest.files.values())
         description = f"loading checkpoint {reader.path.name} ({size / 2**30:.1f} GiB)"
-        with progress(description, enabled=dist.get_rank() == 0), collected_problems(group) as problems:
+        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        with progress(description, enabled=is_rank0), collected_problems(group) as problems:
             reader.load({**tensors, **random_states})
     return problems
 
@@ -344,7 +346,8 @@ def _is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
     plain number is on all ranks of its parameter."""
     if name.startswith("optimizer."):
         name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
-    return not any(tensors[name].device_mesh.get_coordinate())
+    tensor = tensors[name]
+    return not isinstance(tensor, DTensor) or not any(tensor.device_mesh.get_coordinate())
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

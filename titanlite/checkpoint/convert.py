@@ -16,7 +16,6 @@ import pickle
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ from titanlite.checkpoint.manifest import DTYPE_NAMES, MANIFEST, STATE, build_ma
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.schema import Model
+from titanlite.hf.export import partition
 from titanlite.progress import progress
 
 USAGE = "usage: titanlite convert OLD NEW   (--help tells more)"
 FILE_BYTES = 2 * 2**30
-"""Bytes after which another file is begun; so many are in host memory at a time."""
+"""Most bytes of tensors in a file, unless it is a single one; so many are in host memory at a time."""
 ALLOWED = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "torch": ("Size", *(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)),
@@ -99,9 +99,10 @@ def convert(old: Path, new: Path) -> None:
     unfinished = new.with_name(f"{new.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
+    sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
     files = {}
     with progress(f"converting {old.name}", total=len(entries), unit="tensors") as advance:
-        for index, names in enumerate(_groups(entries)):
+        for index, names in enumerate(partition(sizes, FILE_BYTES)):
             tensors = {}
             for name in names:
                 tensors[name] = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
@@ -113,7 +114,8 @@ def convert(old: Path, new: Path) -> None:
                     raise ConfigError([f"{old}: {name} cannot be read: {cause[-1]}"]) from None
                 advance()
             slices = {name: (tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()}
-            files[f"part-{index:05d}.safetensors"] = write_file(unfinished / f"part-{index:05d}.safetensors", slices)
+            file = f"part-{index:05d}.safetensors"
+            files[file] = write_file(unfinished / file, slices)
     (unfinished / STATE).write_bytes(state)
     (unfinished / MANIFEST).write_bytes(build_manifest(files, state))
     unfinished.rename(new)
@@ -134,19 +136,6 @@ def _state(old: Path) -> bytes:
         raise ConfigError([f"{old / STATE}: identity.{first['loc'][0]}: {first['msg']}"]) from None
     dimensions = model.model_dump(exclude={"flavor", "hf_assets_path"})
     return json.dumps({**content, "identity": {**identity, **dimensions}}, indent=1).encode()
-
-
-def _groups(entries: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file. What is empty has no place in a file."""
-    names: list[str] = []
-    size = 0
-    for name, entry in entries.items():
-        n_bytes = entry.size.numel() * entry.properties.dtype.itemsize
-        if names and size + n_bytes > FILE_BYTES:
-            yield names
-            names, size = [], 0
-        names, size = [*names, name], size + n_bytes
-    yield names
 
 
 def main(argv: list[str]) -> int:

@@ -59,12 +59,12 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
     path = step_folders(checkpoint)[-1]
     reader = CheckpointReader(path)
     options = model_options(path, reader.state)
-    config_file = path.resolve().parents[1] / "config.toml"
-    config = read_toml(str(config_file)) if config_file.exists() else {}
-    max_seq_len = max_seq_len or _value(config, "training", "seq_len")
+    config_file = config_file_of_run(path)
+    config = read_config(config_file)
+    max_seq_len = max_seq_len or value_of_run(config, "training", "seq_len")
     if type(max_seq_len) is not int or max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
-    assets = _value(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
+    assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     if isinstance(assets, str):
         built, source = build_tokenizer(assets), assets or "bytes, so there are no files of it"
         if built.vocab_size > options.vocab_size:
@@ -107,7 +107,17 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
         raise ConfigError([f"{path}: model.{key} = {show(value)}: {error.errors()[0]['msg']}"]) from None
 
 
-def _value(config: dict[str, Any], section: str, key: str) -> Any:
+def config_file_of_run(path: Path) -> Path:
+    """Return where the config.toml of the run is that saved a step-N folder."""
+    return path.resolve().parents[1] / "config.toml"
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the contents of a run's config.toml; nothing if there is none. Raises ConfigError if it is damaged."""
+    return read_toml(str(file)) if file.is_file() else {}
+
+
+def value_of_run(config: dict[str, Any], section: str, key: str) -> Any:
     """Return a value of a run's config.toml; None if it lacks the section or the key."""
     values = config.get(section)
     return values.get(key) if isinstance(values, dict) else None

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from titanlite.checkpoint.checkpointer import collected_problems
+from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.command import step_folders
-from titanlite.checkpoint.export import model_options
+from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import hf_config
-from titanlite.config.loader import ConfigError, read_toml, show
+from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer
-from titanlite.hf.load import DTYPES, EMBEDDING, load_hf_weights, tensor_files
+from titanlite.hf.load import DTYPES, EMBEDDING, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama
 
@@ -35,7 +35,7 @@ class ModelFolder:
 
     def value(self, section: str, key: str) -> Any:
         """Return a value of the run's config.toml; None if it has none."""
-        return _value(self.config, section, key)
+        return value_of_run(self.config, section, key)
 
     def tokenizer_path(self, choice: str | None) -> str:
         """Return the path of the tokenizer, "" for that of bytes. `choice` is the argument --tokenizer, None without
@@ -78,14 +78,7 @@ class ModelFolder:
         Raises:
             ConfigError: on every rank, if one of them cannot read what it needs.
         """
-        with collected_problems() as problems:
-            if self.is_hugging_face:
-                load_hf_weights(self.path, model, self.options)
-            else:
-                tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-                CheckpointReader(self.path).load(tensors)
-        if problems:
-            raise ConfigError(problems)
+        load_weights(self.path, model, self.options)
 
 
 def open_folder(folder: Path) -> ModelFolder:
@@ -93,25 +86,17 @@ def open_folder(folder: Path) -> ModelFolder:
     if (folder / "config.json").is_file():
         options = Model.model_validate(hf_config.model_options(folder))
         return ModelFolder(folder, options, _hf_dtype(folder), True, {})
-    file = folder / "config.toml"
-    config = read_toml(str(file)) if file.is_file() else {}
-    place = _value(config, "checkpoint", "folder")
+    config = read_config(folder / "config.toml")
+    place = value_of_run(config, "checkpoint", "folder")
     try:
         path = step_folders(folder / place if isinstance(place, str) else folder)[-1]
     except ConfigError:
         expected = "a Hugging Face folder, a step-N folder, or the folder of a run that has saved a checkpoint"
         raise ConfigError([f"{folder}: expected {expected}"]) from None
-    if not config:
-        file = path.resolve().parents[1] / "config.toml"
-        config = read_toml(str(file)) if file.is_file() else {}
+    config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
     dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # what it lacks is an error when it is loaded
     return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
-
-
-def _value(config: dict[str, Any], section: str, key: str) -> Any:
-    values = config.get(section)
-    return values.get(key) if isinstance(values, dict) else None
 
 
 def _hf_dtype(folder: Path) -> torch.dtype:
