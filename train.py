@@ -2,7 +2,7 @@
 
 import sys
 
-from titanlite.train import main
+from titanlite.rank import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -2,12 +2,6 @@
 """A config and a launch: what `check` rejects, what it resolves, and how many ranks a launch has."""
 
 import os
-import resource
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +11,7 @@ import pytest
 from tests.config_helpers import *
 from titanlite import config, launcher
 from titanlite.config import Launch
+from titanlite.reliability import agent
 
 # fmt: off
 REJECTED = [
@@ -447,27 +442,43 @@ def test_launcher_rejects_ranks_that_the_nodes_cannot_share(tmp_path: Path):
     assert python(*train, f"--{SHARD}=3", NNODES="2") == (2, "", f"error: {file}: 3 {UNEVEN} 2 nodes\n")
 
 
-def test_torchrun_of_one_node_needs_no_port():
-    assert launcher.torchrun_arguments(4, {}) == [
-        *("--standalone", "--local-addr=localhost", "--nproc-per-node=4", "--local-ranks-filter=0"),
-        *("--role=rank", "--tee=3"),
-    ]
-    assert "--local-ranks-filter=0,1" in launcher.torchrun_arguments(4, {"LOG_RANK": "0,1"})
+def test_one_node_needs_no_port():
+    parameters, address = agent.rendezvous({})
+    assert (parameters.endpoint, parameters.get("is_host"), address) == ("localhost:0", True, "localhost")
 
 
-def test_torchrun_of_several_nodes_meets_at_the_first():
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
-    arguments = launcher.torchrun_arguments(4, nodes)
-    assert {"--nnodes=2", "--node-rank=1", "--rdzv-endpoint=first:29500", "--nproc-per-node=4"} <= {*arguments}
-    assert "--rdzv-endpoint=first:1234" in launcher.torchrun_arguments(4, {**nodes, "MASTER_PORT": "1234"})
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_several_nodes_meet_at_the_first_which_is_told_so(node: str):
+    """torch compares MASTER_ADDR with the node's own names otherwise, and waits forever where they differ."""
+    nodes = {"NNODES": "2", "NODE_RANK": node, "MASTER_ADDR": "first"}
+    parameters, address = agent.rendezvous(nodes)
+    assert (parameters.endpoint, parameters.run_id) == ("first:29500", "titanlite")
+    assert (parameters.get("is_host"), address) == ((True, "first") if node == "0" else (False, None))
+    assert (parameters.min_nodes, parameters.max_nodes) == (2, 2)
+    parameters, _ = agent.rendezvous({**nodes, "MASTER_PORT": "1234", "NNODES": "2:4", "JOB_ID": "7"})
+    assert (parameters.endpoint, parameters.run_id) == ("first:1234", "7")
+    assert (parameters.min_nodes, parameters.max_nodes) == (2, 4)
 
 
-def test_torchrun_of_several_nodes_needs_their_addresses():
+def test_several_nodes_need_their_addresses():
     with pytest.raises(ConfigError) as error:
-        launcher.torchrun_arguments(4, {"NNODES": "2"})
+        launcher.require_place({"NNODES": "1:2"})
     assert error.value.problems == [
         f"environment: {name}: expected a value where NNODES is above 1" for name in ("NODE_RANK", "MASTER_ADDR")
     ]
+
+
+@pytest.mark.parametrize("nodes", ["x", "0", "3:2", "1:2:3"])
+def test_wrong_numbers_of_nodes(nodes: str):
+    with pytest.raises(ConfigError, match="environment: NNODES"):
+        launcher.nodes_of({"NNODES": nodes})
+
+
+def test_an_elastic_launch_must_fit_with_all_numbers_of_nodes(tmp_path: Path):
+    elastic = {"NNODES": "1:2", "NGPU": "2"}
+    assert launcher.ranks_per_node(load(tmp_path, {SHARD: -1}), elastic, 0) == 2
+    with pytest.raises(ConfigError, match="needs 4 ranks, and the launch has 2"):
+        launcher.ranks_per_node(load(tmp_path, {SHARD: 4}), elastic, 0)
 
 
 def test_launcher_rejects_a_wrong_config(tmp_path: Path):
@@ -480,63 +491,3 @@ def test_launcher_rejects_a_wrong_config(tmp_path: Path):
         'error: command line: optimizer.lr = "high": expected a finite number > 0\n'
     )
     assert python("-m", "titanlite", "train", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)
-
-
-FAKE_TORCHRUN = """
-import resource, signal, sys, time
-
-def end(number, frame):
-    print(signal.Signals(number).name, flush=True)
-    sys.exit(7)
-
-for number in (signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, end)
-soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-print("started", soft == hard, flush=True)
-time.sleep(60)
-"""
-
-
-Launcher = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Launcher:
-    """A function that starts the launcher with a torchrun that only waits for a signal, and reads its first line."""
-    for folder in (tmp_path / "torch", tmp_path / "torch" / "distributed"):
-        folder.mkdir()
-        (folder / "__init__.py").touch()
-    (tmp_path / "torch" / "distributed" / "run.py").write_text(FAKE_TORCHRUN)
-    load(tmp_path, {})
-
-    def start(hangup: signal.Handlers) -> subprocess.Popen[str]:
-        def before() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
-            signal.signal(signal.SIGHUP, hangup)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-        command = [sys.executable, "-m", "titanlite", "train", str(tmp_path / "run.toml")]
-        environment = {"PATH": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, preexec_fn=before, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "started True\n", "the soft limit on open files is not the hard one"
-        return process
-
-    return start
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_launcher_passes_on_an_interrupt_and_a_hangup(start: Launcher, number: signal.Signals):
-    process = start(hangup=signal.SIG_DFL)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
-    assert (process.returncode, out) == (7, f"{number.name}\n")
-
-
-def test_launcher_under_nohup_ignores_a_hangup(start: Launcher):
-    process = start(hangup=signal.SIG_IGN)
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[0] == "SIGINT\n"

@@ -29,6 +29,7 @@ from titanlite.checkpoint.reader import CheckpointReader, complete_steps
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
+from titanlite.reliability.process import Signals
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,17 @@ def runs(ranks: Any, folder: Path) -> Runs:
     return Runs(ranks, folder)
 
 
+class StopAfter(Signals):
+    """Signals that ask to stop during a step of the run; each step looks at it once."""
+
+    def __init__(self, step: int):
+        self.finished_steps, self.saves, self.step = itertools.count(1), 0, step
+
+    @property
+    def stopping(self) -> bool:
+        return next(self.finished_steps) >= self.step
+
+
 Steps = tuple[tuple[int, int], ...]
 """(rank, step)"""
 
@@ -142,10 +154,9 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), 
             next(arguments[0].model.parameters()).grad.to_local().fill_(math.inf)
         return loss_sum * (math.inf if step in not_finite else 1), valid
 
-    finished_steps = itertools.count(1)
     try:
         with mock.patch.object(TrainStep, "forward_backward", forward_backward):
-            train.train(job, launch, lambda: launch.rank == 0 and next(finished_steps) >= stop_after)
+            train.train(job, launch, StopAfter(stop_after if launch.rank == 0 else 10**9))
     except (config.ConfigError, train.TrainingError) as error:
         return str(error)
     return ""
@@ -742,19 +753,18 @@ def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
     status, out, error = finish(process)
     assert status == 0, error
     last_line = out.rstrip().splitlines()[-1]
-    assert last_line.startswith("[rank0]:asked to stop: ended after step ")
+    assert last_line.startswith("asked to stop: ended after step ")
     newest = folder / "run" / "checkpoint" / f"step-{last_line.split()[-1]}"
     assert json.loads((newest / "state.json").read_text())["step"] == read_metrics(folder / "run")[-1]["step"]
 
 
-def test_sigterm_stops_a_run_on_one_rank(folder):
+def test_sigterm_before_the_first_step_is_done_ends_a_run_at_once(folder):
     process = start(sys.executable, "train.py", str(folder / "small.toml"), "--checkpoint.enable")
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    status, out, _ = finish(process)
-    assert status == 0
-    assert "asked to stop: ended after step 1" in out
-    assert [path.name for path in (folder / "run" / "checkpoint").iterdir()] == ["step-1"]
+    status, _, error = finish(process)
+    assert (status, error) == (0, "asked to stop before the first step was done: nothing to save\n")
+    assert list((folder / "run" / "checkpoint").glob("*")) == []
 
 
 @pytest.mark.parametrize(

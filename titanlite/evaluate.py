@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print_problems(error)
         return 2
-    from titanlite.parallel.mesh import exit_process  # here, so that --help does not wait for torch
+    from titanlite.reliability.process import exit_process  # here, so that --help does not wait for torch
 
     status = 0
     try:

@@ -5,18 +5,15 @@
     torchrun --nproc-per-node=N train.py CONFIG.toml [...]       N ranks
     python train.py CONFIG.toml [...]                            one rank
 
-Exit status: 0 done, or stopped by SIGTERM and saved; 2 the config, the launch, the data or the checkpoint is wrong (one
-line per problem); 1 anything else.
+Exit status: 0 done, or asked to stop and saved (reliability/process.py has the signals); 2 the config, the launch, the
+data or the checkpoint is wrong (one line per problem); 1 anything else.
 """
 
 import contextlib
 import gc
 import math
 import os
-import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import build, data, metrics, provenance
-from titanlite.config import USAGE, Config, ConfigError, Launch, check, load
-from titanlite.config.loader import print_problems
+from titanlite.config import USAGE, Config, Launch, check, load
 from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
@@ -33,10 +29,13 @@ from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gra
 from titanlite.parallel import mesh
 from titanlite.profiling import build_profilers
 from titanlite.progress import progress
+from titanlite.reliability import process, watchdog
+from titanlite.reliability.process import Signals
+from titanlite.reliability.watchdog import mark
 from titanlite.summary import run_summary
 
 
-def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) -> None:
+def train(config: Config, launch: Launch, signals: Signals) -> None:
     """Train to the last step, or to the end of the step during which some rank was asked to stop.
 
     Raises:
@@ -56,6 +55,7 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
             print(message, flush=True)
 
     # Build the run.
+    mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
@@ -67,8 +67,9 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
     log_rank0(run_summary(config, sum(sizes.values()), sequences, validation, peak.source))
 
+    mark("loading a checkpoint")
     # Load the newest checkpoint, or given weights, or keep the initial ones.
-    last_step, n_skipped, data_state, checkpointer = 0, 0, None, None
+    last_step, n_skipped, n_saves_asked, data_state, checkpointer = 0, 0, 0, None, None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
@@ -111,23 +112,26 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         stack.callback(gc.enable)
         for step in range(last_step + 1, training.steps + 1):
             is_first = step == last_step + 1
+            mark("waiting for data", step)
             with meter.waiting_for_data():
                 batches = loader.next()
             lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler)
             set_lr(optimizer, lr)
+            mark("forward and backward")
             with progress(f"step {step}: compiling", enabled=rank == 0 and is_first and config.compile.enable):
                 if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
                     train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
             norm = gradient_norm(parameters, device)
 
-            # One small all-reduce tells every rank the loss and whether some rank was asked to stop. All ranks take the
-            # step, or none does; whether the numbers are finite is read after it, so that the device need not wait.
-            totals = torch.stack([loss_sum, torch.full_like(loss_sum, stop_requested())])
+            # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
+            # take the step, or none does; whether it is finite is read after it, so that the device need not wait.
+            asked = torch.tensor([signals.stopping, signals.saves > n_saves_asked], dtype=loss_sum.dtype)
+            totals = torch.cat([loss_sum[None], asked.to(device)])
             dist.all_reduce(totals)
-            numbers = torch.stack([totals[0] / n_valid, norm, totals[1]])
+            numbers = torch.cat([torch.stack([totals[0] / n_valid, norm]), totals[1:]])
             clipped_step(optimizer, clip_factor(norm, training.max_norm), numbers.isfinite().all())
-            loss, norm_value, stopping = numbers.tolist()
+            loss, norm_value, stopping, saving = numbers.tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if overflowed and loss_scale.value > 1:
                 log_rank0(
@@ -147,6 +151,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 gc.collect()
             if is_first:
                 mesh.set_timeout(layout, config.comm.train_timeout_seconds)
+                watchdog.first_step_done(config.comm.train_timeout_seconds)
+                signals.nothing_to_save = False
 
             # Log, validate, save.
             is_last = step == training.steps or stopping > 0
@@ -161,19 +167,28 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                     **meter.read(),
                 }
             with meter.paused():
-                if validation is not None and (step % config.validation.freq == 0 or is_last):
+                if validation is not None and (step % config.validation.freq == 0 or is_last) and not stopping:
+                    mark("validation")
                     batches, total = build.build_validation_batches(config, layout, validation)
                     with progress("validation", total=total, unit="batches", enabled=rank == 0) as advance:
-                        values[metrics.VALIDATION_LOSS] = train_step.validate(batches, advance)
-                    if samples:
+                        validation_loss = train_step.validate(batches, advance, signals)
+                    if validation_loss is None:
+                        stopping = is_last = True
+                    else:
+                        values[metrics.VALIDATION_LOSS] = validation_loss
+                    if samples and not stopping:
                         texts = samples.generate(model, device)
                         if logger:
                             logger.log_samples(step, samples.prompts, texts)
+                mark("saving a checkpoint")
                 if logger and values:
                     logger.log(step, values, meter.seconds_per_step)
                 if checkpointer:
                     checkpointer.poll()
-                    if step % config.checkpoint.interval == 0 or is_last:
+                    if step % config.checkpoint.interval == 0 or is_last or saving:
+                        n_saves_asked = signals.saves
+                        if saving:
+                            log_rank0(f"asked to save: checkpoint step-{step}")
                         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
                         checkpointer.save(step, model, optimizer, state)
             for step_done in profilers:
@@ -205,35 +220,27 @@ def explain_nonfinite(step: int, loss: float, norm: float, loss_sum: Tensor) -> 
 
 
 def main(argv: list[str]) -> None:
-    """Run one rank, as torchrun starts it, and end its process with the exit status."""
+    """Run one rank, as the launcher or torchrun starts it, and end its process with the exit status."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
         return
+    process.start_rank()
     mesh.retain_freed_memory()
-    stop_signals: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
-    status = 1
+    heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(load(argv), launch)
-        with mesh.process_group(launch, config.comm, config.job.dump_folder):
-            train(config, launch, lambda: bool(stop_signals))
+        heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
+        with heartbeat, mesh.process_group(launch, config.comm, config.job.dump_folder):
+            train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
             from titanlite.checkpoint.export import export_last_step
 
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
             export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
-        status = 0
-    except ConfigError as error:
-        status = 2
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
-            print_problems(error)
-    except TrainingError as error:
-        if launch.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    mesh.exit_process(status)
+    except Exception as error:
+        watchdog.fail(error, heartbeat)
+    process.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from titanlite.data import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
+from titanlite.reliability.process import Signals
+from titanlite.reliability.watchdog import alive
 
 
 class SingleStageRunner:
@@ -65,20 +67,33 @@ class TrainStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for accumulation_step, batch in enumerate(batches, 1):
             fsdp.prepare_accumulation_step(self.model, self.parallelism, last=accumulation_step == len(batches))
+            alive()
             loss_sum += self.runner.forward_backward(batch.to(self.device), valid / loss_scale)
         if loss_scale != 1:
             scale_gradients(self.model.parameters(), 1 / loss_scale)
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch], advance: Callable[[int], None] = lambda amount: None) -> float:
-        """Return the loss in nats by the rule of training. Call `advance` with 1 after each batch, of which every rank
-        needs the same number."""
+    def validate(
+        self,
+        batches: Iterable[Batch],
+        advance: Callable[[int], None] = lambda amount: None,
+        signals: Signals | None = None,
+    ) -> float | None:
+        """Return the loss in nats by the rule of training; None if some rank was asked to stop meanwhile. Call
+        `advance` with 1 after each batch, of which every rank needs the same number."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
+            if signals:
+                stopping = torch.tensor(float(signals.stopping))  # on the host, so that no rank waits for its device
+                dist.all_reduce(stopping)
+                if stopping:
+                    fsdp.reshard(self.model)
+                    return None
             totals[0] += self.runner.forward(batch.to(self.device))
             totals[1] += count_valid([batch.targets], self.device)
             advance(1)
+            alive()
         fsdp.reshard(self.model)
         totals = totals if self.contributes_loss else torch.zeros_like(totals)
         dist.all_reduce(totals)

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
             print_problems(error)
     if "WORLD_SIZE" in os.environ:
-        from titanlite.parallel.mesh import exit_process
+        from titanlite.reliability.process import exit_process
 
         exit_process(status)
     return status

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.schema import Comm, Parallelism
+from titanlite.reliability.watchdog import BACKSTOP_SECONDS
 
 
 def device_of(launch: Launch) -> torch.device:
@@ -42,7 +42,7 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # Started without torchrun: one rank, which needs no port.
     alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds), **alone)
+    dist.init_process_group(backend, timeout=_backstop(comm.init_timeout_seconds), **alone)
     yield
     # Only on success: after an exception the other ranks may never reach a barrier.
     dist.barrier()
@@ -55,14 +55,6 @@ def retain_freed_memory() -> None:
     with contextlib.suppress(AttributeError, OSError):
         for parameter in (-3, -1):  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
-
-
-def exit_process(status: int) -> None:
-    """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
-    would turn a finished run into a failed one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -129,4 +121,9 @@ def set_timeout(layout: Layout, seconds: int) -> None:
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in (dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group):
         if group is not None:
-            set_group_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(_backstop(seconds), group)
+
+
+def _backstop(seconds: int) -> timedelta:
+    """Return the timeout of process groups. It is longer than the watchdog's, which tells which rank hangs."""
+    return timedelta(seconds=seconds + BACKSTOP_SECONDS)

@@ -2,8 +2,8 @@
 
 import sys
 
-from titanlite.parallel import mesh
 from titanlite.parity import command
+from titanlite.reliability.process import exit_process
 
 if __name__ == "__main__":
-    mesh.exit_process(command.main(sys.argv[1:]))
+    exit_process(command.main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""The watchdog: hanging, silent and failing ranks are named, and end all ranks. The ranks here do not train."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from titanlite.config import ConfigError, Launch
+from titanlite.config.schema import Comm
+from titanlite.errors import TrainingError
+from titanlite.reliability import process, watchdog
+from titanlite.reliability.watchdog import alive, mark
+
+process.start_rank()
+launch = Launch.from_environment(n_devices=0)
+rank = launch.rank
+dog = watchdog.Watchdog(launch, Comm(init_timeout_seconds=60), Path("run"))
+
+def run():
+    with dog:
+        mark("forward", 1)
+        while not dog._store or not all(dog._store.check([f"rank/{other}"]) for other in range(launch.world_size)):
+            time.sleep(0.05)  # both have imported torch
+        watchdog.first_step_done(2)
+        body()
+    print(rank, "is done", flush=True)
+
+def main():
+    try:
+        run()
+    except Exception as error:
+        watchdog.fail(error, dog)
+    process.exit_process(0)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from titanlite.launcher import environment_of_ranks
+from titanlite.reliability import agent
+from titanlite.reliability.process import LauncherSignals
+ranks = int(sys.argv[2])
+environment = environment_of_ranks(ranks, Path("."))
+sys.exit(agent.run_ranks([sys.executable, "-c", sys.argv[1]], ranks, environment, LauncherSignals(), max_restarts=0))
+"""
+
+
+def run(folder: Path, body: str, ranks: int = 2) -> tuple[int, str, list[str], float]:
+    """Run a function of all ranks; return the status, the output, the lines of errors, and the seconds it took."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, f"{RANK}\ndef body():\n{lines}\nmain()\n", str(ranks)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "LOG_RANK": "0,1,2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    begin = float(done.stdout.split()[0]) if done.stdout[:1].isdigit() and "." in done.stdout.split()[0] else 0.0
+    return done.returncode, done.stdout, done.stderr.splitlines(), time.time() - begin
+
+
+BEGIN = "if rank == 0: print(time.time(), flush=True)\n"
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path):
+    body = BEGIN + "mark('forward', 7)\nif rank == 1:\n    time.sleep(1.5)\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    status, _, errors, seconds = run(tmp_path, body + "mark('waiting', limited=False)\ntime.sleep(60)", ranks=3)
+    assert (status, len(errors)) == (1, 1)
+    assert errors[0].startswith("error: rank 1 on ")
+    assert "has given no sign of life for 2 s; its last activity was 'step 7: forward'" in errors[0]
+    assert seconds < 1.5 + 2 + 5
+    assert "in body" in (tmp_path / "run" / "stacks" / "rank-00000.txt").read_text()
+
+
+def test_the_rank_behind_the_others_is_named(tmp_path: Path):
+    """The others wait for it in a collective, so that all ranks stand still."""
+    body = BEGIN + "mark('waiting for data', 7)\nif rank == 1: time.sleep(60)\nmark('forward')\ntime.sleep(60)"
+    status, _, errors, seconds = run(tmp_path, body, ranks=3)
+    assert (status, len(errors)) == (1, 1)
+    assert errors[0].startswith("error: rank 1 on ")
+    assert " hangs at 'step 7: waiting for data' for " in errors[0]
+    assert "while others wait for it at 'step 7: forward'" in errors[0]
+    assert seconds < 2 + 5
+    assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == {f"rank-0000{n}.txt" for n in range(3)}
+
+
+def test_ranks_that_hang_at_the_same_place(tmp_path: Path):
+    _, _, errors, _ = run(tmp_path, "mark('forward', 7)\ntime.sleep(60)")
+    assert [error.split(" for ")[0] for error in errors] == ["error: all ranks hang at 'step 7: forward'"]
+
+
+def test_slow_ranks_do_not_hang(tmp_path: Path):
+    """What makes progress, or waits for what makes progress, or has taken as long before, may go on."""
+    body = """
+if rank == 0:
+    mark("writing")
+    for _ in range(9):
+        time.sleep(0.5)
+        alive()
+else:
+    mark("waiting for the other rank", limited=False)
+    time.sleep(4.5)
+watchdog._longest["forward"] = 3.0
+mark("forward")
+time.sleep(4)
+"""
+    status, out, errors, _ = run(tmp_path, body)
+    assert (status, sorted(out.splitlines()), errors) == (0, ["0 is done", "1 is done"], [])
+
+
+ERRORS = {
+    "ValueError('broken')": (1, "ValueError: broken"),
+    "TrainingError('step 3: the loss is nan')": (1, "error: step 3: the loss is nan"),
+    "ConfigError(['a.toml: wrong', 'b.toml: wrong too'])": (2, "error: b.toml: wrong too"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_first_error_is_the_last_line_and_its_status_the_launchers(tmp_path: Path, error: str):
+    """The other rank, which hangs because of it, ends within seconds and prints nothing."""
+    status, last = ERRORS[error]
+    body = f"{BEGIN}if rank == 1: raise {error}\ntime.sleep(2)\nraise RuntimeError('gloo: Connection closed by peer')"
+    code, out, errors, seconds = run(tmp_path, body)
+    assert (code, errors[-1]) == (status, last)
+    assert len(out.splitlines()) == 1
+    if "ValueError" in error:
+        assert errors[0].startswith("error: rank 1 on ")
+        assert "Traceback" in errors[1]
+    else:
+        assert len(errors) == max(error.count("wrong"), 1)
+    assert seconds < 8

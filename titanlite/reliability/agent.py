@@ -1,0 +1,177 @@
+"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
+
+What it adds to torchrun: the launcher's exit status is that of the ranks; a rank that a signal killed is reported on
+all nodes; a wrong config is not started again; and the launcher ends soon after its ranks, even if the agent waits for
+a node that no longer answers.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from titanlite.reliability.process import SIGNALS, LauncherSignals, children, print_to_console, send
+from titanlite.reliability.watchdog import RECORD_SECONDS, store_prefix, this_host
+
+SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
+"""How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
+SECONDS_AFTER_THE_END = 30.0
+"""How long the launcher waits for the other nodes after its ranks have finished."""
+SECONDS_TO_SAVE = 600
+"""How long the ranks have to save a checkpoint when nodes join, and all ranks start anew."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of one node.
+
+    Private: the attributes _remaining_restarts, _worker_group and _pcontext, and the methods that are overridden (tried
+    on torch 2.11 and 2.13).
+    """
+
+    statuses: Mapping[int, int] = {}
+    """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        processes = {worker.global_rank: worker.id for worker in worker_group.workers}
+        statuses = {rank: status_of(process) for rank, process in processes.items()}
+        failed = {rank: status for rank, status in statuses.items() if status}
+        if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
+            for rank, status in failed.items():
+                if status < 0:
+                    self._report_killed(rank, status)
+            deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
+            while time.monotonic() < deadline and None in map(status_of, processes.values()):
+                time.sleep(0.05)
+            send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
+        result = super()._monitor_workers(worker_group)
+        self.statuses = failed or {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if 2 in self.statuses.values():
+            self._remaining_restarts = 0  # the config is wrong, and stays wrong
+        return result
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        if self._pcontext and not self.statuses:  # nodes have joined: all ranks save, and start anew
+            self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
+        super()._shutdown(*arguments, **options)
+
+    def _report_killed(self, rank: int, status: int) -> None:
+        """Record in the launch's store that a signal has killed a rank, which could not do so itself; print it, unless
+        another failure was first."""
+        name, group = signal.Signals(-status).name, self._worker_group
+        hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
+        message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
+        record = {"rank": rank, "host": this_host(), "status": 1, "message": message, "kind": "error"}
+        with contextlib.suppress(dist.DistError):
+            address, timeout = (group.master_addr, group.master_port), timedelta(seconds=3)
+            store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+            attempt = group.spec.max_restarts - self._remaining_restarts
+            store = dist.PrefixStore(store_prefix(str(attempt)), store)
+            if json.loads(store.compare_set("end", "", json.dumps(record))) != record:
+                return
+        print_to_console(message)
+
+
+def run_ranks(
+    command: list[str], ranks: int, environment: Mapping[str, str], signals: LauncherSignals, *, max_restarts: int
+) -> int:
+    """Start the ranks of this node and, up to max_restarts times, start them anew after a failure; return the exit
+    status. Only the main thread may call this.
+
+    Args:
+        command: a rank's program and its arguments.
+        ranks: how many to start on this node.
+        environment: the ranks' environment variables. NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and JOB_ID of a
+            launch on several nodes are read from it.
+    """
+    os.environ.update(environment)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # what the agent logs of failures is said here in the user's words
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the other signals are passed on to the ranks
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it, and unblock them when they can respond
+    parameters, local_address = rendezvous(environment)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=max_restarts,
+        local_addr=local_address,
+    )
+    agent, finished = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull)), threading.Event()
+    threading.Thread(target=_watch, args=(agent, signals, finished), name="ranks", daemon=True).start()
+    try:
+        agent.run()
+    except Exception as error:  # of the rendezvous or its store
+        if not agent.statuses:
+            print_to_console(f"error: the launch failed: {error}".replace("\n", " "))
+            return 0 if signals.stopping else 1
+    finished.set()
+    with contextlib.suppress(Exception):  # another node may have closed it, or be gone
+        spec.rdzv_handler.shutdown()
+    return exit_status(agent.statuses.values(), signals)
+
+
+def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str | None]:
+    """Return torchrun's rendezvous of a launch, and the name by which ranks of this node are reached."""
+    least, _, most = (environment.get("NNODES") or "1").partition(":")
+    if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
+        return RendezvousParameters(
+            "c10d", "localhost:0", uuid.uuid4().hex, 1, 1, "localhost", is_host=True
+        ), "localhost"
+    endpoint = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT') or 29500}"
+    run_id, is_host = environment.get("JOB_ID") or "titanlite", environment["NODE_RANK"] == "0"
+    # Without is_host, torch compares MASTER_ADDR with the node's own names, and finds no host where they differ.
+    local_address = environment["MASTER_ADDR"] if is_host else None
+    nodes = int(least), int(most or least)
+    return RendezvousParameters("c10d", endpoint, run_id, *nodes, local_address, is_host=is_host), local_address
+
+
+def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
+    """Pass a stop on to ranks that start after it, and end the launcher when its ranks have ended and the agent hangs,
+    as it does where the store of the first node no longer answers."""
+    ended_since = None
+    while not finished.wait(0.2):
+        signals.pass_on()
+        statuses = [status_of(pid) for pid in children(os.getpid())]
+        if not statuses or None in statuses:
+            ended_since = None
+            continue
+        ended_since = ended_since or time.monotonic()
+        limit = SECONDS_AFTER_A_FAILURE if any(statuses) else SECONDS_AFTER_THE_END
+        if time.monotonic() - ended_since > limit:
+            os._exit(exit_status([status for status in statuses if status], signals))
+
+
+def status_of(pid: int) -> int | None:
+    """Return the exit status of a child process, which remains to be waited for; None: it runs, or the system cannot
+    tell. A process that has been waited for already counts as done."""
+    if not hasattr(os, "waitid"):  # macOS
+        return None
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
+    """Return the launcher's exit status from those of the ranks that have failed."""
+    failed = [status for status in failures if not (signals.stopping and status == -signal.SIGTERM)]
+    return 2 if 2 in failed else 1 if failed else 0

@@ -1,0 +1,200 @@
+"""What a process does before it imports torch: it listens to signals, and a rank ends when its launcher dies.
+
+    SIGTERM, SIGHUP    stop: finish the step, save a checkpoint, exit with 0
+    SIGINT             the same; a second one ends the process at once, with 1
+    SIGUSR1            save a checkpoint after this step, and go on
+
+Before a process has anything to save, the first three end it at once, with 0.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STARTED_BY = "TITANLITE_LAUNCHER"
+"""Environment variable: the process ID of the launcher that started a rank."""
+LOG_FILE = "TITANLITE_LOG_FILE"
+"""Environment variable: where a rank that LOG_RANK does not name writes its lines; {rank} is its number."""
+
+
+class Signals:
+    """The signals that have come to this process. They are read by a thread, so that the main thread may be anywhere,
+    even in a call that never returns."""
+
+    def __init__(self) -> None:
+        self.stopping, self.saves = False, 0
+        self.nothing_to_save = True
+        """Whether a stop ends the process at once."""
+        self.stopped: Callable[[], None] = lambda: None
+        """Called before a signal ends the process."""
+        self._interrupts = 0
+
+    def listen(self, received: Callable[[int], None]) -> None:
+        """Call `received` with the number of each signal, in a thread. Only the main thread may call this."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, lambda number, frame: None)
+
+        def read() -> None:
+            while numbers := os.read(read_end, 64):
+                for number in numbers:
+                    received(number)
+
+        threading.Thread(target=read, name="signals", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts ranks with these blocked
+
+    def received_by_rank(self, number: int) -> None:
+        """Take note of a signal, or end the process."""
+        if number == signal.SIGUSR1:
+            self.saves += 1
+            return
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            self.end("interrupted twice: ended without saving", status=1)
+        if self.nothing_to_save:
+            self.end("asked to stop before the first step was done: nothing to save", status=0)
+        self.stopping = True
+
+    def end(self, message: str, status: int) -> None:
+        """End the process from any thread."""
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(2, f"{message}\n".encode())
+        self.stopped()
+        clean_up()
+        os._exit(status)
+
+
+class LauncherSignals(Signals):
+    """The signals that have come to a launcher, which passes them on to its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped: set[int] = set()
+
+    def received(self, number: int) -> None:
+        """Pass a signal on. A hangup becomes SIGTERM; a stop before there are ranks ends the launcher."""
+        ranks = children(os.getpid())
+        self.stopping = self.stopping or number != signal.SIGUSR1
+        if self.stopping and not ranks:
+            self.end("asked to stop before the ranks were started: nothing to save", status=0)
+        if number in (signal.SIGINT, signal.SIGUSR1):
+            send(ranks, number)
+        if number == signal.SIGINT:
+            self._stopped.update(ranks)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal."""
+        if self.stopping:
+            ranks = set(children(os.getpid())) - self._stopped
+            self._stopped |= ranks
+            send(ranks, signal.SIGTERM)
+
+
+def send(processes: Iterable[int], number: int) -> None:
+    """Send a signal to processes, some of which may just have ended."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def children(process: int) -> list[int]:
+    """Return the process IDs of a process's children: from /proc on Linux, from ps elsewhere."""
+    if not Path("/proc/self").exists():
+        done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+        pairs = (line.split() for line in done.stdout.splitlines())
+        return [int(child) for child, parent in pairs if int(parent) == process]
+    pids: list[int] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or the process, has just ended
+            pids += map(int, file.read_text().split())
+    return pids
+
+
+at_exit: list[Callable[[], None]] = []
+"""What is to be done before the process ends, however it does, but by SIGKILL."""
+
+
+def clean_up() -> None:
+    """Do what `at_exit` has."""
+    while at_exit:
+        with contextlib.suppress(Exception):
+            at_exit.pop()()
+
+
+signals = Signals()
+"""The signals of this process."""
+console = 2
+"""File descriptor of the terminal's, or the launcher's, standard error: also of a rank whose lines are hidden."""
+
+
+def start_rank() -> None:
+    """Prepare the process of a rank. A second call does nothing."""
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+        return
+    signals.listen(signals.received_by_rank)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
+        _end_with_parent()
+    if log := os.environ.get(LOG_FILE):
+        _hide_output(log)
+
+
+def _end_with_parent() -> None:
+    """Kill this process when its parent, the launcher, ends: by prctl(2) on Linux, else by looking every second."""
+    parent = int(os.environ.get(STARTED_BY) or os.getppid())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # sys/prctl.h: PR_SET_PDEATHSIG
+    else:
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, name="parent", daemon=True).start()
+    if os.getppid() != parent:  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hide_output(log: str) -> None:
+    """Write this process's output to a file, unless LOG_RANK names the rank; keep `console`."""
+    global console
+    if os.environ.get("LOCAL_RANK") in (os.environ.get("LOG_RANK") or "0").split(","):
+        return
+    console = os.dup(2)
+    try:
+        file = os.open(log.format(rank=os.environ["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # a full disk must not end the run
+        file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def print_to_console(text: str) -> None:
+    """Write a line where the user sees it, also from a rank whose output is hidden."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        os.write(console, f"{text}\n".encode())
+
+
+def exit_process(status: int) -> None:
+    """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
+    would turn a finished run into a failed one."""
+    clean_up()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

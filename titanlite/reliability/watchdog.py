@@ -1,0 +1,342 @@
+"""Finds the rank that hangs or has died, and ends all ranks with the true cause.
+
+Each rank has a thread that writes a heartbeat to the store of the launch, beside the collectives, which may hang. A
+rank is silent if its neighbour sees no new heartbeat for the timeout; it hangs if its main thread has been at the same
+activity for the timeout longer than this has taken before. The first rank that finds or has a failure records it in
+the store; all others read it there within seconds, and end.
+
+Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both JSON.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import ConfigError, Launch
+from titanlite.config.schema import Comm
+from titanlite.errors import TrainingError
+from titanlite.reliability import process
+
+BACKSTOP_SECONDS = 15
+"""By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
+INTERVAL_SECONDS = 1.0
+"""Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
+RECORD_SECONDS = 5.0
+"""How long a rank that has lost a connection waits for the failure of the rank that ended it."""
+
+
+@dataclasses.dataclass
+class Activity:
+    """What the main thread does."""
+
+    name: str = "starting"
+    step: int = 0
+    number: int = 0
+    """How many activities it has begun: of two ranks, the one with the smaller number is behind."""
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    limited: bool = True
+    """Whether it counts as a hang when it takes too long."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.name}" if self.step else self.name
+
+
+_activity = Activity()
+_timeout: float | None = None  # comm.train_timeout_seconds, once the first step is done
+_longest: dict[str, float] = {}
+"""Seconds that each activity has taken at most, by name."""
+_longest_at_first: dict[str, float] = {}
+"""The same until the first step was done, which compiles; for activities that have not been repeated since."""
+
+
+def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
+    """Note what the main thread begins to do now; `step` remains the last one if it is not given.
+
+    With limited=False it may take any time, because another rank's activity, which it waits for, is limited.
+    """
+    global _activity
+    now = time.monotonic()
+    last = _activity
+    _longest[last.name] = max(_longest.get(last.name, 0.0), now - last.since)
+    _activity = Activity(name, last.step if step is None else step, last.number + 1, now, limited)
+
+
+def first_step_done(timeout_seconds: float) -> None:
+    """Note that the first step is done. From now on another timeout holds, and what takes long is not compilation."""
+    global _timeout
+    _timeout = timeout_seconds
+    _longest_at_first.update(_longest)
+    _longest.clear()
+
+
+def _limit_beyond_timeout(name: str) -> float:
+    return _longest.get(name, _longest_at_first.get(name, 0.0))
+
+
+def alive() -> None:
+    """Note that the activity makes progress."""
+    _activity.since = time.monotonic()
+
+
+class Watchdog:
+    """The heartbeat of one rank, and its view of the others. Without ranks it does nothing but print a failure."""
+
+    def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
+        self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
+        self.host = this_host()
+        self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
+        self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
+        self._answered = time.monotonic()  # when the store did last
+        self._finished, self._begun = threading.Event(), False
+        self._looked = 0.0  # when the heartbeats of all ranks were read last
+        self._store: Any = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without a sign of life, or without progress, after which a rank counts as hanging."""
+        return self.comm.init_timeout_seconds if _timeout is None else _timeout
+
+    def __enter__(self) -> None:
+        if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
+            self._begun = True
+            process.signals.stopped = self.stopped
+            for target in (self._beat, self._watch):
+                threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an exception it goes on until `end`
+            self._finished.set()
+
+    # Failures of this rank -------------------------------------------------------------------------------------------
+
+    def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
+        """End this process because of an error, and with it all ranks.
+
+        The first failure of all ranks is printed, once for each node. With lost_connection, that of another rank is
+        waited for.
+        """
+        deadline = time.monotonic() + RECORD_SECONDS
+        while lost_connection and self._begun and time.monotonic() < deadline:
+            time.sleep(0.1)  # the thread ends this process when it reads a record
+        self._end(self._recorded(self._record(message, status)))
+
+    def stopped(self) -> None:
+        """Tell the other ranks that a signal has ended this one before there was anything to save."""
+        self._recorded(self._record("", status=0))
+
+    def _record(self, message: str, status: int = 1, **more: Any) -> dict[str, Any]:
+        return {
+            "rank": self.launch.rank,
+            "host": self.host,
+            "status": status,
+            "message": message,
+            "kind": "error",
+        } | more
+
+    def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the first failure of all ranks: this one, unless the store has one already or does not answer."""
+        if self._begun:
+            answer: queue.Queue[dict[str, Any]] = queue.Queue()
+            self._requests.put((record, answer))
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=RECORD_SECONDS)
+        return record
+
+    def _end(self, record: dict[str, Any]) -> None:
+        """Print a failure if this rank is to do so, and end the process."""
+        own = record["rank"] == self.launch.rank
+        speaks = own or (record["host"] != self.host and self.launch.local_rank == 0)
+        if record["kind"] == "hang":
+            self._dump_stacks()
+            hanging = record["hanging"]
+            if hanging.get("silent") and hanging["host"] == self.host and hanging["rank"] != self.launch.rank:
+                with contextlib.suppress(ProcessLookupError):  # stopped, it would not end by itself
+                    os.kill(hanging["process"], signal.SIGKILL)
+        if speaks and record["message"]:
+            process.print_to_console(record["message"])
+        process.exit_process(record["status"])
+
+    def _dump_stacks(self) -> None:
+        folder = self.dump_folder / "stacks"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
+                file.write(f"{_activity}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
+            _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
+
+    # Heartbeats ------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Write heartbeats, read the next rank's, and record failures. Runs in a thread of its own, since each call of
+        the store may take long."""
+        other, last_beat, seen, number, failing_since = (
+            (self.launch.rank + 1) % self.launch.world_size,
+            None,
+            0.0,
+            0,
+            None,
+        )
+        while not self._finished.is_set():
+            try:
+                if self._store is None:
+                    self._connect()
+                    self._answered = seen = time.monotonic()
+                number += 1
+                self._store.set(f"rank/{self.launch.rank}", json.dumps(self._heartbeat(number)))
+                if self._store.check(["end"]):
+                    self._end(json.loads(self._store.get("end")))
+                beat = self._store.get(f"rank/{other}") if self._store.check([f"rank/{other}"]) else None
+                self._answered, failing_since = time.monotonic(), None
+                if beat != last_beat:
+                    last_beat, seen = beat, time.monotonic()
+                hang = self._hang(other) if time.monotonic() - seen > self.timeout else self._own_hang()
+                if hang:
+                    self._end(self._write_end(hang))
+                with contextlib.suppress(queue.Empty):
+                    record, answer = self._requests.get(timeout=self.interval)
+                    answer.put(self._write_end(record))
+            except Exception as error:  # a rank without heartbeat would be taken for a dead one
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > RECORD_SECONDS and not self._finished.is_set():
+                    self._lost_store(f"{error}".partition("\n")[0])
+                time.sleep(self.interval)
+
+    def _connect(self) -> None:
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=self.comm.init_timeout_seconds)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._store = dist.PrefixStore(store_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), store)
+
+    def _heartbeat(self, number: int) -> dict[str, Any]:
+        activity = {"activity": str(_activity), "number": _activity.number}
+        seconds = time.monotonic() - _activity.since
+        return {"beat": number, "host": self.host, "process": os.getpid(), "seconds": round(seconds), **activity}
+
+    def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Record a failure, unless there is one, and return the first."""
+        return json.loads(self._store.compare_set("end", "", json.dumps(record)))
+
+    def _own_hang(self) -> dict[str, Any] | None:
+        """Return the record of a hang if this rank's main thread has not moved for too long."""
+        activity, now = _activity, time.monotonic()
+        over = now - activity.since > self.timeout + _limit_beyond_timeout(activity.name)
+        if not (activity.limited and over) or now - self._looked < 10:
+            return None
+        self._looked = now
+        return self._hang()
+
+    def _watch(self) -> None:
+        """End this rank if the store does not answer for the timeout, as when the network is cut."""
+        while not self._finished.wait(1):
+            if self._store and time.monotonic() - self._answered > self.timeout:
+                self._lost_store(f"no answer for {self.timeout} s")
+
+    def _lost_store(self, reason: str) -> None:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to the launch's store at "
+            f"{where}: {reason}; the first node, its launcher or the network has failed"
+        )
+        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once for a node
+
+    def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
+        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others. In the first step
+        all may compile for long, and no rank is behind: None."""
+        beats = {}
+        for rank in range(self.launch.world_size):
+            if self._store.check([f"rank/{rank}"]):
+                beats[rank] = json.loads(self._store.get(f"rank/{rank}"))
+        missing = [rank for rank in range(self.launch.world_size) if rank not in beats]
+        stacks = f"Python stacks: {self.dump_folder / 'stacks'}"
+        hanging: dict[str, Any] = {}
+        if silent is not None and silent in beats:
+            hanging = {"rank": silent, "silent": True, **beats[silent]}
+            text = f"{_where(silent, beats[silent])} has given no sign of life for {self.timeout} s; its last activity "
+            text += f"was {beats[silent]['activity']!r}"
+        elif missing:
+            text = f"rank {', '.join(map(str, missing))} has not started within {self.timeout} s"
+        else:
+            least = min(beat["number"] for beat in beats.values())
+            behind = [rank for rank, beat in beats.items() if beat["number"] == least]
+            first = beats[behind[0]]
+            hanging = {"rank": behind[0], **first}
+            if len(behind) == len(beats) and _timeout is None:
+                return None
+            if len(behind) == len(beats):
+                text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
+            else:
+                ahead = next(beat for rank, beat in beats.items() if rank not in behind)
+                more = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
+                text = f"{_where(behind[0], first)}{more} hangs at {first['activity']!r} for {first['seconds']} s, "
+                text += f"while others wait for it at {ahead['activity']!r}"
+        return self._record(f"error: {text}; {stacks}", kind="hang", hanging=hanging)
+
+
+def fail(error: Exception, watchdog: Watchdog | None) -> None:
+    """End this process because of an error: on one line if it is of the config or the training, else with its
+    traceback. Before there is a watchdog every rank finds the same problems, and the first of each node prints them."""
+    status = 2 if isinstance(error, ConfigError) else 1
+    lost_connection = "gloo" in f"{error}" or "NCCL" in f"{error}" or type(error).__name__.startswith("Dist")
+    where = f"rank {watchdog.launch.rank} on {socket.gethostname()}" if watchdog else "a rank"
+    if isinstance(error, ConfigError):
+        message = "\n".join(f"error: {problem}" for problem in error.problems)
+    elif isinstance(error, TrainingError):
+        message = f"error: {error}"
+    elif lost_connection:
+        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\n")[0]  # without the file of gloo's sources
+        message = f"error: {where} has lost another rank, which has died or does not answer: {reason}"
+    else:
+        message = "".join(traceback.format_exception(error)).rstrip()
+        if watchdog and watchdog.launch.world_size > 1:
+            message = f"error: {where}:\n{message}"
+    if watchdog:
+        watchdog.end(message, status, lost_connection=lost_connection)
+    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        process.print_to_console(message)
+    process.exit_process(status)
+
+
+def store_prefix(attempt: str) -> str:
+    """Return what the keys of a launch's attempt begin with; each restart of the ranks is one more attempt."""
+    return f"titanlite/{attempt}"
+
+
+def _where(rank: int, beat: dict[str, Any]) -> str:
+    return f"rank {rank} on {beat['host'].split('/')[0]} (process {beat['process']})"
+
+
+def this_host() -> str:
+    """Return what identifies the processes that this one can signal: the host's name and the namespace of processes,
+    which tells two containers on one host apart."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()}/"
+
+
+def _dump_flight_recorder(path: Path) -> None:
+    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own.
+
+    Private: torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU).
+    """
+    from torch._C import _distributed_c10d
+
+    if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):
+        with contextlib.suppress(OSError):
+            path.write_bytes(dump())
