@@ -2,7 +2,10 @@
 
 import sys
 
-from titanlite.rank import main
+from titanlite.reliability.process import start_rank
 
 if __name__ == "__main__":
+    start_rank()  # before the imports, which take seconds
+    from titanlite.train import main
+
     main(sys.argv[1:])

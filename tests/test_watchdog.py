@@ -15,8 +15,9 @@ from pathlib import Path
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
+from titanlite import activity
 from titanlite.reliability import process, watchdog
-from titanlite.reliability.watchdog import alive, mark
+from titanlite.activity import alive, mark
 
 process.start_rank()
 launch = Launch.from_environment(n_devices=0)
@@ -28,7 +29,7 @@ def run():
         mark("forward", 1)
         while not dog._store or not all(dog._store.check([f"rank/{other}"]) for other in range(launch.world_size)):
             time.sleep(0.05)  # both have imported torch
-        watchdog.first_step_done(2)
+        activity.first_step_done(2)
         body()
     print(rank, "is done", flush=True)
 
@@ -107,7 +108,7 @@ if rank == 0:
 else:
     mark("waiting for the other rank", limited=False)
     time.sleep(4.5)
-watchdog._longest["forward"] = 3.0
+activity._longest["forward"] = 3.0
 mark("forward")
 time.sleep(4)
 """

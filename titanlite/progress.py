@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from titanlite.activity import alive
+
 INTERVAL_SECONDS = 10.0
 """Seconds until the first line, and between two lines. Work that is shorter prints nothing."""
 
@@ -31,6 +33,7 @@ def progress(
     def advance(amount: int = 1, text: str = "") -> None:
         nonlocal done, details
         done, details = done + amount, text
+        alive()
 
     def report() -> None:
         while not finished.wait(INTERVAL_SECONDS):

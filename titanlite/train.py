@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, data, metrics, provenance
+from titanlite import activity, build, data, metrics, provenance
+from titanlite.activity import mark
 from titanlite.config import USAGE, Config, Launch, check, load
 from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
@@ -31,7 +32,6 @@ from titanlite.profiling import build_profilers
 from titanlite.progress import progress
 from titanlite.reliability import process, watchdog
 from titanlite.reliability.process import Signals
-from titanlite.reliability.watchdog import mark
 from titanlite.summary import run_summary
 
 
@@ -151,7 +151,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 gc.collect()
             if is_first:
                 mesh.set_timeout(layout, config.comm.train_timeout_seconds)
-                watchdog.first_step_done(config.comm.train_timeout_seconds)
+                activity.first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
 
             # Log, validate, save.

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.activity import alive
 from titanlite.config.schema import Parallelism
 from titanlite.data import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
 from titanlite.reliability.process import Signals
-from titanlite.reliability.watchdog import alive
 
 
 class SingleStageRunner:
@@ -93,7 +93,6 @@ class TrainStep:
             totals[0] += self.runner.forward(batch.to(self.device))
             totals[1] += count_valid([batch.targets], self.device)
             advance(1)
-            alive()
         fsdp.reshard(self.model)
         totals = totals if self.contributes_loss else torch.zeros_like(totals)
         dist.all_reduce(totals)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import register_pytree_node
 
+from titanlite.activity import alive
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data import Batch
@@ -69,6 +70,8 @@ class PipelineRunner:
         # Gradients are not scaled: the loss is divided by the number of tokens, and gradients are only summed.
         self._schedule = schedule_class(stage_or_stages, self.n_microbatches, loss_fn=self._loss, scale_grads=False)
         self._loss_sum = self._valid = torch.zeros((), dtype=torch.float64, device=self.device)
+        for stage in self.stages.values():
+            stage.register_forward_pre_hook(lambda *_: alive())  # each microbatch is progress
 
     @property
     def order(self) -> dict[int, list]:

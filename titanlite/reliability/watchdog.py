@@ -9,7 +9,6 @@ Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the h
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import os
@@ -24,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from titanlite import activity
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
@@ -35,59 +35,6 @@ INTERVAL_SECONDS = 1.0
 """Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
 RECORD_SECONDS = 5.0
 """How long a rank that has lost a connection waits for the failure of the rank that ended it."""
-
-
-@dataclasses.dataclass
-class Activity:
-    """What the main thread does."""
-
-    name: str = "starting"
-    step: int = 0
-    number: int = 0
-    """How many activities it has begun: of two ranks, the one with the smaller number is behind."""
-    since: float = dataclasses.field(default_factory=time.monotonic)
-    limited: bool = True
-    """Whether it counts as a hang when it takes too long."""
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.name}" if self.step else self.name
-
-
-_activity = Activity()
-_timeout: float | None = None  # comm.train_timeout_seconds, once the first step is done
-_longest: dict[str, float] = {}
-"""Seconds that each activity has taken at most, by name."""
-_longest_at_first: dict[str, float] = {}
-"""The same until the first step was done, which compiles; for activities that have not been repeated since."""
-
-
-def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
-    """Note what the main thread begins to do now; `step` remains the last one if it is not given.
-
-    With limited=False it may take any time, because another rank's activity, which it waits for, is limited.
-    """
-    global _activity
-    now = time.monotonic()
-    last = _activity
-    _longest[last.name] = max(_longest.get(last.name, 0.0), now - last.since)
-    _activity = Activity(name, last.step if step is None else step, last.number + 1, now, limited)
-
-
-def first_step_done(timeout_seconds: float) -> None:
-    """Note that the first step is done. From now on another timeout holds, and what takes long is not compilation."""
-    global _timeout
-    _timeout = timeout_seconds
-    _longest_at_first.update(_longest)
-    _longest.clear()
-
-
-def _limit_beyond_timeout(name: str) -> float:
-    return _longest.get(name, _longest_at_first.get(name, 0.0))
-
-
-def alive() -> None:
-    """Note that the activity makes progress."""
-    _activity.since = time.monotonic()
 
 
 class Watchdog:
@@ -106,7 +53,7 @@ class Watchdog:
     @property
     def timeout(self) -> float:
         """Seconds without a sign of life, or without progress, after which a rank counts as hanging."""
-        return self.comm.init_timeout_seconds if _timeout is None else _timeout
+        return self.comm.init_timeout_seconds if activity.train_timeout is None else activity.train_timeout
 
     def __enter__(self) -> None:
         if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
@@ -173,7 +120,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
-                file.write(f"{_activity}\n")
+                file.write(f"{activity.current}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
@@ -225,9 +172,15 @@ class Watchdog:
         self._store = dist.PrefixStore(store_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), store)
 
     def _heartbeat(self, number: int) -> dict[str, Any]:
-        activity = {"activity": str(_activity), "number": _activity.number}
-        seconds = time.monotonic() - _activity.since
-        return {"beat": number, "host": self.host, "process": os.getpid(), "seconds": round(seconds), **activity}
+        now = activity.current
+        return {
+            "beat": number,
+            "host": self.host,
+            "process": os.getpid(),
+            "activity": str(now),
+            "number": now.number,
+            "seconds": round(time.monotonic() - now.since),
+        }
 
     def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
         """Record a failure, unless there is one, and return the first."""
@@ -235,9 +188,8 @@ class Watchdog:
 
     def _own_hang(self) -> dict[str, Any] | None:
         """Return the record of a hang if this rank's main thread has not moved for too long."""
-        activity, now = _activity, time.monotonic()
-        over = now - activity.since > self.timeout + _limit_beyond_timeout(activity.name)
-        if not (activity.limited and over) or now - self._looked < 10:
+        now = time.monotonic()
+        if not activity.is_over(self.timeout) or now - self._looked < 10:
             return None
         self._looked = now
         return self._hang()
@@ -277,7 +229,7 @@ class Watchdog:
             behind = [rank for rank, beat in beats.items() if beat["number"] == least]
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}
-            if len(behind) == len(beats) and _timeout is None:
+            if len(behind) == len(beats) and activity.train_timeout is None:
                 return None
             if len(behind) == len(beats):
                 text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
