@@ -33,6 +33,7 @@ from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gra
 from titanlite.parallel import mesh
 from titanlite.profiling import build_profilers
 from titanlite.progress import progress
+from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.summary import run_summary
 
 
@@ -204,6 +205,12 @@ def explain_nonfinite(step: int, loss: float, norm: float, loss_sum: Tensor) -> 
     return f"step {step}: the gradient norm is {norm} though the loss is finite on every rank ({loss:.4f})"
 
 
+def end_run(message: str) -> None:
+    """End the process at once because another run has the dump folder now: nothing more may be written there."""
+    print(f"error: {message}; this run ends without saving", file=sys.stderr)
+    mesh.exit_process(1)
+
+
 def main(argv: list[str]) -> None:
     """Run one rank, as torchrun starts it, and end its process with the exit status."""
     if "--help" in argv or "-h" in argv:
@@ -216,13 +223,16 @@ def main(argv: list[str]) -> None:
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(load(argv), launch)
-        with mesh.process_group(launch, config.comm, config.job.dump_folder):
-            train(config, launch, lambda: bool(stop_signals))
-        if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
-            from titanlite.checkpoint.export import export_last_step
+        if launch.local_rank == 0:
+            check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))
+        with lock_run(config.job, end_run) if launch.rank == 0 else contextlib.nullcontext():
+            with mesh.process_group(launch, config.comm, config.job.dump_folder):
+                train(config, launch, lambda: bool(stop_signals))
+            if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
+                from titanlite.checkpoint.export import export_last_step
 
-            folder = Path(config.job.dump_folder) / config.checkpoint.folder
-            export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
+                folder = Path(config.job.dump_folder) / config.checkpoint.folder
+                export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
         status = 0
     except ConfigError as error:
         status = 2
