@@ -183,6 +183,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
     loader.close()
+    if logger:
+        logger.close()
     if checkpointer:
         checkpointer.close()
 
