@@ -172,6 +172,22 @@ def test_a_new_lock_is_not_removed_in_place_of_the_dead_one(tmp_path):
         assert names(tmp_path) == ["run.lock"]
 
 
+def test_a_lock_that_is_taken_away_while_it_is_taken_is_noticed(tmp_path, monkeypatch):
+    """One process renames the new lock in place of the dead one, and a third one takes the gap."""
+    late, third = open_lock(tmp_path), open_lock(tmp_path)
+    sleep = time.sleep
+
+    def take_away(seconds: float) -> None:
+        monkeypatch.setattr(time, "sleep", sleep)
+        late.path.unlink()
+        third.acquire()
+
+    monkeypatch.setattr(time, "sleep", take_away)
+    assert "in use by" in rejection(late.acquire)
+    assert third.is_held()
+    third.release()
+
+
 def no_links(*arguments: object) -> None:
     raise OSError(95, "Operation not supported")
 
