@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "config/", "plan/", "advise/", "parity/")
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
-LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 5000, 1000, 1500, 14_000
+LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 5500, 1000, 1500, 14_500
 DEEPEST_IMPORT = 7
 
 
@@ -111,7 +111,7 @@ def test_a_llama_run_and_the_package_are_short_enough():
     run need not read it."""
     run = reachable("titanlite.train", in_functions=False)
     checkpoints = reachable("titanlite.checkpoint.checkpointer", in_functions=False) - run
-    reliability = {module for module in MODULES if folder_of(module) in ("titanlite.reliability", "titanlite.activity")}
+    reliability = {module for module in MODULES if folder_of(module) == "titanlite.reliability"}
     assert sum(n_lines(MODULES[module]) for module in run - reliability) <= LINES_OF_A_LLAMA_RUN
     assert sum(n_lines(MODULES[module]) for module in checkpoints - reliability) <= LINES_OF_CHECKPOINTS
     assert sum(n_lines(MODULES[module]) for module in reliability) <= LINES_OF_RELIABILITY

@@ -783,6 +783,38 @@ def test_missing_data_is_one_line_and_status_2(folder):
     assert (status, error) == (2, line)
 
 
+def test_a_second_run_in_a_folder_is_one_line_and_status_2(folder):
+    """The first one is not disturbed: stopped between two steps, its files are as they were."""
+    arguments = ["--training.steps=100000", "--lr_scheduler.total_steps=-1"]
+    first = start(sys.executable, "train.py", str(folder / "small.toml"), *arguments)
+    try:
+        while "step      2/" not in first.stdout.readline():
+            assert first.poll() is None
+        first.send_signal(signal.SIGSTOP)
+        before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+        status, out, error = finish(start(sys.executable, "train.py", str(folder / "small.toml")))
+        assert (status, out) == (2, "")
+        assert error.startswith(f'error: job.dump_folder = "{folder}/run": in use by process {first.pid} on node ')
+        assert error.count("\n") == 1
+        after = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+        before.pop(folder / "run" / "run.lock"), after.pop(folder / "run" / "run.lock")  # the heartbeat
+        assert after == before
+    finally:
+        first.kill()
+        finish(first)
+    status, out, _ = finish(start(sys.executable, "train.py", str(folder / "small.toml"), "--training.steps=1"))
+    assert status == 0, "the lock of a killed run is not taken over"
+    assert "which is dead" in out.splitlines()[0]
+    assert not (folder / "run" / "run.lock").exists()
+
+
+def test_an_unwritable_folder_is_one_line_and_status_2(folder):
+    (folder / "run").write_text("a file")
+    status, out, error = finish(start(sys.executable, "train.py", str(folder / "small.toml")))
+    assert (status, out, error.count("\n")) == (2, "", 2)
+    assert error.startswith(f'error: job.dump_folder = "{folder}/run": cannot be written: File exists; ')
+
+
 def test_a_failure_is_status_1(folder):
     arguments = ["--optimizer.lr=1e38", "--training.steps=4"]
     status, _, error = finish(start(sys.executable, "train.py", str(folder / "small.toml"), *arguments))

@@ -15,9 +15,9 @@ from pathlib import Path
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
-from titanlite import activity
+from titanlite import progress
 from titanlite.reliability import process, watchdog
-from titanlite.activity import alive, mark
+from titanlite.progress import alive, mark
 
 process.start_rank()
 launch = Launch.from_environment(n_devices=0)
@@ -29,7 +29,7 @@ def run():
         mark("forward", 1)
         while not dog._store or not all(dog._store.check([f"rank/{other}"]) for other in range(launch.world_size)):
             time.sleep(0.05)  # both have imported torch
-        activity.first_step_done(2)
+        progress.first_step_done(TIMEOUT)
         body()
     print(rank, "is done", flush=True)
 
@@ -52,11 +52,11 @@ sys.exit(agent.run_ranks([sys.executable, "-c", sys.argv[1]], ranks, environment
 """
 
 
-def run(folder: Path, body: str, ranks: int = 2) -> tuple[int, str, list[str], float]:
+def run(folder: Path, body: str, ranks: int = 2, timeout: int = 2) -> tuple[int, str, list[str], float]:
     """Run a function of all ranks; return the status, the output, the lines of errors, and the seconds it took."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, f"{RANK}\ndef body():\n{lines}\nmain()\n", str(ranks)],
+        [sys.executable, "-c", LAUNCHER, f"{RANK}\nTIMEOUT = {timeout}\ndef body():\n{lines}\nmain()\n", str(ranks)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "LOG_RANK": "0,1,2"},
         capture_output=True,
@@ -108,7 +108,7 @@ if rank == 0:
 else:
     mark("waiting for the other rank", limited=False)
     time.sleep(4.5)
-activity._longest["forward"] = 3.0
+progress._longest["forward"] = 3.0
 mark("forward")
 time.sleep(4)
 """
@@ -128,7 +128,7 @@ def test_the_first_error_is_the_last_line_and_its_status_the_launchers(tmp_path:
     """The other rank, which hangs because of it, ends within seconds and prints nothing."""
     status, last = ERRORS[error]
     body = f"{BEGIN}if rank == 1: raise {error}\ntime.sleep(2)\nraise RuntimeError('gloo: Connection closed by peer')"
-    code, out, errors, seconds = run(tmp_path, body)
+    code, out, errors, seconds = run(tmp_path, body, timeout=20)
     assert (code, errors[-1]) == (status, last)
     assert len(out.splitlines()) == 1
     if "ValueError" in error:

@@ -1,6 +1,7 @@
 """Metrics of a run: the console line, TensorBoard and metrics.jsonl; tokens per second, MFU and peak memory."""
 
 import contextlib
+import io
 import json
 import math
 import resource
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import torch
 
-from titanlite.config.loader import show
+from titanlite.config.launch import quantity
+from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Metrics
 from titanlite.devices import find_by_gpu_name
+from titanlite.reliability.appended_file import AppendedFile, report
 
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
@@ -122,34 +125,36 @@ class MetricsLogger:
     """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
     A new run, with last_step 0, moves the files of an earlier one to previous/DATE. A resumed run removes what was
-    logged after `last_step`, the step that it resumes from. `steps` is the run's last step.
+    logged after `last_step`, the step that it resumes from; if it cannot, that raises ConfigError. Later, what cannot
+    be written, as on a full disk, is one line on stderr. `steps` is the run's last step.
     """
 
     def __init__(self, dump_folder: Path, metrics: Metrics, *, last_step: int, steps: int, config: str):
-        self.file, self.steps, self.tensorboard = dump_folder / "metrics.jsonl", steps, None
+        self.file, self.steps, self.tensorboard = AppendedFile(dump_folder / "metrics.jsonl"), steps, None
         tb_folder = metrics.save_tb_folder if metrics.enable_tensorboard else ""
-        dump_folder.mkdir(parents=True, exist_ok=True)
-        if last_step == 0:
-            _move_to_previous(dump_folder, [self.file.name, "config.toml", *([tb_folder] if tb_folder else [])])
-        else:
-            _remove_later_steps(self.file, last_step)
-        (dump_folder / "config.toml").write_text(config)
+        try:
+            dump_folder.mkdir(parents=True, exist_ok=True)
+            if last_step == 0:
+                _move_to_previous(dump_folder, ["metrics.jsonl", "config.toml", *([tb_folder] if tb_folder else [])])
+            else:
+                _remove_later_steps(self.file.path, last_step)
+        except OSError as error:
+            problem = f"job.dump_folder = {show(str(dump_folder))}: files of an earlier run cannot be changed: {error}"
+            raise ConfigError([problem]) from None
+        _write_config(dump_folder / "config.toml", config)
         if tb_folder:
-            from torch.utils.tensorboard import SummaryWriter  # here: half a second, which only rank 0 need spend
+            from titanlite.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 
-            self.tensorboard = SummaryWriter(str(dump_folder / tb_folder), purge_step=last_step + 1)
+            self.tensorboard = EventFile(dump_folder / tb_folder, first_step=last_step + 1)
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
 
     def log(self, step: int, values: dict[str, float], seconds_per_step: float) -> None:
         """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null."""
         print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
         record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-        with self.file.open("a") as file:
-            file.write(json.dumps({"step": step, **record}) + "\n")
+        self.file.append((json.dumps({"step": step, **record}) + "\n").encode())
         if self.tensorboard:
-            for tag, value in values.items():
-                self.tensorboard.add_scalar(tag, value, step)
-            self.tensorboard.flush()
+            self.tensorboard.add_scalars(values, step)
 
     def log_samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
         """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
@@ -158,9 +163,27 @@ class MetricsLogger:
             if self.tensorboard:
                 self.tensorboard.add_text(f"samples/{index}", f"{prompt}{text}", step)
 
+    def close(self) -> None:
+        """Write what a full disk has kept from being written, or say that it is lost."""
+        for file in (self.file, self.tensorboard.file if self.tensorboard else None):
+            if file:
+                file.close()
+
+
+def _write_config(path: Path, config: str) -> None:
+    """Replace config.toml as a whole, so that a full disk leaves the one before."""
+    replacement = path.with_suffix(".tmp")
+    try:
+        replacement.write_text(config)
+        replacement.replace(path)
+    except OSError as error:
+        report(str(path), error, "training goes on without it")
+        with contextlib.suppress(OSError):
+            replacement.unlink()
+
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
-    existing = [name for name in names if (folder / name).exists()]
+    existing = [name for name in names if (folder / name).exists() and _has_content(folder / name)]
     previous = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
     for name in existing:
         previous.mkdir(parents=True, exist_ok=True)
@@ -169,13 +192,39 @@ def _move_to_previous(folder: Path, names: list[str]) -> None:
         print(f"moved an earlier run's {', '.join(existing)} to {previous}", flush=True)
 
 
-def _remove_later_steps(file: Path, last_step: int) -> None:
-    """Remove the lines after a step, and a half-written one, from a metrics.jsonl."""
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    earlier = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
-    replacement = file.with_suffix(".tmp")
-    replacement.write_text("".join(earlier))
-    replacement.replace(file)
+def _has_content(path: Path) -> bool:
+    return not path.is_dir() or any(path.iterdir())  # the folder of this run may be there, and still empty
+
+
+def _remove_later_steps(path: Path, last_step: int) -> None:
+    """Remove the lines after a step from a metrics.jsonl. Damaged ones are moved to metrics.jsonl.damaged."""
+    content = path.read_bytes() if path.exists() else b""
+    earlier, damaged = [], []
+    for line in io.BytesIO(content):
+        step = _step_of(line)
+        if step is None:
+            damaged.append(line)
+        elif step <= last_step:
+            earlier.append(line.rstrip(b"\n") + b"\n")
+    if damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        with aside.open("ab") as file:
+            file.writelines(damaged)
+        print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
+    if b"".join(earlier) != content:
+        replacement = path.with_suffix(".tmp")
+        replacement.write_bytes(b"".join(earlier))
+        replacement.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of metrics.jsonl; None if the line is damaged."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if type(step) is int else None
 
 
 def _console_line(step: int, steps: int, values: dict[str, float], seconds_per_step: float) -> str:

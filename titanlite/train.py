@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import activity, build, data, metrics, provenance
-from titanlite.activity import mark
+from titanlite import build, data, metrics, provenance
 from titanlite.config import USAGE, Config, Launch, check, load
 from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
@@ -29,9 +28,10 @@ from titanlite.model import flops_per_token
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
 from titanlite.profiling import build_profilers
-from titanlite.progress import progress
+from titanlite.progress import first_step_done, mark, progress
 from titanlite.reliability import process, watchdog
 from titanlite.reliability.process import Signals
+from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.summary import run_summary
 
 
@@ -151,7 +151,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 gc.collect()
             if is_first:
                 mesh.set_timeout(layout, config.comm.train_timeout_seconds)
-                activity.first_step_done(config.comm.train_timeout_seconds)
+                first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
 
             # Log, validate, save.
@@ -197,6 +197,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
     loader.close()
+    if logger:
+        logger.close()
     if checkpointer:
         checkpointer.close()
 
@@ -231,8 +233,13 @@ def main(argv: list[str]) -> None:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(load(argv), launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
-        with heartbeat, mesh.process_group(launch, config.comm, config.job.dump_folder):
-            train(config, launch, process.signals)
+        with heartbeat:
+            if launch.local_rank == 0:
+                check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))
+            if launch.rank == 0:
+                lock_run(config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
+            with mesh.process_group(launch, config.comm, config.job.dump_folder):
+                train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
             from titanlite.checkpoint.export import export_last_step
 

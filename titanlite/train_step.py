@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.activity import alive
 from titanlite.config.schema import Parallelism
 from titanlite.data import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp
+from titanlite.progress import alive
 from titanlite.reliability.process import Signals
 
 

@@ -27,6 +27,8 @@ Precision = Literal["auto", "bfloat16", "float32", "float64"]
 class Job(Section):
     dump_folder: str = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
+    take_over_lock: bool = True
+    """Take over the lock of dump_folder from a run on another node whose heartbeat has stopped; false: reject it."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
 

@@ -49,6 +49,8 @@ class Documents:
     """Starts an iteration over all texts, a list at a time."""
     count: int | None = None
     """Number of documents, where it is known before they are read."""
+    source: str = "training.dataset"
+    """The option that names the documents, for messages."""
 
 
 def load_documents(source: Source) -> Documents:
@@ -69,7 +71,7 @@ def load_documents(source: Source) -> Documents:
             yield [text_of(source, column, value) for value in batch[column]]
 
     fingerprint = f"{fingerprint}/{column}/{source.training.text_sample_by}"
-    return Documents(fingerprint, batches, None if source.is_files else len(dataset))
+    return Documents(fingerprint, batches, None if source.is_files else len(dataset), str(source))
 
 
 def load_stream(source: Source) -> tuple[Any, str, str]:

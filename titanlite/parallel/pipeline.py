@@ -14,12 +14,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import register_pytree_node
 
-from titanlite.activity import alive
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data import Batch
 from titanlite.model import Documents, Llama
 from titanlite.parallel.fsdp import reshard
+from titanlite.progress import alive
 
 
 def pipeline_stage(

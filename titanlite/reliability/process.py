@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO, Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
@@ -149,6 +150,7 @@ def start_rank() -> None:
         _end_with_parent()
     if log := os.environ.get(LOG_FILE):
         _hide_output(log)
+    sys.stdout, sys.stderr = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
 
 
 def _end_with_parent() -> None:
@@ -189,6 +191,25 @@ def print_to_console(text: str) -> None:
     sys.stderr.flush()
     with contextlib.suppress(OSError):
         os.write(console, f"{text}\n".encode())
+
+
+class UnfailingStream:
+    """A stream whose errors are ignored: a full disk behind the console's redirection must not end a run."""
+
+    def __init__(self, stream: IO[str]):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def exit_process(status: int) -> None:

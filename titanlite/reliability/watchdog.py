@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titanlite import activity
+from titanlite import progress
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
@@ -53,7 +53,7 @@ class Watchdog:
     @property
     def timeout(self) -> float:
         """Seconds without a sign of life, or without progress, after which a rank counts as hanging."""
-        return self.comm.init_timeout_seconds if activity.train_timeout is None else activity.train_timeout
+        return self.comm.init_timeout_seconds if progress.train_timeout is None else progress.train_timeout
 
     def __enter__(self) -> None:
         if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
@@ -120,7 +120,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
-                file.write(f"{activity.current}\n")
+                file.write(f"{progress.current}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
@@ -172,7 +172,7 @@ class Watchdog:
         self._store = dist.PrefixStore(store_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), store)
 
     def _heartbeat(self, number: int) -> dict[str, Any]:
-        now = activity.current
+        now = progress.current
         return {
             "beat": number,
             "host": self.host,
@@ -189,7 +189,7 @@ class Watchdog:
     def _own_hang(self) -> dict[str, Any] | None:
         """Return the record of a hang if this rank's main thread has not moved for too long."""
         now = time.monotonic()
-        if not activity.is_over(self.timeout) or now - self._looked < 10:
+        if not progress.is_over(self.timeout) or now - self._looked < 10:
             return None
         self._looked = now
         return self._hang()
@@ -229,7 +229,7 @@ class Watchdog:
             behind = [rank for rank, beat in beats.items() if beat["number"] == least]
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}
-            if len(behind) == len(beats) and activity.train_timeout is None:
+            if len(behind) == len(beats) and progress.train_timeout is None:
                 return None
             if len(behind) == len(beats):
                 text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
@@ -276,7 +276,7 @@ def _where(rank: int, beat: dict[str, Any]) -> str:
 
 def this_host() -> str:
     """Return what identifies the processes that this one can signal: the host's name and the namespace of processes,
-    which tells two containers on one host apart."""
+    which tells two containers on one node apart."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()}/"

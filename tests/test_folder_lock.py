@@ -1,0 +1,268 @@
+"""The lock on a folder: real processes hold it, are killed or stopped, and take it over."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data_helpers import rejection
+from tests.lock_holder import open_lock
+from titanlite.config.loader import ConfigError
+from titanlite.reliability import folder_lock
+from titanlite.reliability.run_folders import check_writable
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = "another machine"
+
+
+@contextlib.contextmanager
+def process(folder: Path, *arguments: str, waits: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that locks the folder, and by default wait until it has; kill it after the body."""
+    command = [sys.executable, "-u", "-m", "tests.lock_holder", str(folder), *arguments]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        if waits:
+            assert started.stdout.readline() == "locked\n"
+        yield started
+    finally:
+        started.kill()
+        started.communicate(timeout=10)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def dead_lock(folder: Path, machine: str = ELSEWHERE) -> Path:
+    """Leave the lock of a process that was killed."""
+    with process(folder, machine):
+        pass
+    return folder / "run.lock"
+
+
+def test_a_folder_has_one_holder_at_a_time(tmp_path):
+    with process(tmp_path) as other:
+        line = rejection(open_lock(tmp_path).acquire)
+        assert line.startswith(f"the folder: in use by process {other.pid} on node ")
+        assert line.endswith(f" (lock {tmp_path}/run.lock); wait")
+        other.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)  # more than its patience: on its own node, a stopped process is alive
+        assert "in use by" in rejection(open_lock(tmp_path).acquire)
+    with open_lock(tmp_path) as lock:
+        assert "in use by" in rejection(open_lock(tmp_path).acquire)
+        assert lock.is_held()
+    assert names(tmp_path) == []
+
+
+def test_a_dead_process_of_this_node_is_taken_over_at_once(tmp_path, capsys):
+    with process(tmp_path) as other:
+        pass
+    begin = time.monotonic()
+    with open_lock(tmp_path, take_over=False, beat_seconds=60):
+        assert time.monotonic() - begin < 1
+        assert names(tmp_path) == ["run.lock"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"the folder: took over the lock of process {other.pid} on node ")
+    assert line.endswith(", which is dead")
+
+
+def test_a_process_that_has_the_id_of_the_dead_one_is_not_taken_for_it(tmp_path):
+    with open_lock(tmp_path, beat_seconds=60) as lock:
+        content = json.loads(lock.path.read_text())
+        assert content["pid"] == os.getpid()
+        lock.path.write_text(json.dumps({**content, "start_time": "1", "token": "other"}))
+        with open_lock(tmp_path, beat_seconds=60):
+            assert not lock.is_held()
+
+
+def test_a_process_that_has_ended_but_has_not_been_waited_for_is_dead(tmp_path):
+    with process(tmp_path) as other:
+        assert folder_lock.process_start_time(other.pid)
+        other.kill()
+        while folder_lock.process_start_time(other.pid):
+            time.sleep(0.001)
+        assert Path(f"/proc/{other.pid}").exists() or sys.platform != "linux"
+        with open_lock(tmp_path):
+            pass
+
+
+def test_a_process_of_another_node_is_alive_while_its_heartbeat_is(tmp_path, capsys):
+    with process(tmp_path, ELSEWHERE) as other:
+        assert f"in use by process {other.pid}" in rejection(open_lock(tmp_path, patience=200).acquire)
+    begin = time.monotonic()
+    with open_lock(tmp_path):
+        assert 0.2 <= time.monotonic() - begin < 2
+        assert names(tmp_path) == ["run.lock"]
+    assert "whose heartbeat has stopped for 0.2 s" in capsys.readouterr().out
+
+
+def test_a_dead_process_of_another_node_may_be_left_to_the_user(tmp_path):
+    lock = dead_lock(tmp_path)
+    line = rejection(open_lock(tmp_path, take_over=False).acquire)
+    assert "whose heartbeat has stopped" in line
+    assert line.endswith(f"; if it is dead, set job.take_over_lock = true, or remove {lock}")
+    assert names(tmp_path) == ["run.lock"]
+
+
+def test_a_process_that_was_suspended_while_another_took_over_notices(tmp_path):
+    with process(tmp_path, ELSEWHERE) as suspended:
+        suspended.send_signal(signal.SIGSTOP)
+        with open_lock(tmp_path) as lock:
+            suspended.send_signal(signal.SIGCONT)
+            line = suspended.stdout.readline()
+            assert line.startswith(f"lost: the folder: the lock {lock.path} was taken over by process {os.getpid()} ")
+            suspended.send_signal(signal.SIGINT)  # ends its body: it releases what it no longer has
+            suspended.wait(10)
+            assert lock.is_held()
+
+
+@pytest.mark.parametrize("hard_links", [True, False], ids=["hard links", "no hard links"])
+def test_of_many_that_take_over_one_succeeds(tmp_path, monkeypatch, hard_links):
+    if not hard_links:
+        monkeypatch.setattr(os, "link", no_links)
+    for _ in range(3):
+        (tmp_path / "run.lock").write_text("")
+        locks = [open_lock(tmp_path) for _ in range(8)]
+        results: list[str] = []
+
+        def take(lock: folder_lock.FolderLock, results: list[str] = results) -> None:
+            try:
+                lock.acquire()
+                results.append("taken")
+            except ConfigError as error:
+                results.append(str(error))
+
+        threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        assert results.count("taken") == 1, results
+        assert sum("in use by" in result for result in results) == 7, results
+        assert sum(lock.is_held() for lock in locks) == 1
+        for lock in locks:
+            lock.release()
+    assert names(tmp_path) == []
+
+
+def test_of_two_processes_that_take_over_one_succeeds(tmp_path):
+    dead_lock(tmp_path)
+    with process(tmp_path, waits=False) as first, process(tmp_path, waits=False) as second:
+        outputs = [each.stdout.readline() + each.stdout.readline() for each in (first, second)]
+        assert sorted(output.endswith("locked\n") for output in outputs) == [False, True]
+        assert {first.poll(), second.poll()} <= {None, 2}
+
+
+def test_a_new_lock_is_not_removed_in_place_of_the_dead_one(tmp_path):
+    """One process found a dead lock; before it removes that, another process takes it over."""
+    found = dead_lock(tmp_path).read_bytes()
+    with open_lock(tmp_path) as lock:
+        late = open_lock(tmp_path)
+        late.token = "late"
+        late._withdraw(found)
+        assert lock.is_held()
+        assert names(tmp_path) == ["run.lock"]
+
+
+def test_a_lock_that_is_taken_away_while_it_is_taken_is_noticed(tmp_path, monkeypatch):
+    """One process renames the new lock in place of the dead one, and a third one takes the gap."""
+    late, third = open_lock(tmp_path), open_lock(tmp_path)
+    sleep = time.sleep
+
+    def take_away(seconds: float) -> None:
+        monkeypatch.setattr(time, "sleep", sleep)
+        late.path.unlink()
+        third.acquire()
+
+    monkeypatch.setattr(time, "sleep", take_away)
+    assert "in use by" in rejection(late.acquire)
+    assert third.is_held()
+    third.release()
+
+
+def no_links(*arguments: object) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_damaged_lock_is_taken_over_if_nobody_changes_it(tmp_path, capsys):
+    for content in (b"", b"\0" * 500, b"not JSON", b"[]", b'{"beat": 1}', b"\xff" * 9000):
+        (tmp_path / "run.lock").write_bytes(content)
+        assert "an unknown process" in rejection(open_lock(tmp_path, take_over=False, patience=1).acquire)
+        with open_lock(tmp_path, patience=1):
+            pass
+        assert "took over the lock of an unknown process (the lock is damaged)" in capsys.readouterr().out
+
+
+def test_hostile_text_in_a_lock_stays_on_one_line(tmp_path):
+    content = {"beat": "0" * 12, "node": "a\n\x1b[2Jb", "machine": "m", "pid": 1, "start_time": "1", "since": "\r"}
+    (tmp_path / "run.lock").write_text(json.dumps({**content, "token": "t"}))
+    line = rejection(open_lock(tmp_path, take_over=False).acquire)
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_what_is_no_file_is_no_lock(tmp_path, kind):
+    path = tmp_path / "run.lock"
+    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("/dev/zero")}
+    make[kind]()
+    line = rejection(open_lock(tmp_path).acquire)
+    assert line.startswith(f"{path}: ")
+    assert line.endswith("; remove it")
+
+
+def test_a_missing_or_damaged_lock_is_restored_by_its_holder(tmp_path):
+    with open_lock(tmp_path) as lock:
+        for damage in (lock.path.unlink, lambda: lock.path.write_text("damaged")):
+            damage()
+            deadline = time.monotonic() + 5
+            while not lock.is_held():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+def test_a_heartbeat_that_cannot_be_written_is_no_loss(tmp_path, monkeypatch):
+    """On a full disk the file keeps its content: a heartbeat overwrites digits that are there."""
+    lost: list[str] = []
+    with open_lock(tmp_path, lost=lost.append) as lock:
+        size, before = lock.path.stat().st_size, beat_after(lock, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", no_space)
+            time.sleep(0.1)
+            assert lock.is_held()
+        beat_after(lock, before + 1)  # one may have been in flight
+        assert lock.path.stat().st_size == size
+    assert lost == []
+
+
+def beat_after(lock: folder_lock.FolderLock, count: int) -> int:
+    """Wait until the counter is above this, and return it."""
+    deadline = time.monotonic() + 10
+    while (beat := int(json.loads(lock.path.read_text())["beat"])) <= count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return beat
+
+
+def no_space(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_folders_that_cannot_be_written_are_named_by_their_options(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_writable({"job.dump_folder": tmp_path / "new" / "folder"})
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    folders = {"job.dump_folder": tmp_path / "file" / "a", "checkpoint.folder": tmp_path / "file" / "b"}
+    with pytest.raises(ConfigError) as caught:
+        check_writable({**folders, "metrics.save_tb_folder": tmp_path})
+    starts = [f'{option} = "{folder}": cannot be written: Not a directory; ' for option, folder in folders.items()]
+    assert [line.startswith(start) for line, start in zip(caught.value.problems, starts, strict=True)] == [True] * 2
+    line = rejection(open_lock(tmp_path / "file" / "a").acquire)
+    assert line == "the folder: cannot be written: Not a directory"

@@ -1,0 +1,169 @@
+"""The files of a run's metrics, when they are damaged and when the disk is full."""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titanlite import metrics
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Metrics
+from titanlite.reliability.appended_file import AppendedFile
+
+
+def open_logger(folder: Path, last_step: int = 0, **options: bool) -> metrics.MetricsLogger:
+    return metrics.MetricsLogger(
+        folder, Metrics(**options), last_step=last_step, steps=100, config="the config of this run\n"
+    )
+
+
+def line_of(step: int, **values: float) -> bytes:
+    return (json.dumps({"step": step, **values}) + "\n").encode()
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+DAMAGED = {
+    "torn at the end": b'{"step": 3, "lo',
+    "torn in the middle": b'{"step": 3, "lo\n',
+    "NULs": bytes(700) + b"\n",
+    "garbage": b"\xff\xfe\r\x1b[2J\n",
+    "no object": b"[3]\n",
+    "no step": b'{"loss": 1.0}\n',
+    "step of another type": b'{"step": true}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "large number": b'{"step": ' + b"9" * 10_000 + b"}\n",
+    "blank": b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_lines_are_set_aside_and_the_good_ones_stay(tmp_path, capsys, damage):
+    good = [line_of(1), line_of(2, loss=0.5)]
+    whole = DAMAGED[damage].endswith(b"\n")
+    for number, place in enumerate((0, 1, 2) if whole else (2,), 1):
+        content = [*good[:place], DAMAGED[damage], *good[place:], *([line_of(3)] if whole else [])]
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(content))
+        capsys.readouterr()
+        logger = open_logger(tmp_path, last_step=2, enable_tensorboard=False)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(good)
+        assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == DAMAGED[damage] * number
+        line = f"{tmp_path}/metrics.jsonl: moved 1 damaged line to metrics.jsonl.damaged\n"
+        assert capsys.readouterr().out == line
+        logger.log(3, {}, 1.0)
+        assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_a_last_line_without_its_end_is_good(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_bytes(line_of(1) + line_of(2).rstrip())
+    open_logger(tmp_path, last_step=2, enable_tensorboard=False).log(3, {}, 1.0)
+    assert steps_of(tmp_path) == [1, 2, 3]
+    assert "damaged" not in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Mount a small file system on the folder; yield functions that fill it and that free its space."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a file system")
+
+    def fill() -> None:
+        with open(folder / "filler", "ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    try:
+        yield fill, (folder / "filler").unlink
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def size_limit(folder: Path) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Yield functions that forbid files above a small size, so that a record is written in part, and that allow it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    def fill() -> None:
+        limit(max(path.stat().st_size for path in folder.rglob("*") if path.is_file()) + 5)
+
+    try:
+        yield fill, lambda: limit(before[0])
+    finally:
+        limit(before[0])
+
+
+@pytest.mark.parametrize("make", [full_disk, size_limit])
+def test_training_goes_on_with_a_full_disk_and_no_step_is_lost(tmp_path, capsys, make):
+    folder = tmp_path / "run"
+    with make(folder) as (fill, free):
+        logger = open_logger(folder)
+        for step in range(1, 60):
+            if step == 2:
+                fill()
+            if step == 50:
+                free()
+            logger.log(step, {"lr": float(step), **{f"value {number}": 0.5 for number in range(50)}}, 1.0)
+        logger.close()
+        assert steps_of(folder) == list(range(1, 60))
+        events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0}).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("lr")] == [(step, step) for step in range(1, 60)]
+        lines = capsys.readouterr().err.splitlines()
+        assert sum("could not be written: " in line for line in lines) == 2, lines
+        assert sum("is written again" in line for line in lines) == 2, lines
+        assert len(lines) == 4
+
+
+def test_what_a_disk_that_stays_full_loses_is_told(tmp_path, capsys):
+    os.symlink("/dev/full", tmp_path / "file")
+    file = AppendedFile(tmp_path / "file")
+    for _ in range(3):
+        file.append(b"12345")
+    file.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"warning: {tmp_path}/file could not be written: No space left on device; ")
+    assert last == f"warning: the last 15 bytes of {tmp_path}/file are lost"
+
+
+def test_a_file_that_cannot_be_opened_for_a_while_keeps_its_content(tmp_path, capsys):
+    """What the file of a resumed run has is not taken for a part of a record."""
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    path.write_bytes(b"before ")
+    path.parent.rename(tmp_path / "away")
+    path.parent.write_text("not a folder")
+    file = AppendedFile(path)
+    file.append(b"a ")
+    path.parent.unlink()
+    (tmp_path / "away").rename(path.parent)
+    file.append(b"b")
+    assert path.read_bytes() == b"before a b"
+
+
+def test_the_config_of_the_run_before_stays_when_the_disk_is_full(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("before")
+    with size_limit(tmp_path) as (fill, _):
+        fill()
+        open_logger(tmp_path, last_step=1, enable_tensorboard=False)
+    assert (tmp_path / "config.toml").read_text() == "before"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {tmp_path}/config.toml could not be written: ")
+    assert not (tmp_path / "config.tmp").exists()
+
+
+def test_earlier_files_that_cannot_be_changed_are_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="files of an earlier run cannot be changed: "):
+        open_logger(tmp_path, last_step=1)

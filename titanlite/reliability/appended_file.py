@@ -1,0 +1,51 @@
+"""Files that a run appends to, and that may not stop it: on a full disk training goes on."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def report(what: str, error: OSError, consequence: str) -> None:
+    """Print one line about a file that could not be written."""
+    print(
+        f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True
+    )
+
+
+class AppendedFile:
+    """Appends records to a file. What cannot be written is kept in memory, and tried again with the next record. One
+    line is printed when that begins, and one when it ends."""
+
+    def __init__(self, path: Path):
+        self.path, self._pending, self._failed = path, b"", False
+        self._size: int | None = None  # of the file before a write that failed, in bytes
+
+    def append(self, record: bytes) -> None:
+        """Write a record, after those that could not be written before."""
+        self._pending += record
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                if self._size is None:
+                    self._size = size
+                elif size > self._size:  # part of a record was written; what comes after it would be unreadable
+                    file.truncate(self._size)
+                rest = memoryview(self._pending)
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError as error:
+            if not self._failed:
+                report(str(self.path), error, "it is kept in memory and tried again with what is logged next")
+            self._failed = True
+            return
+        if self._failed:
+            print(f"{self.path} is written again, with all that was kept", file=sys.stderr, flush=True)
+        self._pending, self._failed, self._size = b"", False, None
+
+    def close(self) -> None:
+        """Try once more to write what is left, and print a line if it is lost."""
+        if self._failed:
+            self.append(b"")
+        if self._failed:
+            print(f"warning: the last {len(self._pending):,} bytes of {self.path} are lost", file=sys.stderr)
