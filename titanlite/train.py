@@ -74,7 +74,7 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     if config.checkpoint.enable:
         dimensions = config.model.model_dump(exclude={"flavor", "hf_assets_path"})
         identity = {"seed": config.debug.seed, "data": data_identity, **dimensions}
-        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity)
+        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm)
         state = checkpointer.resume(model, optimizer)
         if state:
             last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
@@ -103,12 +103,15 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     )
 
     with contextlib.ExitStack() as stack:
+        if checkpointer:
+            stack.enter_context(checkpointer.finished_on_error())
         profilers = [stack.enter_context(each) for each in build_profilers(dump_folder, config.profiling, rank)]
         # Python collects garbage when told to, on all ranks in the same step.
         gc.collect()
         gc.freeze()
         gc.disable()
         stack.callback(gc.enable)
+        step = last_step
         for step in range(last_step + 1, training.steps + 1):
             is_first = step == last_step + 1
             with meter.waiting_for_data():
@@ -136,17 +139,21 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
             elif not (math.isfinite(loss) and math.isfinite(norm_value)):
                 reason = explain_nonfinite(step, loss, norm_value, loss_sum)
                 if n_skipped == training.nonfinite_steps_allowed:
-                    raise TrainingError(f"{reason} (training.nonfinite_steps_allowed = {n_skipped}, all used)")
+                    reason += f" (training.nonfinite_steps_allowed = {n_skipped}, all used)"
+                    raise TrainingError(reason + (checkpointer.after_divergence() if checkpointer else ""))
                 n_skipped += 1
                 allowed = training.nonfinite_steps_allowed
                 log_rank0(f"{reason}; skipped without an update, {n_skipped} of {allowed} allowed")
+            elif checkpointer:
+                checkpointer.confirm(step)
             loss_scale.update(overflowed=overflowed)
             optimizer.zero_grad()
             meter.step_done()
             if step % training.gc_freq == 0:
                 gc.collect()
             if is_first:
-                mesh.set_timeout(layout, config.comm.train_timeout_seconds)
+                groups = [checkpointer.group] if checkpointer else []
+                mesh.set_timeout(layout, config.comm.train_timeout_seconds, *groups)
 
             # Log, validate, save.
             is_last = step == training.steps or stopping > 0
@@ -160,11 +167,13 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                     "n_tokens_seen": loader.position * training.seq_len,
                     **meter.read(),
                 }
+                if checkpointer:
+                    values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
             with meter.paused():
                 if validation is not None and (step % config.validation.freq == 0 or is_last):
-                    batches, total = build.build_validation_batches(config, layout, validation)
+                    validation_batches, total = build.build_validation_batches(config, layout, validation)
                     with progress("validation", total=total, unit="batches", enabled=rank == 0) as advance:
-                        values[metrics.VALIDATION_LOSS] = train_step.validate(batches, advance)
+                        values[metrics.VALIDATION_LOSS] = train_step.validate(validation_batches, advance)
                     if samples:
                         texts = samples.generate(model, device)
                         if logger:
@@ -175,12 +184,20 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or is_last:
                         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
-                        checkpointer.save(step, model, optimizer, state)
+                        checkpointer.save(step, model, optimizer, state, is_last=is_last)
             for step_done in profilers:
                 step_done(step)
             if stopping:
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
+        if checkpointer:
+            checkpointer.finish()
+            if checkpointer.unconfirmed:
+                loss_sum, n_valid = train_step.forward_backward(loader.next(), loss_scale.value)
+                optimizer.zero_grad()
+                dist.all_reduce(loss_sum)
+                may_fail = n_skipped < training.nonfinite_steps_allowed
+                checkpointer.confirm_last(step, (loss_sum / n_valid).item(), may_fail=may_fail)
     loader.close()
     if checkpointer:
         checkpointer.close()

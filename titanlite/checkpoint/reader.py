@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.checkpoint.files import CheckedFile
+from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
 from titanlite.optimizer import local_shard
@@ -46,7 +47,8 @@ class CheckpointReader:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError([f"{path / STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}"]) from None
-        if path.name.startswith("step-") and path.name != f"step-{self.state['step']}":
+        state = state_of(path)
+        if state and state[0] != self.state["step"]:
             raise ConfigError([f"{path / STATE}: step = {self.state['step']}, which is not the folder's"])
         self._files: dict[int, CheckedFile] = {}
 
@@ -58,6 +60,11 @@ class CheckpointReader:
     @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: DTYPES[entry.dtype] for name, entry in self.manifest.tensors.items()}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that have been read so far."""
+        return sum(file.bytes_read for file in list(self._files.values()))
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor in host memory."""
@@ -130,9 +137,3 @@ def plain_shard(tensor: Tensor) -> Tensor:
         return local
     inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return next(each for each in inner if each is not None and each.shape == local.shape)
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoints in a folder were published, ascending."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())

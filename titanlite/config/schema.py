@@ -336,8 +336,9 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: copy the state to host memory and write it while training continues."""
     on_corrupt: Literal["stop", "previous"] = "stop"
-    """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged and resume
-    from the one before."""
+    """If the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged, resume an older one."""
+    on_error: Literal["fail", "continue"] = "fail"
+    """If a checkpoint cannot be written. continue: say so and train on to the next save; the last save always fails."""
 
 
 class Metrics(Section):
