@@ -62,6 +62,11 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
     train_step = build.build_train_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values())
     loss_scale = build_loss_scale(training)
+    outliers = None
+    if training.skip_outlier_sigma:
+        from titanlite.reliability.outlier_steps import OutlierSteps  # here, since most runs skip none
+
+        outliers = OutlierSteps(training.skip_outlier_sigma, training.outlier_window, device)
     parameters = list(model.parameters())
     sizes = build.parameter_sizes(config)
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
@@ -79,6 +84,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         if state:
             last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
             loss_scale.load(state["loss_scale"])
+            if outliers and state["outliers"]:
+                outliers.load(**state["outliers"])
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
         checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
@@ -129,7 +136,10 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
             totals = torch.stack([loss_sum, torch.full_like(loss_sum, stop_requested())])
             dist.all_reduce(totals)
             numbers = torch.stack([totals[0] / n_valid, norm, totals[1]])
-            clipped_step(optimizer, clip_factor(norm, training.max_norm), numbers.isfinite().all())
+            taken = numbers.isfinite().all()
+            if outliers:
+                taken = outliers.taken(norm, taken)
+            clipped_step(optimizer, clip_factor(norm, training.max_norm), taken)
             loss, norm_value, stopping = numbers.tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if overflowed and loss_scale.value > 1:
@@ -146,6 +156,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 log_rank0(f"{reason}; skipped without an update, {n_skipped} of {allowed} allowed")
             elif checkpointer:
                 checkpointer.confirm(step)
+            if outliers and outliers.skipped(norm_value):
+                log_rank0(f"step {step}: {outliers.message}")
             loss_scale.update(overflowed=overflowed)
             optimizer.zero_grad()
             meter.step_done()
@@ -169,6 +181,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 }
                 if checkpointer:
                     values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
+                if outliers:
+                    values["skipped_steps"] = outliers.n_skipped
             with meter.paused():
                 if validation is not None and (step % config.validation.freq == 0 or is_last):
                     validation_batches, total = build.build_validation_batches(config, layout, validation)
@@ -184,6 +198,8 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or is_last:
                         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
+                        if outliers:
+                            state["outliers"] = outliers.state()
                         checkpointer.save(step, model, optimizer, state, is_last=is_last)
             for step_done in profilers:
                 step_done(step)

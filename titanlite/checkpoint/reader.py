@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +19,15 @@ from titanlite.config.loader import ConfigError
 from titanlite.optimizer import local_shard
 
 
+class _Outliers(BaseModel):
+    """What a run that skips outlier steps remembers of the steps before."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    skipped: int = Field(ge=0)
+    norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
+
+
 class _State(BaseModel):
     """state.json: everything of a run but its tensors."""
 
@@ -29,6 +38,7 @@ class _State(BaseModel):
     skipped: int = Field(default=0, ge=0)
     loss_scale: tuple[float, int] = (1.0, 0)
     data: dict[str, Any]
+    outliers: _Outliers | None = None
 
 
 class CheckpointReader:

@@ -36,8 +36,7 @@ class Model(Section):
     Every other key overrides its value there."""
 
     flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
-    """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
-    hf_assets_path."""
+    """Named model whose dimensions are this section's defaults; from_hf: those of config.json in hf_assets_path."""
     hf_assets_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count
@@ -59,8 +58,7 @@ class Model(Section):
     tie_embeddings: bool
     """Tied embeddings: use the embedding's weight as the output head's weight."""
     attention_bias: Literal["none", "qkv", "all"]
-    """Biases of the attention layers; qkv: of the projections to queries, keys and values (Qwen2); all: of the output
-    projection too."""
+    """Biases of attention; qkv: of the projections to queries, keys, values (Qwen2); all: of the output's too."""
     mlp_bias: bool
     """Biases of the three feed-forward layers."""
     qk_norm: bool
@@ -143,6 +141,10 @@ class Training(Section):
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
     """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
+    skip_outlier_sigma: NotNegative = 0.0
+    """Skip steps whose gradient norm is above the mean of recent ones by this many standard deviations; 0: none."""
+    outlier_window: Annotated[int, Field(ge=4)] = 128
+    """Steps whose gradient norms count as recent. None is skipped until half as many have been taken."""
     gc_freq: Count = 50
     """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -282,8 +284,7 @@ class Float8(Section):
     enable: bool = False
     """Compute the matrix products of linear layers in 8-bit floating point."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
-    gradients in the model's data type."""
+    """tensorwise: a scale per tensor; rowwise: per row, more accurate; rowwise_with_gw_hp: wgrad not in float8."""
     emulate: bool = False
     """Round to float8 but multiply in the model's data type, for hardware without float8."""
     filter_fqns: list[str] = Field(default=[])
@@ -327,8 +328,7 @@ class Checkpoint(Section):
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
     initial_load_path: str = ""
-    """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), whose weights the run starts
-    from if there is nothing to resume."""
+    """A step-N folder, or a Hugging Face folder, whose weights the run starts from if there is nothing to resume."""
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -410,6 +410,8 @@ class Debug(Section):
     """Seed of the weights, the data order and the random number generators."""
     deterministic: bool = False
     """Use only deterministic algorithms of torch."""
+    sdc_check_freq: CountOrZero = 0
+    """Silent data corruption: steps between comparisons of replicas and of a step computed twice; 0: none."""
 
 
 class Config(Section):
