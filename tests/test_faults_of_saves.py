@@ -120,7 +120,7 @@ def train_wrecked(argv: list[str], at_step: int) -> str:
         return run_train(argv)
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), "async"])
 def test_the_step_that_wrecks_the_weights_is_never_good(runs, folder, async_mode):  # noqa: F811
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *WRECKING]
     argv.append(f"--checkpoint.async_mode={async_mode}")
@@ -230,7 +230,7 @@ def train_on_a_full_disk(argv: list[str], full: tuple[int, ...]) -> tuple[str, l
         return run_train(argv), lines
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), "async"])
 def test_training_continues_to_the_next_save(runs, folder, async_mode):  # noqa: F811
     arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_error=continue"]
     arguments.append(f"--checkpoint.async_mode={async_mode}")
@@ -261,7 +261,7 @@ def train_with_a_slow_disk(argv: list[str], fails_alone: bool) -> str:
     write_file, rank = checkpointer.write_file, int(os.environ["RANK"])
 
     def write(path: Path, slices: Any) -> Any:
-        time.sleep(rank)
+        time.sleep(rank / 2)
         return write_file(path, slices)
 
     def fail(*arguments: Any) -> float:
@@ -275,7 +275,7 @@ def train_with_a_slow_disk(argv: list[str], fails_alone: bool) -> str:
         except ValueError as error:
             return str(error)
         except KeyboardInterrupt:  # as a rank that waits in a collective: it does nothing until it is killed
-            time.sleep(2)
+            time.sleep(1)
             return "killed"
 
 
@@ -296,11 +296,11 @@ def wait_for_a_slow_rank(seconds: float, progress: bool) -> str:
         time.sleep(seconds if rank else 0)
         return rank
 
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=0.8))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=0.6))
     waiting.INTERVAL_SECONDS = 0.1
     try:
         n_done = (lambda: next(done)) if progress else (lambda: 7)
-        result = waiting.with_all_ranks(work, n_done, "writing FILE", group=group, timeout=0.4)
+        result = waiting.with_all_ranks(work, n_done, "writing FILE", group=group, timeout=0.3)
     except TrainingError as error:
         return str(error)
     except RuntimeError:
@@ -311,9 +311,9 @@ def wait_for_a_slow_rank(seconds: float, progress: bool) -> str:
 
 
 def test_a_slow_rank_is_not_dead_and_a_stalled_one_is_named(ranks):
-    assert ranks(2).run(wait_for_a_slow_rank, seconds=1.5, progress=True) == ["", ""]
-    lines = ranks(2).run(wait_for_a_slow_rank, seconds=1.5, progress=False)
-    problem = "rank 1: writing FILE: not a byte in 0.4 seconds; does the disk or the network folder answer?"
+    assert ranks(2).run(wait_for_a_slow_rank, seconds=1.0, progress=True) == ["", ""]
+    lines = ranks(2).run(wait_for_a_slow_rank, seconds=1.0, progress=False)
+    problem = "rank 1: writing FILE: not a byte in 0.3 seconds; does the disk or the network folder answer?"
     assert lines == ["rank 1 does not answer", problem]
 
 

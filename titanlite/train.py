@@ -10,6 +10,7 @@ line per problem); 1 anything else.
 """
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -91,6 +92,11 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
         log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
 
+    corruption = None
+    if config.debug.sdc_check_freq:
+        from titanlite.reliability.sdc import CorruptionCheck  # here, since most runs do without
+
+        corruption = CorruptionCheck(model, optimizer, checkpointer)
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state)
     logger, samples = None, None
     if config.validation.generate_prompts:
@@ -129,6 +135,9 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
                 if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
                     train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
+                if corruption and step % config.debug.sdc_check_freq == 0:
+                    again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
+                    corruption.check(step, loss_sum, again)
             norm = gradient_norm(parameters, device)
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop. All ranks take the
@@ -209,7 +218,11 @@ def train(config: Config, launch: Launch, stop_requested: Callable[[], bool]) ->
         if checkpointer:
             checkpointer.finish()
             if checkpointer.unconfirmed:
-                loss_sum, n_valid = train_step.forward_backward(loader.next(), loss_scale.value)
+                batches = loader.next()
+                loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
+                if corruption:
+                    again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
+                    corruption.check(step + 1, loss_sum, again)
                 optimizer.zero_grad()
                 dist.all_reduce(loss_sum)
                 may_fail = n_skipped < training.nonfinite_steps_allowed
