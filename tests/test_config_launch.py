@@ -62,6 +62,7 @@ REJECTED = [
      {BACKEND: 'expected one of "auto", "cpu", "math" on a CPU'}),
     ({COMPILE: True, TENSOR: 2, ASYNC: True}, on(2), {ASYNC: "needs CUDA, and this run is on a CPU"}),
     ({FLOAT8: True}, on(1), {FLOAT8: "needs CUDA, and this run is on a CPU"}),
+    ({"debug.sdc_check_freq": 2}, on(1, devices=1), {"debug.sdc_check_freq": "set debug.deterministic = true"}),
     ({FLOAT8: True, PARAM: "float16"}, on(1, devices=1),
      {FLOAT8: "float8 products are bfloat16, and the model computes in float16"}),
     (C4_STREAM, on(3), {STREAMING_SHARDS: "multiple of the data-parallel degree 3"}),

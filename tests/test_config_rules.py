@@ -58,6 +58,7 @@ REJECTED = [
      TOTAL_STEPS: "expected at least training.steps = 10000"}),
     ({DTYPE: "float64", PARAM: "bfloat16", REDUCE_DTYPE: "float32"},
      {PARAM: "computes and reduces in float64", REDUCE_DTYPE: "computes and reduces in float64"}),
+    ({"training.outlier_window": 8}, {"training.outlier_window": "when training.skip_outlier_sigma is above 0; set"}),
     ({STEPS: 5, TOTAL_STEPS: 5, f"--{STEPS}": 6}, {TOTAL_STEPS: "expected at least training.steps = 6"}),
     # activation checkpointing and compilation
     ({SAC: 2, BUDGET: 0.2}, {SAC: 'is "selective"; set that', BUDGET: 'is "memory_budget"; set that'}),

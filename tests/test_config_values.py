@@ -63,7 +63,8 @@ WRONG_VALUES = {
     ],
     "an integer >= 0": [
         "model.sliding_window = -1", "model.sliding_window = true",
-        "training.nonfinite_steps_allowed = -1", "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
+        "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1",
+        "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
         "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
@@ -77,7 +78,7 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_stages_per_rank = 0", "parallelism.pipeline_parallel_stages_per_rank = -2",
         'parallelism.pipeline_parallel_stages_per_rank = "auto"', "plan.devices_per_node = 0",
     ],
-    "an integer >= 4": ["profiling.profile_freq = 3"],
+    "an integer >= 4": ["profiling.profile_freq = 3", "training.outlier_window = 3"],
     "an integer >= 0 and <= 9223372036854775807": [
         "debug.seed = -1", "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
@@ -89,7 +90,8 @@ WRONG_VALUES = {
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2"],
-    "a finite number >= 0": ["optimizer.weight_decay = -0.1", "plan.price = -1", "optimizer.weight_decay = inf"],
+    "a finite number >= 0": ["optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
+                     "plan.price = -1", "optimizer.weight_decay = inf"],
     "a finite number >= 1": ["model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf"],
     "a finite number >= 0 and < 1": [
         "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5", "validation.fraction = 1.0",
@@ -155,6 +157,7 @@ WRONG_VALUES = {
     'one of "inductor", "aot_eager"': ['compile.backend = "eager"', "compile.backend = true"],
     'one of "disabled", "async"': ['checkpoint.async_mode = "async_with_pinned_mem"'],
     'one of "stop", "previous"': ['checkpoint.on_corrupt = "ignore"'],
+    'one of "fail", "continue"': ['checkpoint.on_error = "ignore"'],
     'one of "auto", "float32", "bfloat16", "float16"': ['checkpoint.export_dtype = "float64"'],
 }
 # fmt: on

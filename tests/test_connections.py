@@ -46,7 +46,7 @@ def train(job: config.Config, folder: Path) -> dict[str, int]:
     run_layout(job, config.Launch.from_environment(n_devices=0), steps=1, checkpointer=checkpointer)
     dist.barrier()  # as at the end of a run
     counts = {"groups": len(dist.distributed_c10d._world.pg_map)}
-    path = folder / "checkpoint" / "step-1"
+    path = folder / "checkpoint" / "step-1.unconfirmed"
     CheckpointReader(path).load({f"random.cpu.{dist.get_rank()}": torch.get_rng_state()})
     return counts | {"connections": n_connections(), "threads": len(list(Path("/proc/self/task").iterdir()))}
 

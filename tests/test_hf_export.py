@@ -284,6 +284,7 @@ def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
     identity = {"seed": 1, "data": "x", **job.model.model_dump(exclude={"flavor", "hf_assets_path"})}
     checkpointer = Checkpointer(folder, job.checkpoint, identity)
     checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
+    checkpointer.confirm(4)
     checkpointer.close()
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 

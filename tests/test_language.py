@@ -115,7 +115,7 @@ TERMS = {
     "rotary": "titanlite/model.py",
     "SwiGLU": "titanlite/model.py",
     "RMSNorm": "titanlite/model.py",
-    "tied embeddings": "titanlite/config/schema.py",
+    "tied embeddings": "titanlite/config/model_schema.py",
     "weight decay": "titanlite/config/schema.py",
     "warmup": "titanlite/config/schema.py",
     "global batch size": "titanlite/config/schema.py",

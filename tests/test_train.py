@@ -25,7 +25,8 @@ from tests.test_step_costs import no_value_is_read
 from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
 from titanlite.checkpoint import checkpointer, convert
-from titanlite.checkpoint.reader import CheckpointReader, complete_steps
+from titanlite.checkpoint.folder import complete_steps
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
@@ -658,7 +659,9 @@ def test_allowed_steps_are_skipped_without_an_update(runs, folder):
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
     message = error_message(runs, 2, "run", *allowed, not_finite=((0, 1),))  # the first step of this run is step 5
-    assert message == "step 5: the loss is inf because of rank 0 (training.nonfinite_steps_allowed = 1, all used)"
+    reason = "step 5: the loss is inf because of rank 0 (training.nonfinite_steps_allowed = 1, all used)"
+    newest = "the newest good checkpoint is step-4, and the next start resumes from step-4"
+    assert message.startswith(f"{reason}; {newest}; to get past this step, lower optimizer.lr ")
 
 
 def test_a_loss_that_is_not_finite_on_all_ranks_names_the_step(runs):

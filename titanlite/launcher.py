@@ -24,8 +24,8 @@ from pathlib import Path
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import count_from_environment, plan_command, quantity, raise_open_file_limit
 from titanlite.config.loader import print_problems, show
+from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
-from titanlite.config.schema import count_parameters
 from titanlite.reliability.process import LOG_FILE, STARTED_BY, LauncherSignals
 
 BYTES_PER_PARAMETER = 6

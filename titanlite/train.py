@@ -10,6 +10,7 @@ data or the checkpoint is wrong (one line per problem); 1 anything else.
 """
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -62,29 +63,41 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     train_step = build.build_train_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values())
     loss_scale = build_loss_scale(training)
+    outliers = None
+    if training.skip_outlier_sigma:
+        from titanlite.outlier_steps import OutlierSteps  # here, since most runs skip none
+
+        outliers = OutlierSteps(training.skip_outlier_sigma, training.outlier_window, device)
     parameters = list(model.parameters())
     sizes = build.parameter_sizes(config)
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
     log_rank0(run_summary(config, sum(sizes.values()), sequences, validation, peak.source))
 
-    mark("loading a checkpoint")
     # Load the newest checkpoint, or given weights, or keep the initial ones.
+    mark("loading a checkpoint")
     last_step, n_skipped, n_saves_asked, data_state, checkpointer = 0, 0, 0, None, None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
         dimensions = config.model.model_dump(exclude={"flavor", "hf_assets_path"})
         identity = {"seed": config.debug.seed, "data": data_identity, **dimensions}
-        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity)
+        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm)
         state = checkpointer.resume(model, optimizer)
         if state:
             last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
             loss_scale.load(state["loss_scale"])
+            if outliers and state["outliers"]:
+                outliers.load(**state["outliers"])
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
         checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
         log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
 
+    corruption = None
+    if config.debug.sdc_check_freq:
+        from titanlite.sdc import CorruptionCheck  # here, since most runs do without
+
+        corruption = CorruptionCheck(model, optimizer, checkpointer)
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state)
     logger, samples = None, None
     if config.validation.generate_prompts:
@@ -104,12 +117,15 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     )
 
     with contextlib.ExitStack() as stack:
+        if checkpointer:
+            stack.enter_context(checkpointer.finished_on_error())
         profilers = [stack.enter_context(each) for each in build_profilers(dump_folder, config.profiling, rank)]
         # Python collects garbage when told to, on all ranks in the same step.
         gc.collect()
         gc.freeze()
         gc.disable()
         stack.callback(gc.enable)
+        step = last_step
         for step in range(last_step + 1, training.steps + 1):
             is_first = step == last_step + 1
             mark("waiting for data", step)
@@ -122,6 +138,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
                     train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
+                if corruption and step % config.debug.sdc_check_freq == 0:
+                    again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
+                    corruption.check(step, loss_sum, again)
             norm = gradient_norm(parameters, device)
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
@@ -130,7 +149,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             totals = torch.cat([loss_sum[None], asked.to(device)])
             dist.all_reduce(totals)
             numbers = torch.cat([torch.stack([totals[0] / n_valid, norm]), totals[1:]])
-            clipped_step(optimizer, clip_factor(norm, training.max_norm), numbers.isfinite().all())
+            taken = numbers.isfinite().all()
+            if outliers:
+                taken = outliers.taken(norm, taken)
+            clipped_step(optimizer, clip_factor(norm, training.max_norm), taken)
             loss, norm_value, stopping, saving = numbers.tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if overflowed and loss_scale.value > 1:
@@ -140,17 +162,23 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             elif not (math.isfinite(loss) and math.isfinite(norm_value)):
                 reason = explain_nonfinite(step, loss, norm_value, loss_sum)
                 if n_skipped == training.nonfinite_steps_allowed:
-                    raise TrainingError(f"{reason} (training.nonfinite_steps_allowed = {n_skipped}, all used)")
+                    reason += f" (training.nonfinite_steps_allowed = {n_skipped}, all used)"
+                    raise TrainingError(reason + (checkpointer.after_divergence() if checkpointer else ""))
                 n_skipped += 1
                 allowed = training.nonfinite_steps_allowed
                 log_rank0(f"{reason}; skipped without an update, {n_skipped} of {allowed} allowed")
+            elif checkpointer:
+                checkpointer.confirm(step)
+            if outliers and outliers.skipped(norm_value):
+                log_rank0(f"step {step}: {outliers.message}")
             loss_scale.update(overflowed=overflowed)
             optimizer.zero_grad()
             meter.step_done()
             if step % training.gc_freq == 0:
                 gc.collect()
             if is_first:
-                mesh.set_timeout(layout, config.comm.train_timeout_seconds)
+                groups = [checkpointer.group] if checkpointer else []
+                mesh.set_timeout(layout, config.comm.train_timeout_seconds, *groups)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
 
@@ -166,12 +194,16 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "n_tokens_seen": loader.position * training.seq_len,
                     **meter.read(),
                 }
+                if checkpointer:
+                    values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
+                if outliers:
+                    values["skipped_steps"] = outliers.n_skipped
             with meter.paused():
                 if validation is not None and (step % config.validation.freq == 0 or is_last) and not stopping:
                     mark("validation")
-                    batches, total = build.build_validation_batches(config, layout, validation)
+                    validation_batches, total = build.build_validation_batches(config, layout, validation)
                     with progress("validation", total=total, unit="batches", enabled=rank == 0) as advance:
-                        validation_loss = train_step.validate(batches, advance, signals)
+                        validation_loss = train_step.validate(validation_batches, advance, signals)
                     if validation_loss is None:
                         stopping = is_last = True
                     else:
@@ -190,12 +222,26 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                         if saving:
                             log_rank0(f"asked to save: checkpoint step-{step}")
                         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
-                        checkpointer.save(step, model, optimizer, state)
+                        if outliers:
+                            state["outliers"] = outliers.state()
+                        checkpointer.save(step, model, optimizer, state, is_last=is_last)
             for step_done in profilers:
                 step_done(step)
             if stopping:
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
+        if checkpointer:
+            mark("waiting for the last checkpoint")
+            checkpointer.finish()
+            if checkpointer.unconfirmed:  # does the last step's model still give a finite loss?
+                batches = loader.next()
+                loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
+                if corruption:
+                    corruption.check(step + 1, loss_sum, lambda: train_step.forward_backward(batches, loss_scale.value))
+                optimizer.zero_grad()
+                dist.all_reduce(loss_sum)
+                may_fail = n_skipped < training.nonfinite_steps_allowed
+                checkpointer.confirm_last(step, (loss_sum / n_valid).item(), may_fail=may_fail)
     loader.close()
     if logger:
         logger.close()

@@ -1,43 +1,66 @@
 """Saving distributed checkpoints, and resuming from them under any layout, with resharding as they are loaded.
 
-    checkpoint/step-100/                complete: it was renamed into place after its last byte was on the disk
-        rank-00000.safetensors, ...     weights, optimizer states and random states: the slices that each rank saved
-        manifest.json                   which slice of which tensor is in which file, and checksums
-        state.json                      step, data position and the identity that a resumed run must share
-    checkpoint/step-200.tmp/            being written, or left by a run that died; never read
-    checkpoint/step-300.damaged/        renamed by checkpoint.on_corrupt = "previous"
+    rank-00000.safetensors, ...     weights, optimizer states and random states: the slices that each rank saved
+    manifest.json                   which slice of which tensor is in which file, and checksums
+    state.json                      step, data position and the identity that a resumed run must share
 
-No file holds code: tensors are in safetensors files, everything else is JSON.
+No file holds code: tensors are in safetensors files, everything else is JSON. folder.py has the names of
+checkpoints that are not complete, or not good.
 """
 
 import contextlib
-import itertools
 import json
+import math
 import os
-import shutil
-import threading
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.files import write_file
+from titanlite.checkpoint.folder import (
+    DAMAGED,
+    DIVERGED,
+    SET_ASIDE,
+    SUSPECT,
+    UNCONFIRMED,
+    CheckpointFolder,
+    complete_steps,
+    state_of,
+    sync_folder,
+    why_not_read,
+)
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
-from titanlite.checkpoint.reader import CheckpointReader, complete_steps, plain_shard, shard_slice
+from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.tensors import (
+    Slices,
+    dequantized,
+    is_on_first_rank,
+    model_tensors,
+    optimizer_tensors,
+    random_states,
+    slices_to_save,
+)
 from titanlite.config.loader import ConfigError, show
-from titanlite.config.schema import Checkpoint, Model
+from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.errors import TrainingError
-from titanlite.optimizer import local_shard, n_replicas
+from titanlite.optimizer import local_shard
 from titanlite.progress import progress
 
-Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
-"""What a rank saves: by name its slice of a tensor, the slice's offset and the full tensor's shape."""
+GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
+training.nonfinite_steps_allowed"""
+
+
+class NotSavedError(TrainingError):
+    """A checkpoint could not be written."""
 
 
 class Checkpointer:
@@ -47,17 +70,24 @@ class Checkpointer:
     `identity`, plain JSON, is what a resumed run must share with the one that saved: seed, data, dimensions.
     """
 
-    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any]):
+    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any], comm: Comm | None = None):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self._saving: tuple[int, Future[None], contextlib.ExitStack] | None = None
+        self.comm = comm or Comm()
+        self.unconfirmed: list[int] = []
+        """Steps of complete checkpoints that do not count as good yet."""
+        self.agreed_step = math.inf
+        """The last step whose replicas agreed; infinite if they are not compared."""
+        self.seconds = 0.0
+        """Time that saves have stopped the training for, until `take_seconds`."""
+        self._finite_step = 0
+        self._saving: tuple[int, bool, Future[None], contextlib.ExitStack] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save checkpoint")
         self._host_copies: dict[str, Tensor] = {}
-        self._deleting: list[threading.Thread] = []
         # A group of its own: an asynchronous save talks to the other ranks from another thread than the training.
-        self._group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.init_timeout_seconds))
+        self._names = CheckpointFolder(self.folder, checkpoint.keep_latest_k)
         if dist.get_rank() == 0:
-            for unfinished in self.folder.glob("step-*.tmp"):
-                shutil.rmtree(unfinished)
+            self._names.recover()
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
@@ -67,41 +97,40 @@ class Checkpointer:
             ConfigError: if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is
                 damaged; with checkpoint.on_corrupt = "previous", if all are.
         """
-        found = [complete_steps(self.folder)]  # ranks must agree even if their views of a shared folder differ
-        dist.broadcast_object_list(found, group=self._group)
-        steps = found[0]
+        names = self._from_rank0(self._names.to_resume)  # ranks must agree, even if they see the folder differently
+        steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
             problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
             raise ConfigError([problem + "the next resume would pick them"])
         problems: list[str] = []
         damaged: list[tuple[Path, str]] = []
-        while steps and (self.checkpoint.on_corrupt == "previous" or not problems):
-            path = self.folder / f"step-{steps.pop()}"
+        while names and (self.checkpoint.on_corrupt == "previous" or not problems):
+            path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)
             if not problems:
                 self._set_aside(damaged)
+                paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
+                self.unconfirmed = [state_of(path)[0] for path in paths]
                 return state
             damaged.append((path, problems[0]))
+            names.pop()
         if problems:
             hint = 'checkpoint.on_corrupt = "previous" resumes from the one before'
-            problems[-1] += f"; {hint}" if steps else "; no other checkpoint is left"
+            problems[-1] += f"; {hint}" if names else "; no other checkpoint is left"
             raise ConfigError(problems)
         return None
 
     def _set_aside(self, damaged: list[tuple[Path, str]]) -> None:
         """Rename damaged checkpoints, so that no later start tries them and none counts as one of the newest k."""
         for path, problem in damaged if dist.get_rank() == 0 else []:
-            names = (f"{path.name}.damaged{number}" for number in itertools.chain([""], itertools.count(2)))
-            target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-            path.rename(target)
-            print(f"{problem}; renamed to {target.name}", flush=True)
+            print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
 
     def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
         state: dict[str, Any] = {}
-        with collected_problems(self._group) as problems:
+        with collected_problems(self.group) as problems:
             reader = CheckpointReader(path)
             state = reader.state
         if problems:
@@ -118,51 +147,66 @@ class Checkpointer:
 
     def _load(self, reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         """Load a checkpoint's tensors and return what is wrong with them on any rank."""
-        random_states = _random_states()
+        generators = random_states()
         saved = [name for name in reader.shapes if name.startswith("random.cpu.")]
         if len(saved) != dist.get_world_size():
-            random_states = {}  # the ranks' generators stay as this run seeded them
-        states = _optimizer_tensors(model, optimizer)
-        portable = {name: _dequantized(state) for name, state in states.items()}
-        tensors = _model_tensors(model) | portable
-        problems = _load(reader, tensors, random_states, ("model.", "optimizer."), self._group)
+            generators = {}  # the ranks' generators stay as this run seeded them
+        states = optimizer_tensors(model, optimizer)
+        portable = {name: dequantized(state) for name, state in states.items()}
+        tensors = model_tensors(model) | portable
+        wait = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
+        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **wait)
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:
                     local_shard(state).copy_(local_shard(portable[name]))
-            with collected_problems(self._group, RuntimeError) as problems:
-                for name, value in random_states.items():
+            with collected_problems(self.group, RuntimeError) as problems:
+                for name, value in generators.items():
                     (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         return problems
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        is_last: bool = True,
+    ) -> None:
         """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank.
 
         Raises:
-            TrainingError: if this checkpoint, or an earlier asynchronous one, could not be written.
+            TrainingError: if this checkpoint, or an earlier asynchronous one, could not be written, and
+                checkpoint.on_error = "fail" or `is_last`.
         """
-        self._finish()
-        folder = self.folder / f"step-{step}.tmp"
-        with collected_problems(self._group, OSError) as problems:
+        with self._stops_training():
+            self._finish()
+            with self._tolerated(step, is_last):
+                self._save(step, is_last, model, optimizer, state)
+
+    def _save(
+        self, step: int, is_last: bool, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        with collected_problems(self.group, OSError) as problems:
             if dist.get_rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-        _raise_unsaved(folder, problems)
-        states = {name: _dequantized(state) for name, state in _optimizer_tensors(model, optimizer).items()}
-        random_states = {name: (value, (0,), tuple(value.shape)) for name, value in _random_states().items()}
-        slices = _slices_to_save(_model_tensors(model) | states) | random_states
+                self._names.create(step)
+        self._raise_unsaved(step, problems)
+        states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
+        generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
+        slices = slices_to_save(model_tensors(model) | states) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
-        dist.all_reduce(size, group=self._group)
+        dist.all_reduce(size, group=self.group)
         content = json.dumps({"step": step, "identity": self.identity, **state}, indent=1).encode()
         with contextlib.ExitStack() as stack:
             description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
             stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
             if self.checkpoint.async_mode == "async":
-                future = self._thread.submit(self._write, folder, self._copied_to_host(slices), content)
-                self._saving = step, future, stack.pop_all()
+                future = self._thread.submit(self._write, step, self._copied_to_host(slices), content)
+                self._saving = step, is_last, future, stack.pop_all()
             else:
-                self._write(folder, slices, content)
-                self._publish(step)
+                self._write(step, slices, content)
+                self._saved(step)
 
     def _copied_to_host(self, slices: Slices) -> Slices:
         """Copy what is to be saved to host memory, which is allocated once, pinned if the tensors are on CUDA."""
@@ -177,62 +221,179 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _write(self, folder: Path, slices: Slices, state: bytes) -> None:
-        """Write this rank's file; rank 0 also writes state.json and, when all ranks have written, the manifest."""
-        rank, stored = dist.get_rank(), None
+    def _write(self, step: int, slices: Slices, state: bytes) -> None:
+        """Write this rank's file. When all ranks have, rank 0 writes state.json and the manifest and renames the
+        folder, so that an asynchronous save is complete even if the training has failed since."""
+        rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}.tmp"
         name = f"rank-{rank:05d}.safetensors"
-        with collected_problems(self._group, OSError) as problems:
-            stored = write_file(folder / name, slices)
-        _raise_unsaved(folder, problems)
+        with collected_problems(self.group, OSError) as problems:
+            stored = with_all_ranks(
+                lambda: write_file(folder / name, slices),
+                lambda: _size(folder / name),
+                f"writing {folder / name}",
+                group=self.group,
+                timeout=self.comm.train_timeout_seconds,
+            )
+        self._raise_unsaved(step, problems)
         files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object((name, stored), files, group=self._group)
-        with collected_problems(self._group, OSError) as problems:
+        dist.gather_object((name, stored), files, group=self.group)
+        with collected_problems(self.group, OSError) as problems:
             if files is not None:
                 _write_synced(folder / STATE, state)
                 _write_synced(folder / MANIFEST, build_manifest(dict(files), state))
-                _sync_folder(folder)
-        _raise_unsaved(folder, problems)
+                sync_folder(folder)
+                self._names.publish(step)
+        self._raise_unsaved(step, problems)
 
     def poll(self) -> None:
-        """Publish an asynchronous save if it is done; cheap enough for every step."""
-        if self._saving and self._saving[1].done():
+        """Take note of an asynchronous save that is done; cheap enough for every step."""
+        if self._saving and self._saving[2].done():
+            with self._stops_training():
+                self._finish()
+
+    def finish(self) -> None:
+        """Wait for an asynchronous save. Raises TrainingError as `save` does."""
+        with self._stops_training():
             self._finish()
 
     def close(self) -> None:
         """Wait for all background work. Raises what an asynchronous save raised."""
         self._finish()
         self._thread.shutdown()
-        for thread in self._deleting:
-            thread.join()
-        dist.destroy_process_group(self._group)
+        self._names.close()
+        dist.destroy_process_group(self.group)
+
+    @contextlib.contextmanager
+    def finished_on_error(self) -> Iterator[None]:
+        """If the body raises, finish an asynchronous save before the exception ends the run. The timeouts
+        of comm.* bound the wait for ranks that are dead."""
+        try:
+            yield
+        except Exception:
+            step = self._saving[0] if self._saving else 0
+            try:
+                self._finish()
+            except Exception as error:  # the first error is the one to report; this one only says what was lost
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                print(f"checkpoint step-{step} was not finished: {reason}", file=sys.stderr, flush=True)
+            raise
+
+    def take_seconds(self) -> float:
+        """Return for how many seconds saves have stopped the training since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def confirm(self, step: int) -> None:
+        """Take note that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
+
+        Raises:
+            TrainingError: if one cannot be renamed.
+        """
+        self._finite_step = step
+        self._confirm()
+
+    def _confirm(self) -> None:
+        for step in [each for each in self.unconfirmed if each < min(self._finite_step, self.agreed_step)]:
+            self.unconfirmed.remove(step)
+            try:
+                if dist.get_rank() == 0:
+                    self._names.confirm(step)
+            except OSError as error:
+                problem = f"{self.folder}/step-{step}{UNCONFIRMED} could not be renamed to step-{step}: {error}"
+                raise TrainingError(problem) from None
+
+    def set_aside(self, suffix: str) -> str:
+        """Rename the checkpoints that a failure has made useless, and return words about it for the error's message.
+
+        `suffix` is DIVERGED, for those whose weights gave no finite step, or SUSPECT, for those that were saved since
+        the replicas last agreed. Every rank must call it.
+        """
+        with contextlib.suppress(NotSavedError):
+            self._finish()
+        steps = [step for step in self.unconfirmed if suffix == SUSPECT or step >= self._finite_step]
+        self.unconfirmed = [step for step in self.unconfirmed if step not in steps]
+        return self._from_rank0(lambda: self._set_steps_aside(steps, suffix))
+
+    def after_divergence(self) -> str:
+        """Set aside the checkpoints whose weights gave no finite step. Return what to tell the user."""
+        return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
+
+    def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
+        """Take note of the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
+
+        Raises:
+            TrainingError: unless the loss is finite, or `may_fail`, as the config allows steps that are not finite.
+        """
+        if math.isfinite(loss):
+            self.confirm(step + 1)
+        elif not may_fail:
+            problem = f"the loss is {loss} with the weights of the last step, {step}"
+            raise TrainingError(problem + self.after_divergence())
+        elif dist.get_rank() == 0:
+            print(f"step-{step} remains unconfirmed: the loss is {loss} with its weights", flush=True)
+
+    def _set_steps_aside(self, steps: list[int], suffix: str) -> str:
+        words = []
+        try:
+            if steps:
+                self._names.delete_set_aside(suffix)
+                self._names.close()
+            for step in steps:
+                path = self._names.named(step, UNCONFIRMED)
+                if path.exists():
+                    words.append(f"step-{step} is now {self._names.set_aside(path, suffix)}: {SET_ASIDE[suffix]}")
+        except OSError as error:
+            words.append(f"the checkpoints of steps {steps} are not to be used and could not be renamed: {error}")
+        good, names = complete_steps(self.folder), self._names.to_resume()
+        newest = f"the newest good checkpoint is step-{good[-1]}" if good else "there is no good checkpoint"
+        return "; ".join([*words, f"{newest}, and the next start {_resumes(names)}"])
+
+    def _from_rank0(self, call: Callable[[], Any]) -> Any:
+        """Return on every rank what a call returns on rank 0: its view of the folder is the one that counts."""
+        result = [call() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(result, group=self.group)
+        return result[0]
 
     def _finish(self) -> None:
-        """Wait for an asynchronous save and publish it."""
+        """Wait for an asynchronous save."""
         if self._saving:
-            (step, future, stack), self._saving = self._saving, None
-            with stack:
-                future.result()
-            self._publish(step)
+            (step, is_last, future, stack), self._saving = self._saving, None
+            with self._tolerated(step, is_last):
+                with stack:
+                    future.result()
+                self._saved(step)
 
-    def _publish(self, step: int) -> None:
-        """On rank 0, whose save ends after all ranks', rename the checkpoint into place and delete the oldest ones."""
-        if dist.get_rank() != 0:
-            return
-        path = self.folder / f"step-{step}"
-        if path.exists():  # saved before, by a run that was asked to stop there
-            self._delete(path)
-        path.with_name(f"step-{step}.tmp").rename(path)
-        _sync_folder(self.folder)  # the rename itself reaches the disk
-        if self.checkpoint.keep_latest_k:
-            for old in complete_steps(self.folder)[: -self.checkpoint.keep_latest_k]:
-                self._delete(self.folder / f"step-{old}")
+    def _saved(self, step: int) -> None:
+        """Take note of a complete checkpoint, which is good at once if a later step has been finite already."""
+        self.unconfirmed.append(step)
+        self._confirm()
 
-    def _delete(self, path: Path) -> None:
-        """Delete a checkpoint in the background; from then on it is no longer complete."""
-        renamed = path.rename(path.with_name(f"{path.name}.old.tmp"))
-        thread = threading.Thread(target=shutil.rmtree, args=(renamed,), name="delete checkpoint")
-        thread.start()
-        self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]
+    @contextlib.contextmanager
+    def _tolerated(self, step: int, is_last: bool) -> Iterator[None]:
+        """If a checkpoint cannot be written, free its space and do what checkpoint.on_error says."""
+        try:
+            yield
+        except NotSavedError as error:
+            if dist.get_rank() == 0:
+                self._names.remove_unfinished(step)
+            if is_last or self.checkpoint.on_error == "fail":
+                raise
+            if dist.get_rank() == 0:
+                print(f'{error}; the training continues (checkpoint.on_error = "continue")', flush=True)
+
+    @contextlib.contextmanager
+    def _stops_training(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begin
+
+    def _raise_unsaved(self, step: int, problems: list[str]) -> None:
+        if problems:
+            raise NotSavedError(f"{self.folder / f'step-{step}'} could not be saved: {'; '.join(problems)}")
+
+
+def _resumes(names: list[str]) -> str:
+    return f"resumes from {names[-1]}" if names else "begins anew"
 
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:
@@ -240,8 +401,9 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
-        if path.suffix == ".tmp" or ".damaged" in path.name or not path.is_dir():
-            expected = "expected a checkpoint's step-N folder, or a Hugging Face folder"
+        state = state_of(path)
+        if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
+            expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
             raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: {expected}"])
         is_hugging_face = (path / "config.json").exists()
         if is_hugging_face:
@@ -251,7 +413,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
         else:
             reader = CheckpointReader(path)
     if not problems and not is_hugging_face:
-        problems = _load(reader, _model_tensors(model), {}, ("model.",))
+        problems = _load(reader, model_tensors(model), {}, ("model.",))
     if problems:
         raise ConfigError(problems)
 
@@ -259,14 +421,16 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
 def _load(
     reader: CheckpointReader,
     tensors: Mapping[str, Tensor],
-    random_states: Mapping[str, Tensor],
+    generators: Mapping[str, Tensor],
     prefixes: tuple[str, ...],
     group: dist.ProcessGroup | None = None,
+    timeout: float = 0,
 ) -> list[str]:
     """Fill this rank's shards of tensors, which on all ranks must be those of the checkpoint whose names have the
-    prefixes, and its random states. Return what is wrong on any rank."""
+    prefixes, and its random states (`generators`). Return what is wrong on any rank. With a group, each rank may take
+    as long as it needs, if it reads a byte within `timeout` seconds."""
     saved = {name for name in reader.shapes if name.startswith(prefixes)}
-    own = torch.tensor(sum(_is_on_first_rank(name, tensors) for name in tensors))
+    own = torch.tensor(sum(is_on_first_rank(name, tensors) for name in tensors))
     if dist.is_initialized():
         dist.all_reduce(own, group=group)  # pipeline stages have different tensors
     with collected_problems(group) as problems:
@@ -279,32 +443,13 @@ def _load(
         description = f"loading checkpoint {reader.path.name} ({size / 2**30:.1f} GiB)"
         is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
         with progress(description, enabled=is_rank0), collected_problems(group) as problems:
-            reader.load({**tensors, **random_states})
+            wanted = {**tensors, **generators}
+            if group is None:
+                reader.load(wanted)
+            else:
+                options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
+                with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
     return problems
-
-
-@contextlib.contextmanager
-def collected_problems(
-    group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
-) -> Iterator[list[str]]:
-    """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
-    process without ranks, the problems are its own."""
-    own: list[str] = []
-    problems: list[str] = []
-    try:
-        yield problems
-    except kind as error:
-        own = error.problems if isinstance(error, ConfigError) else [str(error)]
-    gathered = [own]
-    if dist.is_initialized():
-        gathered = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, own, group=group)
-    problems += dict.fromkeys(problem for each in gathered for problem in each)
-
-
-def _raise_unsaved(folder: Path, problems: list[str]) -> None:
-    if problems:
-        raise TrainingError(f"{folder.with_suffix('')} could not be saved: {'; '.join(problems)}")
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -314,71 +459,5 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
-    """Return which slices this rank saves: each shard is saved by one of the ranks that have it, in turn."""
-    slices: Slices = {}
-    for index, (name, tensor) in enumerate(tensors.items()):
-        offset, size = shard_slice(tensor)
-        is_sharded = isinstance(tensor, DTensor)
-        saves = _replica(tensor) == index % n_replicas(tensor) if is_sharded else _is_on_first_rank(name, tensors)
-        if saves and 0 not in size:
-            slices[name] = plain_shard(tensor), offset, tuple(tensor.shape)
-    return slices
-
-
-def _replica(tensor: DTensor) -> int:
-    """Return the number of this rank among those that have the same shard."""
-    number = 0
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            number = number * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
-    return number
-
-
-def _is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether this rank is the first of those that have a tensor, or a shard of it. An optimizer state that is a
-    plain number is on all ranks of its parameter."""
-    if name.startswith("optimizer."):
-        name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
-    tensor = tensors[name]
-    return not isinstance(tensor, DTensor) or not any(tensor.device_mesh.get_coordinate())
-
-
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    # detach shares the memory, so that loading fills the parameters themselves
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
-    rates and betas come from the config and are not saved."""
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
-
-
-def _dequantized(state: Tensor) -> Tensor:
-    """Return an 8-bit optimizer state in float32, since its scales belong to blocks of a shard and another layout has
-    other shards; return any other state as it is."""
-    local = local_shard(state)
-    if type(local) is Tensor:
-        return state
-    wide = local.dequantize().to(torch.float32)
-    if not isinstance(state, DTensor):
-        return wide
-    mesh, placements = state.device_mesh, state.placements
-    return DTensor.from_local(wide, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
-
-
-def _random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's generators, by the rank's number."""
-    rank = dist.get_rank()
-    states = {f"random.cpu.{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -2,16 +2,18 @@
 
     titanlite checkpoint FOLDER
 
-FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum.
+FOLDER is a step-N folder, or one that contains such folders. Every byte is read and compared with its checksum. Then
+those are listed that no start resumes from: step-N.diverged, step-N.suspect, step-N.damaged.
 
-Exit status: 0 all are complete and undamaged; 2 one is not, or there is none.
+Exit status: 0 all that a start may resume from are complete and undamaged; 2 one is not, or there is none.
 """
 
 import sys
 import time
 from pathlib import Path
 
-from titanlite.checkpoint.reader import CheckpointReader, complete_steps
+from titanlite.checkpoint.folder import SET_ASIDE, UNCONFIRMED, checkpoints, state_of, why_not_read
+from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.progress import progress
 
@@ -28,28 +30,37 @@ def main(argv: list[str]) -> int:
         return 2
     status = 0
     try:
-        for folder in step_folders(Path(argv[0])):
+        folders = step_folders(Path(argv[0]), "", UNCONFIRMED)
+        for folder in folders:
             try:
                 print(f"{folder}: {describe(folder)}", flush=True)
             except ConfigError as error:
                 print_problems(error)
                 status = 2
+        if state_of(Path(argv[0])) is None:
+            for folder in checkpoints(folders[0].parent, *SET_ASIDE):
+                print(f"{folder}: not read: {SET_ASIDE[state_of(folder)[1]]}")
     except ConfigError as error:
         print_problems(error)
         status = 2
     return status
 
 
-def step_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints that a folder is, or that it or its folder `checkpoint` contains, oldest first. Raises
-    ConfigError if there is none."""
-    if folder.name.removeprefix("step-").isdecimal() and folder.is_dir():
+def step_folders(folder: Path, *suffixes: str) -> list[Path]:
+    """Return the checkpoints that a folder is, or that it or its folder `checkpoint` contains, oldest first. Of several
+    only the good ones count, unless other `suffixes` are given. Raises ConfigError if there is none."""
+    state = state_of(folder)
+    if state and state[1] in ("", UNCONFIRMED) and folder.is_dir():
         return [folder]
+    reason = why_not_read(folder)
     for place in (folder, folder / "checkpoint"):
-        steps = complete_steps(place)
-        if steps:
-            return [place / f"step-{step}" for step in steps]
-    raise ConfigError([f"{folder}: expected a step-N folder, or a folder that contains one"])
+        found = checkpoints(place, *(suffixes or ("",)))
+        if found:
+            return found
+        unconfirmed = checkpoints(place, UNCONFIRMED)
+        if unconfirmed:
+            reason = f"; {unconfirmed[-1]}, whose weights have given no finite step yet, is read if it is named"
+    raise ConfigError([f"{folder}: expected a step-N folder, or a folder that contains one{reason}"])
 
 
 def describe(folder: Path) -> str:
@@ -63,8 +74,9 @@ def describe(folder: Path) -> str:
             advance(done // 2**20)
             done %= 2**20
     n_weights = sum(shape.numel() for name, shape in reader.shapes.items() if name.startswith("model."))
+    note = ", unconfirmed: its weights have given no finite step yet" if folder.suffix == UNCONFIRMED else ""
     n_files, seconds = len(reader.manifest.files), time.monotonic() - begin
     return (
-        f"step {reader.state['step']}, {n_weights:,} parameters, {len(reader.shapes)} tensors, {size:.2f} GiB in "
+        f"step {reader.state['step']}{note}, {n_weights:,} parameters, {len(reader.shapes)} tensors, {size:.2f} GiB in "
         f"{n_files} files; verified at {size / max(seconds, 1e-9):.1f} GiB/s"
     )

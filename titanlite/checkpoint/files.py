@@ -6,6 +6,7 @@ that format reads these files; only this one verifies them.
 """
 
 import io
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,9 @@ from titanlite.config.loader import ConfigError
 BLOCK_BYTES = 4 * 2**20
 """Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""
 CHECKSUMS = "xxh3_64 of every 4 MiB"
+SYNCED_BLOCKS = 64
+"""Blocks that are written before they are synced to the disk: the size of the file is then its true progress, and the
+last sync of a large file is short."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same limit."""
 
@@ -41,6 +45,7 @@ def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tup
         checksums[name] = ["0" * 16] * math.ceil(tensor.nbytes / BLOCK_BYTES)
         slices.setdefault((dtype, shape, Slice(offset, tuple(tensor.shape))), []).append(name)
         position = end
+    n_blocks = itertools.count(1)
     placeholder = _encode(header, checksums)  # as long as the header, whose checksums are known after the data
     with path.open("wb") as file:
         file.write(placeholder)
@@ -50,6 +55,9 @@ def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tup
                 block = data[start : start + BLOCK_BYTES]
                 checksums[name][i] = checksum(block)
                 file.write(block)
+                if next(n_blocks) % SYNCED_BLOCKS == 0:
+                    file.flush()
+                    os.fsync(file.fileno())
         encoded = _encode(header, checksums)
         file.seek(0)
         file.write(encoded)
@@ -90,6 +98,7 @@ class CheckedFile:
 
     def __init__(self, path: Path, entry: FileEntry, expected: dict[str, tuple[str, Slice]]):
         """`expected` has the data type and the slice of each tensor in the file."""
+        self.bytes_read = 0
         self.path, self._dtypes = path, {name: DTYPES[dtype] for name, (dtype, _) in expected.items()}
         self._size = size = file_size(path)
         if size != entry.bytes:
@@ -162,6 +171,7 @@ class CheckedFile:
                     piece = data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]
                     if read_fully(file, piece) < len(piece):
                         raise ConfigError([f"{self.path}: {name}: the file ends too early"])
+                    self.bytes_read += len(piece)
                     if checksum(piece) != self._checksums[name][block]:
                         raise ConfigError([f"{self.path}: {name}: a checksum differs: its bytes are damaged"])
         except OSError as error:

@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,9 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.checkpoint.files import CheckedFile
+from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
 from titanlite.optimizer import local_shard
+
+
+class _Outliers(BaseModel):
+    """What a run that skips outlier steps remembers of the steps before."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    skipped: int = Field(ge=0)
+    norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
 
 
 class _State(BaseModel):
@@ -28,6 +38,7 @@ class _State(BaseModel):
     skipped: int = Field(default=0, ge=0)
     loss_scale: tuple[float, int] = (1.0, 0)
     data: dict[str, Any]
+    outliers: _Outliers | None = None
 
 
 class CheckpointReader:
@@ -46,7 +57,8 @@ class CheckpointReader:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError([f"{path / STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}"]) from None
-        if path.name.startswith("step-") and path.name != f"step-{self.state['step']}":
+        state = state_of(path)
+        if state and state[0] != self.state["step"]:
             raise ConfigError([f"{path / STATE}: step = {self.state['step']}, which is not the folder's"])
         self._files: dict[int, CheckedFile] = {}
 
@@ -58,6 +70,11 @@ class CheckpointReader:
     @functools.cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: DTYPES[entry.dtype] for name, entry in self.manifest.tensors.items()}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that have been read so far."""
+        return sum(file.bytes_read for file in list(self._files.values()))
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor in host memory."""
@@ -130,9 +147,3 @@ def plain_shard(tensor: Tensor) -> Tensor:
         return local
     inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return next(each for each in inner if each is not None and each.shape == local.shape)
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoints in a folder were published, ascending."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())

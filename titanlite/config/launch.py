@@ -189,5 +189,7 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     elif float8.enable and not float8.emulate and param != "bfloat16":
         message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
         reject("float8.enable", message + "this to false")
+    if config.debug.sdc_check_freq and on_cuda and not config.debug.deterministic:
+        reject("debug.sdc_check_freq", "compares bits of repeated steps on CUDA; set debug.deterministic = true")
     if config.profiling.enable_memory_snapshot and not on_cuda:
         reject("profiling.enable_memory_snapshot", f"{needs_cuda} false")

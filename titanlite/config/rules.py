@@ -26,7 +26,7 @@ ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.loca
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
-PROMPTS = "validation.generate_prompts"
+PROMPTS, OUTLIER_SIGMA = "validation.generate_prompts", "training.skip_outlier_sigma"
 
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
@@ -142,6 +142,9 @@ def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if total_steps != -1 and total_steps < training.steps:
         message = f"expected at least training.steps = {training.steps}; the schedule ends after total_steps"
         reject("lr_scheduler.total_steps", message, "training.steps")
+    if "training.outlier_window" in changed and not training.skip_outlier_sigma:
+        message = f"read only when {OUTLIER_SIGMA} is above 0; set that, or remove it"
+        reject("training.outlier_window", message, OUTLIER_SIGMA)
 
 
 def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:

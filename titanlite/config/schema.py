@@ -9,19 +9,20 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from titanlite.config.loader import Section
-from titanlite.config.model_sizes import SIZES
+from titanlite.config.model_schema import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Model,
+    NotNegative,
+    Positive,
+    Precision,
+    layer_parameters,
+)
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
-
-# Types that recur. An error message reads the bounds back, so it always names the true range.
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Precision = Literal["auto", "bfloat16", "float32", "float64"]
 
 
 class Job(Section):
@@ -31,81 +32,6 @@ class Job(Section):
     """Take over the lock of dump_folder from a run on another node whose heartbeat has stopped; false: reject it."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
-
-
-class Model(Section):
-    """`flavor` names a model of titanlite/config/model_sizes.py; from_hf is the model of a Hugging Face config.json.
-    Every other key overrides its value there."""
-
-    flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
-    """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
-    hf_assets_path."""
-    hf_assets_path: str = ""
-    """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
-    dim: Count
-    """Width of the residual stream."""
-    n_layers: Count
-    """Number of transformer blocks."""
-    n_heads: Count
-    """Number of query heads."""
-    n_kv_heads: Count
-    """Number of KV heads; fewer than n_heads is grouped-query attention."""
-    head_dim: Union[Literal[-1], Count]
-    """Channels of a query, key or value head; -1: dim / n_heads."""
-    ffn_dim: Count
-    """Width of the SwiGLU feed-forward layer."""
-    vocab_size: Count
-    """Size of the vocabulary in the embedding and the output head; at least the tokenizer's."""
-    norm_eps: Positive
-    """Epsilon of the RMS norms."""
-    tie_embeddings: bool
-    """Tied embeddings: use the embedding's weight as the output head's weight."""
-    attention_bias: Literal["none", "qkv", "all"]
-    """Biases of the attention layers; qkv: of the projections to queries, keys and values (Qwen2); all: of the output
-    projection too."""
-    mlp_bias: bool
-    """Biases of the three feed-forward layers."""
-    qk_norm: bool
-    """RMSNorm of every head of queries and of keys before the rotary embedding (Qwen3)."""
-    sliding_window: CountOrZero
-    """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
-    its document; 0: to all tokens before it."""
-    rope_theta: Positive
-    """Base of the rotary embedding's frequencies."""
-    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"]
-    """Which wavelengths are stretched, if rope_scaling_factor is above 1. linear: all; llama3: long ones, as in Llama
-    3.1; yarn: long ones, and attention is rescaled (YaRN)."""
-    rope_low_freq_factor: Positive
-    """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
-    rope_high_freq_factor: Positive
-    """llama3: wavelengths below rope_original_seq_len / this factor are not scaled."""
-    rope_beta_fast: Positive
-    """yarn: wavelengths below rope_original_seq_len / this factor are not scaled."""
-    rope_beta_slow: Positive
-    """yarn: wavelengths above rope_original_seq_len / this factor are scaled fully."""
-    rope_attention_factor: Union[Literal[-1], Positive]
-    """yarn: factor on queries and keys, in the cosines and sines; -1: 0.1 ln(rope_scaling_factor) + 1."""
-    rope_original_seq_len: Count
-    """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_flavor(cls, values: dict[str, Any]) -> dict[str, Any]:
-        flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
-        if flavor == "from_hf":
-            if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
-                from titanlite.config.hf_config import options_from_hf
-
-                defaults = options_from_hf(values.get("hf_assets_path", ""))
-        elif isinstance(flavor, str):
-            defaults = SIZES.get(flavor, defaults)
-        options = {**defaults, **values}
-        dim, n_heads = options["dim"], options["n_heads"]
-        if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and 0 < n_heads <= dim and not dim % n_heads:
-            options["head_dim"] = dim // n_heads
-        return options
 
 
 class Training(Section):
@@ -145,6 +71,10 @@ class Training(Section):
     """Gradient clipping: gradients with a larger global norm are scaled down to this norm."""
     nonfinite_steps_allowed: CountOrZero = 0
     """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
+    skip_outlier_sigma: NotNegative = 0.0
+    """Skip steps whose gradient norm is above the mean of recent ones by this many standard deviations; 0: none."""
+    outlier_window: Annotated[int, Field(ge=4)] = 128
+    """Steps whose gradient norms count as recent. None is skipped until half as many have been taken."""
     gc_freq: Count = 50
     """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -340,6 +270,8 @@ class Checkpoint(Section):
     on_corrupt: Literal["stop", "previous"] = "stop"
     """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged and resume
     from the one before."""
+    on_error: Literal["fail", "continue"] = "fail"
+    """If a checkpoint cannot be written. continue: say so and train on to the next save; the last save always fails."""
 
 
 class Metrics(Section):
@@ -411,6 +343,8 @@ class Debug(Section):
     """Seed of the weights, the data order and the random number generators."""
     deterministic: bool = False
     """Use only deterministic algorithms of torch."""
+    sdc_check_freq: CountOrZero = 0
+    """Silent data corruption: steps between comparisons of replicas and of a step computed twice; 0: none."""
 
 
 class Config(Section):
@@ -479,20 +413,6 @@ def stage_modules(config: Config) -> list[list[str]]:
         first = parallelism.pipeline_parallel_first_stage_less_layers
         costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
     else:
-        layer, matrix = _layer_parameters(model), model.dim * model.vocab_size
+        layer, matrix = layer_parameters(model), model.dim * model.vocab_size
         costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
-
-
-def _layer_parameters(model: Model) -> int:
-    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    matrices = 2 * model.dim * (q_dim + kv_dim) + 3 * model.dim * model.ffn_dim
-    biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
-    biases += (2 * model.ffn_dim + model.dim) * model.mlp_bias
-    return matrices + biases + 2 * model.dim + 2 * model.head_dim * model.qk_norm
-
-
-def count_parameters(model: Model) -> int:
-    """Return the number of parameters of the full model."""
-    matrices = 1 if model.tie_embeddings else 2
-    return matrices * model.dim * model.vocab_size + model.n_layers * _layer_parameters(model) + model.dim

@@ -90,9 +90,10 @@ def open_folder(folder: Path) -> ModelFolder:
     place = value_of_run(config, "checkpoint", "folder")
     try:
         path = step_folders(folder / place if isinstance(place, str) else folder)[-1]
-    except ConfigError:
+    except ConfigError as error:
         expected = "a Hugging Face folder, a step-N folder, or the folder of a run that has saved a checkpoint"
-        raise ConfigError([f"{folder}: expected {expected}"]) from None
+        _, _, reason = error.problems[0].partition("; ")
+        raise ConfigError([f"{folder}: expected {expected}" + (f"; {reason}" if reason else "")]) from None
     config = config or read_config(config_file_of_run(path))
     reader = CheckpointReader(path)
     dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # what it lacks is an error when it is loaded

@@ -110,8 +110,8 @@ def forget_layouts() -> None:
     _layout.cache_clear()
 
 
-def set_timeout(layout: Layout, seconds: int) -> None:
-    """Change how long collectives of training's process groups may take; others, such as the checkpoint's, keep theirs.
+def set_timeout(layout: Layout, seconds: int, *others: dist.ProcessGroup) -> None:
+    """Change how long collectives of training's process groups, and of others, may take.
 
     Private: before torch 2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11, 2.13 and 2.15, gloo).
     """
@@ -119,7 +119,7 @@ def set_timeout(layout: Layout, seconds: int) -> None:
         torch.cuda.synchronize()
         dist.barrier()
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in (dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group):
+    for group in (dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group, *others):
         if group is not None:
             set_group_timeout(_backstop(seconds), group)
 

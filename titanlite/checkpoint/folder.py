@@ -1,0 +1,155 @@
+"""The folder of a run's checkpoints: the names that a checkpoint has in the course of time, and how it gets them.
+
+    step-100/               good: its weights have given a finite step
+    step-200.unconfirmed/   complete, but its weights have given no finite step yet
+    step-300.tmp/           being written, or left by a run that died; never read
+    step-200.replaced/      complete, while another checkpoint of the same step takes its name
+    step-200.diverged/      its weights gave a step that was not finite
+    step-200.suspect/       saved after the last comparison of replicas that agreed
+    step-200.damaged/       renamed by checkpoint.on_corrupt = "previous"
+
+A resume reads the newest that is good or unconfirmed. Whenever the process is killed, a complete checkpoint of the
+newest step that was ever complete remains under such a name. Only rank 0 changes the folder.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+UNCONFIRMED, TEMPORARY, REPLACED = ".unconfirmed", ".tmp", ".replaced"
+DIVERGED, SUSPECT, DAMAGED = ".diverged", ".suspect", ".damaged"
+SET_ASIDE = {
+    DIVERGED: "its weights gave a step that was not finite",
+    SUSPECT: "it was saved after the last comparison of replicas that agreed",
+    DAMAGED: "it is damaged",
+}
+"""Why a checkpoint with this suffix is not read."""
+
+
+def state_of(path: Path) -> tuple[int, str] | None:
+    """Return the step and the suffix of a checkpoint's folder, as (200, ".unconfirmed"); "" if it is good. Return None
+    for any other name. The number of a second .damaged is dropped."""
+    match = re.fullmatch(r"step-(\d+)((?:\.[a-z]+)*)\d*", path.name, re.ASCII)
+    return (int(match[1]), match[2]) if match else None
+
+
+def why_not_read(path: Path) -> str:
+    """Return words for an error, why a checkpoint's folder is not read; "" if its name does not tell."""
+    state = state_of(path)
+    reason = SET_ASIDE.get(state[1], "it is not complete" if state[1].endswith(TEMPORARY) else "") if state else ""
+    return f"; {reason}; rename it to step-{state[0]} to read it all the same" if reason and path.is_dir() else ""
+
+
+def checkpoints(folder: Path, *suffixes: str) -> list[Path]:
+    """Return the checkpoints in a folder that have one of the suffixes, by step."""
+    found = [(state_of(path), path) for path in folder.glob("step-*") if path.is_dir()]
+    return [path for state, path in sorted((state, path) for state, path in found if state) if state[1] in suffixes]
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps whose checkpoints in a folder are good, ascending."""
+    return [state_of(path)[0] for path in checkpoints(folder, "")]
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until what was created or renamed in a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+class CheckpointFolder:
+    """Renames and deletes checkpoints. Every method raises OSError if the disk does."""
+
+    def __init__(self, path: Path, keep_latest_k: int):
+        self.path, self.keep_latest_k = path, keep_latest_k
+        self._deleting: list[threading.Thread] = []
+
+    def recover(self) -> None:
+        """Delete what a killed run has not finished, and complete its renames."""
+        for path in checkpoints(self.path, REPLACED):
+            step, _ = state_of(path)
+            if any(self.named(step, suffix).exists() for suffix in ("", UNCONFIRMED)):
+                shutil.rmtree(path)
+            else:
+                path.rename(self.named(step, UNCONFIRMED))
+        for path in self.path.glob(f"step-*{TEMPORARY}"):
+            shutil.rmtree(path)
+
+    def named(self, step: int, suffix: str = "") -> Path:
+        """Return the path of a step's checkpoint in a state."""
+        return self.path / f"step-{step}{suffix}"
+
+    def to_resume(self) -> list[str]:
+        """Return the names of the checkpoints that a run can resume from, the best last: the newest, and of the same
+        step the good one."""
+        paths = checkpoints(self.path, "", UNCONFIRMED)
+        return [path.name for path in sorted(paths, key=lambda path: (state_of(path)[0], path.suffix != UNCONFIRMED))]
+
+    def create(self, step: int) -> Path:
+        """Create the empty folder that a checkpoint is written into."""
+        path = self.named(step, TEMPORARY)
+        self.remove_unfinished(step)
+        path.mkdir(parents=True)
+        return path
+
+    def remove_unfinished(self, step: int) -> None:
+        """Free the space of a checkpoint that could not be written."""
+        shutil.rmtree(self.named(step, TEMPORARY), ignore_errors=True)
+
+    def publish(self, step: int) -> None:
+        """Make a checkpoint whose files are all on the disk one that a run can resume from. Delete older unconfirmed
+        ones beyond the newest k."""
+        self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
+        self._delete_oldest(UNCONFIRMED)
+
+    def confirm(self, step: int) -> None:
+        """Call a checkpoint good, and delete older good ones beyond the newest k."""
+        unconfirmed = self.named(step, UNCONFIRMED)
+        if unconfirmed.exists():  # a newer one may have displaced it
+            self._rename(unconfirmed, self.named(step))
+            self._delete_oldest("")
+
+    def set_aside(self, path: Path, suffix: str) -> str:
+        """Rename a checkpoint so that no later start reads it and none counts it. Return its new name.
+        It stays there until the user deletes it, or `delete_set_aside`."""
+        step, _ = state_of(path)
+        names = (f"step-{step}{suffix}{number}" for number in itertools.chain([""], itertools.count(2)))
+        target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+        path.rename(target)
+        sync_folder(self.path)
+        return target.name
+
+    def delete_set_aside(self, suffix: str) -> None:
+        """Delete what an earlier failure has set aside: a run that is restarted after each would fill the disk."""
+        for path in checkpoints(self.path, suffix):
+            self._delete(path)
+
+    def close(self) -> None:
+        """Wait until everything that was deleted is gone."""
+        for thread in self._deleting:
+            thread.join()
+
+    def _rename(self, source: Path, target: Path) -> None:
+        """Rename a checkpoint; one that has the name already stays complete under another until then."""
+        replaced = self.named(state_of(target)[0], REPLACED)
+        if target.exists():
+            target.rename(replaced)
+        source.rename(target)
+        sync_folder(self.path)  # the rename itself reaches the disk
+        if replaced.exists():
+            self._delete(replaced)
+
+    def _delete_oldest(self, suffix: str) -> None:
+        for path in checkpoints(self.path, suffix)[: -self.keep_latest_k] if self.keep_latest_k else []:
+            self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint in the background; from now on it is no longer complete."""
+        renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
+        thread = threading.Thread(target=shutil.rmtree, args=(renamed,), name="delete checkpoint")
+        thread.start()
+        self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]

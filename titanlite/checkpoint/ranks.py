@@ -1,0 +1,66 @@
+"""Ranks that each read or write files of their own: they wait for each other, and agree on what went wrong."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.loader import ConfigError
+from titanlite.errors import TrainingError
+from titanlite.progress import alive
+
+INTERVAL_SECONDS = 10.0
+"""Longest time between two signs of life of a rank that reads or writes."""
+
+
+@contextlib.contextmanager
+def collected_problems(
+    group: dist.ProcessGroup | None = None, kind: type[Exception] = ConfigError
+) -> Iterator[list[str]]:
+    """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
+    process without ranks, the problems are its own."""
+    own: list[str] = []
+    problems: list[str] = []
+    try:
+        yield problems
+    except kind as error:
+        own = error.problems if isinstance(error, ConfigError) else [str(error)]
+    gathered = [own]
+    if dist.is_initialized():
+        gathered = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, own, group=group)
+    problems += dict.fromkeys(problem for each in gathered for problem in each)
+
+
+def with_all_ranks(
+    work: Callable[[], Any], n_done: Callable[[], int], description: str, *, group: dist.ProcessGroup, timeout: float
+) -> Any:
+    """Access this rank's files in a thread, and return what `work` returns once all ranks have done theirs.
+
+    Ranks may need very different times, so none waits for the others in one collective. They exchange at short
+    intervals whether they are done: a rank that does not answer within the group's timeout is dead, and one that
+    answers is not, whatever it writes.
+
+    Raises:
+        TrainingError: if `n_done`, the bytes that this rank has accessed, has not changed for `timeout` seconds.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint files")
+    future = thread.submit(work)
+    thread.shutdown(wait=False)
+    done, since = -1, time.monotonic()
+    while True:
+        wait([future], timeout=min(timeout / 4, INTERVAL_SECONDS))
+        all_done = torch.tensor(int(future.done()))
+        dist.all_reduce(all_done, dist.ReduceOp.MIN, group=group)
+        alive()
+        if all_done:
+            return future.result()
+        if future.done() or n_done() != done:
+            done, since = n_done(), time.monotonic()
+        elif time.monotonic() - since > timeout:
+            problem = f"rank {dist.get_rank()}: {description}: not a byte in {timeout:g} seconds"
+            raise TrainingError(f"{problem}; does the disk or the network folder answer?")

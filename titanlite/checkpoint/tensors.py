@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint: weights, optimizer states and random states, and which rank saves which slice."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.reader import plain_shard, shard_slice
+from titanlite.optimizer import local_shard, n_replicas
+
+Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
+"""What a rank saves: by name its slice of a tensor, the slice's offset and the full tensor's shape."""
+
+
+def slices_to_save(tensors: Mapping[str, Tensor]) -> Slices:
+    """Return which slices this rank saves: each shard is saved by one of the ranks that have it, in turn."""
+    slices: Slices = {}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        offset, size = shard_slice(tensor)
+        is_sharded = isinstance(tensor, DTensor)
+        saves = _replica(tensor) == index % n_replicas(tensor) if is_sharded else is_on_first_rank(name, tensors)
+        if saves and 0 not in size:
+            slices[name] = plain_shard(tensor), offset, tuple(tensor.shape)
+    return slices
+
+
+def _replica(tensor: DTensor) -> int:
+    """Return the number of this rank among those that have the same shard."""
+    number = 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            number = number * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
+    return number
+
+
+def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether this rank is the first of those that have a tensor, or a shard of it. An optimizer state that is a
+    plain number is on all ranks of its parameter."""
+    if name.startswith("optimizer."):
+        name = "model." + name.removeprefix("optimizer.state.").rpartition(".")[0]
+    tensor = tensors[name]
+    return not isinstance(tensor, DTensor) or not any(tensor.device_mesh.get_coordinate())
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    # detach shares the memory, so that loading fills the parameters themselves
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
+    rates and betas come from the config and are not saved."""
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
+
+
+def dequantized(state: Tensor) -> Tensor:
+    """Return an 8-bit optimizer state in float32, since its scales belong to blocks of a shard and another layout has
+    other shards; return any other state as it is."""
+    local = local_shard(state)
+    if type(local) is Tensor:
+        return state
+    wide = local.dequantize().to(torch.float32)
+    if not isinstance(state, DTensor):
+        return wide
+    mesh, placements = state.device_mesh, state.placements
+    return DTensor.from_local(wide, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
+
+
+def random_states() -> dict[str, Tensor]:
+    """Return the states of this rank's generators, by the rank's number."""
+    rank = dist.get_rank()
+    states = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
