@@ -14,8 +14,8 @@
 # without a signal (a failed node, preemption without GraceTime) is requeued by SLURM itself, because of --requeue.
 set -euo pipefail
 export NNODES=$SLURM_NNODES MASTER_PORT=29500 JOB_ID=$SLURM_JOB_ID
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*} # the first line; `head` would end this script if scontrol were still writing
 
 requeue=no
 stop_and_requeue() {

@@ -21,7 +21,7 @@ SLURM = {
     "SLURM_CPUS_ON_NODE": "96",
 }
 SRUN = """#!/bin/bash
-echo $$ > "$LOGS/srun"
+echo "$$ $MASTER_ADDR" > "$LOGS/srun"
 trap 'sleep 0.2; echo "run ended" >> "$LOGS/events"; exit "$STOPPED_STATUS"' TERM
 sleep "$SECONDS_OF_RUN" & wait $!
 exit "$STATUS"
@@ -31,7 +31,8 @@ if [ "$1" = show ]; then printf 'node0\\nnode1\\n'; else echo "$@" >> "$LOGS/eve
 """
 SCANCEL = """#!/bin/bash
 echo "scancel $@" >> "$LOGS/events"
-kill -TERM "$(cat "$LOGS/srun")"
+read -r pid _ < "$LOGS/srun"
+kill -TERM "$pid"
 """
 TITANLITE = """#!/bin/bash
 echo $$ > "$LOGS/started"
@@ -91,6 +92,7 @@ def test_slurm_requeues_a_run_that_it_has_stopped_and_that_was_saved(commands, s
 def test_slurm_does_not_requeue_a_run_that_has_ended(commands, status):
     assert commands.start("./slurm.sh", "debug", status=status, **SLURM).wait(timeout=20) == status
     assert commands.read("events") == []
+    assert commands.read("srun")[0].endswith(" node0")
 
 
 def test_slurm_signals_the_script_before_the_time_limit():
