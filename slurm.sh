@@ -14,8 +14,8 @@
 # without a signal (a failed node, preemption without GraceTime) is requeued by SLURM itself, because of --requeue.
 set -euo pipefail
 export NNODES=$SLURM_NNODES MASTER_PORT=29500 JOB_ID=$SLURM_JOB_ID
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${hosts%%$'\n'*} # the first line; `head` would end this script if scontrol were still writing
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${nodes%%$'\n'*} # the first line; `head` would end this script if scontrol were still writing
 
 requeue=no
 stop_and_requeue() {
