@@ -123,7 +123,9 @@ class Run:
         return 0 if self.step() else None
 
     def new_temporary_files(self) -> list[str]:
-        return sorted(path.name for path in set(self.temporary.iterdir()) - self._files_before)
+        """Return what the run has left in the folder for temporary files, apart from the compiler's cache."""
+        names = {path.name for path in set(self.temporary.iterdir()) - self._files_before}
+        return sorted(name for name in names if not name.startswith("torchinductor_"))
 
     # Waiting and ending -----------------------------------------------------------------------------------------------
 
