@@ -119,7 +119,8 @@ def torn_metrics(run: Run, draw: random.Random) -> None:
 def torn_checkpoint(run: Run, draw: random.Random) -> None:
     run.kill()
     if steps := saved_steps(run.folder):
-        newest = next((run.folder / "run" / "checkpoint").glob(f"step-{steps[-1]}*"))
+        names = f"step-{steps[-1]}", f"step-{steps[-1]}.unconfirmed"
+        newest = next(path for path in (run.folder / "run" / "checkpoint").iterdir() if path.name in names)
         tear(draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size)), draw)
 
 

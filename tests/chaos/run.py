@@ -63,7 +63,10 @@ class Ended(Exception):
 
 
 class Run:
-    """A started run. Every process of it is found by a variable of its environment, orphans too."""
+    """A started run, all of whose processes are killed after the body of a with statement.
+
+    They are found by a variable of their environment, orphans too.
+    """
 
     def __init__(self, folder: Path, save: str):
         """Start `titanlite train` with folder/run as its dump folder; `save` is checkpoint.async_mode."""
@@ -86,6 +89,12 @@ class Run:
             stderr=self._log,
             stdin=subprocess.DEVNULL,
         )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     # What can be seen -------------------------------------------------------------------------------------------------
 

@@ -60,9 +60,8 @@ class Campaign:
 
     def undisturbed(self) -> dict[int, tuple[Any, ...]]:
         folder = self.folder / "undisturbed"
-        run = Run(folder, "disabled")
-        ended = run.ends_within(LIMIT_OF_A_CLEAN_RUN)
-        run.kill()
+        with Run(folder, "disabled") as run:
+            ended = run.ends_within(LIMIT_OF_A_CLEAN_RUN)
         steps = curve(folder)
         assert (ended, run.launcher.returncode, len(steps)) == (True, 0, STEPS), run.output()
         return steps
@@ -79,21 +78,19 @@ class Campaign:
         record = Round(self.n_rounds, moment, fault, SAVES[self.n_rounds % len(SAVES)])
         saved = saved_steps(folder)
         torn = any(folder.rglob("*.whole"))
-        run = Run(folder, record.save)
-        try:
-            MOMENTS[moment](run, self.draw)
-            if run.resumed_after() is not None:
-                forget(folder)
-            begin = time.monotonic()
-            self.faults[fault].apply(run, self.draw)
-            self.check_end(run, record, self.faults[fault], begin)
-        except Ended:
-            if run.launcher.poll() != 0 and not (torn and run.launcher.poll() == 2):
-                record.problems.append(f"did not reach the moment: {last_lines(run)}")
-                restore(folder)
-                self.current = folder if torn else None  # without a torn file the next start would fail as well
-        finally:
-            run.kill()
+        with Run(folder, record.save) as run:
+            try:
+                MOMENTS[moment](run, self.draw)
+                if run.resumed_after() is not None:
+                    forget(folder)
+                begin = time.monotonic()
+                self.faults[fault].apply(run, self.draw)
+                self.check_end(run, record, self.faults[fault], begin)
+            except Ended:
+                if run.launcher.poll() != 0 and not (torn and run.launcher.poll() == 2):
+                    record.problems.append(f"did not reach the moment: {last_lines(run)}")
+                    restore(folder)
+                    self.current = folder if torn else None  # without a torn file the next start would fail as well
         record.status = run.launcher.returncode
         self.check_start(run, record, saved, torn)
         self.write(record, run)
@@ -113,15 +110,14 @@ class Campaign:
         record.outcome = "stopped" if status == 0 else "failed"
         if record.moment == "before ranks" and status in (-signal.SIGTERM, -signal.SIGINT):
             return  # the launcher had not begun to handle signals, and nothing had been started
-        if fault.end == "stopped":
-            if status != 0:
-                record.problems.append(f"exit status {status}: {last_lines(run)}")
-            if "Traceback" in run.output():
-                record.problems.append(f"traceback: {last_lines(run)}")
-            if left := run.new_temporary_files():
-                record.problems.append(f"temporary files: {', '.join(left)}")
-            if status == 0 and record.step and saved_steps(run.folder)[-1:] != [record.step]:
-                record.problems.append(f"stopped after step {record.step}, saved {saved_steps(run.folder)[-1:]}")
+        if fault.end == "stopped" and status != 0:
+            record.problems.append(f"exit status {status}: {last_lines(run)}")
+        if fault.end == "stopped" and (left := run.new_temporary_files()):
+            record.problems.append(f"temporary files: {', '.join(left)}")
+        if fault.end != "failed" and "Traceback" in run.output():
+            record.problems.append(f"traceback: {last_lines(run)}")
+        if status == 0 and run.step() and saved_steps(run.folder)[-1:] != [run.step()]:
+            record.problems.append(f"stopped after step {run.step()}, saved {saved_steps(run.folder)[-1:]}")
         if fault.end == "failed" and status == 0 and record.step < STEPS:
             record.problems.append("exit status 0 though it failed")
 
@@ -150,10 +146,10 @@ class Campaign:
             return
         record = Round(self.n_rounds, "", "none: the run is completed", SAVES[self.n_rounds % len(SAVES)])
         saved, torn = saved_steps(folder), any(folder.rglob("*.whole"))
-        run, begin = Run(folder, record.save), time.monotonic()
-        if not run.ends_within(LIMIT_OF_A_CLEAN_RUN):
-            record.problems.append(f"after {LIMIT_OF_A_CLEAN_RUN} s left: {left_over(run)}")
-        run.kill()
+        begin = time.monotonic()
+        with Run(folder, record.save) as run:
+            if not run.ends_within(LIMIT_OF_A_CLEAN_RUN):
+                record.problems.append(f"after {LIMIT_OF_A_CLEAN_RUN} s left: {left_over(run)}")
         record.seconds, record.status, record.outcome = time.monotonic() - begin, run.launcher.returncode, "completed"
         self.check_start(run, record, saved, torn)
         if record.outcome == "rejected":
