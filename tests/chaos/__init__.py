@@ -1,0 +1,1 @@
+"""Kills, stops and damages runs at aimed moments, and compares the curve that remains with an undisturbed run's."""

@@ -1,0 +1,89 @@
+"""Runs on two nodes: the same numbers as on one node, and how they end and resume when a node or the link fails."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import SMALL, Runs, computed, read_metrics
+from tests.two_nodes import TwoNodes, reason_to_skip
+
+TIMEOUT = 6
+"""comm.train_timeout_seconds"""
+STEPS = 60
+ARGUMENTS = (
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    f"--training.steps={STEPS}",
+    f"--lr_scheduler.total_steps={STEPS}",
+    f"--comm.train_timeout_seconds={TIMEOUT}",
+)
+
+
+class Training:
+    """A run of the small config on two nodes."""
+
+    def __init__(self, nodes: TwoNodes, folder: Path):
+        self.nodes, self.run = nodes, folder / "two_nodes"
+        command = [sys.executable, "-m", "titanlite", "train", str(folder / "small.toml")]
+        command += [f"--job.dump_folder={self.run}", *ARGUMENTS]
+        self.launchers = [nodes.start(node, *command) for node in (0, 1)]
+
+    def wait_for_step(self, step: int) -> None:
+        file, deadline = self.run / "metrics.jsonl", time.monotonic() + 60
+        while not file.exists() or file.read_text().count("\n") < step:
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            assert [launcher.poll() for launcher in self.launchers] == [None, None]
+            time.sleep(0.02)
+
+    def finish(self) -> None:
+        """Wait for the end of the run, and assert that it has trained all steps."""
+        results = [(*launcher.communicate(timeout=90), launcher.returncode) for launcher in self.launchers]
+        assert [status for *_, status in results] == [0, 0], results
+        assert (self.run / "checkpoint" / f"step-{STEPS}").is_dir()
+
+
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("none", marks=pytest.mark.nightly),
+        "cut link",
+        pytest.param("killed node", marks=pytest.mark.nightly),
+        pytest.param("killed node 0", marks=pytest.mark.nightly),
+    ],
+)
+def test_two_nodes(ranks, tmp_path, fault):
+    """Both nodes end soon after a fault, the next run resumes, and the curve is bitwise that of two ranks on one node
+    that nothing has disturbed."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    expected = Runs(ranks, tmp_path)(2, "one_node", *ARGUMENTS)
+    with TwoNodes() as nodes:
+        if fault != "none":
+            training = Training(nodes, tmp_path)
+            training.wait_for_step(5)
+            survivors = [0, 1]
+            if fault == "cut link":
+                nodes.cut()
+            else:
+                killed = 0 if fault.endswith("0") else 1
+                survivors.remove(killed)
+                nodes.kill(killed)
+            assert_end_within(nodes, training, survivors, TIMEOUT + 10)
+            nodes.connect()
+        Training(nodes, tmp_path).finish()
+    assert computed(read_metrics(tmp_path / "two_nodes")) == computed(expected)
+    newest = tmp_path / "two_nodes" / "checkpoint" / f"step-{STEPS}" / "state.json"
+    assert json.loads(newest.read_text())["step"] == STEPS
+
+
+def assert_end_within(nodes: TwoNodes, training: Training, survivors: list[int], seconds: float) -> None:
+    """Assert that the nodes that were not killed end in time, with an error, and that no process of them is left."""
+    deadline = time.monotonic() + seconds
+    while any(nodes.processes(node) for node in survivors) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = {node: nodes.processes(node) for node in survivors}
+    assert not any(left.values()), f"after {seconds} s these processes have not ended: {left}"
+    assert all(training.launchers[node].wait() > 0 for node in survivors), "the fault is not in the exit status"
