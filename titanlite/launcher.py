@@ -133,14 +133,14 @@ def main(argv: list[str]) -> int:
         require_place(os.environ)
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
         environment = environment_of_ranks(ranks, prepare_log_folder(loaded.config.job.dump_folder))
+        raise_open_file_limit()  # the launcher on the first node has a connection to every rank
+        from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+
+        command = [sys.executable, "-m", "titanlite.rank", *argv]
+        return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
     except ConfigError as error:
         print_problems(error)
         return 2
-    from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
-
-    raise_open_file_limit()  # the launcher on the first node has a connection to every rank
-    command = [sys.executable, "-m", "titanlite.rank", *argv]
-    return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
 
 
 def environment_of_ranks(ranks: int, log_folder: Path) -> dict[str, str]:

@@ -24,6 +24,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
+from titanlite.config.loader import ConfigError
+from titanlite.progress import progress
 from titanlite.reliability.process import SIGNALS, LauncherSignals, children, print_to_console, send
 from titanlite.reliability.watchdog import RECORD_SECONDS, store_prefix, this_host
 
@@ -126,19 +128,40 @@ def run_ranks(
     return exit_status(agent.statuses.values(), signals)
 
 
-def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str | None]:
-    """Return torchrun's rendezvous of a launch, and the name by which ranks of this node are reached."""
+def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
+    """Return torchrun's rendezvous of a launch, and the address by which this node is reached.
+
+    Raises:
+        ConfigError: if MASTER_ADDR has no address within five minutes; a cluster may need a while to name its nodes.
+    """
     least, _, most = (environment.get("NNODES") or "1").partition(":")
     if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
-        return RendezvousParameters(
-            "c10d", "localhost:0", uuid.uuid4().hex, 1, 1, "localhost", is_host=True
-        ), "localhost"
-    endpoint = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT') or 29500}"
+        address = "localhost"
+        return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
+    first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
     run_id, is_host = environment.get("JOB_ID") or "titanlite", environment["NODE_RANK"] == "0"
-    # Without is_host, torch compares MASTER_ADDR with the node's own names, and finds no host where they differ.
-    local_address = environment["MASTER_ADDR"] if is_host else None
+    # torch would compare MASTER_ADDR with the node's own names, and tell the others the name that the node has for
+    # itself. Where these differ, or mean another interface, all nodes would wait forever.
+    with progress(f"waiting until MASTER_ADDR = {first} has an address"):
+        address = _address_towards(first, port)
     nodes = int(least), int(most or least)
-    return RendezvousParameters("c10d", endpoint, run_id, *nodes, local_address, is_host=is_host), local_address
+    return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, is_host=is_host), address
+
+
+def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
+    """Return this node's address on the network by which it reaches a host."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing, and chooses the interface
+                return probe.getsockname()[0]
+        except OSError as error:
+            if time.monotonic() > deadline:
+                problem = f"environment: MASTER_ADDR = {host}: no way to this address: {error.strerror}"
+                raise ConfigError([problem]) from None
+            time.sleep(1)
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
