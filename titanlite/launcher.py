@@ -26,7 +26,7 @@ from titanlite.config.launch import count_from_environment, plan_command, quanti
 from titanlite.config.loader import print_problems, show
 from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
-from titanlite.reliability.process import LOG_FILE, STARTED_BY, LauncherSignals
+from titanlite.reliability.process import LOG_FILE, STARTED_BY, LauncherSignals, exit_process
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
@@ -137,7 +137,8 @@ def main(argv: list[str]) -> int:
         from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
         command = [sys.executable, "-m", "titanlite.rank", *argv]
-        return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
+        # At once: while Python shuts down, a signal would end the process with a status of its own.
+        return exit_process(run_ranks(command, ranks, environment, signals, max_restarts=restarts))
     except ConfigError as error:
         print_problems(error)
         return 2

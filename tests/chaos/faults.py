@@ -34,13 +34,12 @@ class Fault:
 
 
 def send(number: int, *, to: str, times: int = 1) -> Callable[[Run, random.Random], None]:
-    """Return a fault that sends a signal to the launcher, torchrun, a random rank, or all processes at once."""
+    """Return a fault that sends a signal to the launcher, a random rank, or all processes at once."""
 
     def processes(run: Run, draw: random.Random) -> list[int]:
         ranks = list(run.ranks().values())
         return {
             "launcher": [run.launcher.pid],
-            "torchrun": run.torchrun(),
             "rank": [draw.choice(ranks)] if ranks else [],
             "all": list(run.processes()),
         }[to]
@@ -134,7 +133,6 @@ STOP, KILL, HANG = 30, 15, TIMEOUT + 15
 RANKS_EXIST = "imports", "first step", *TRAINING
 FAULTS: dict[str, Fault] = {
     "SIGKILL to the launcher": Fault(send(signal.SIGKILL, to="launcher"), "failed", KILL),
-    "SIGKILL to torchrun": Fault(send(signal.SIGKILL, to="torchrun"), "failed", KILL, RANKS_EXIST),
     "SIGKILL to a rank": Fault(send(signal.SIGKILL, to="rank"), "failed", KILL, RANKS_EXIST),
     "SIGKILL to all": Fault(send(signal.SIGKILL, to="all"), "failed", KILL),
     "SIGTERM to the launcher": Fault(send(signal.SIGTERM, to="launcher"), "stopped", STOP),

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from titanlite.config.loader import ConfigError
 from titanlite.progress import progress
-from titanlite.reliability.process import SIGNALS, LauncherSignals, children, print_to_console, send
+from titanlite.reliability.process import SIGNALS, STOPPED, LauncherSignals, children, print_to_console, send
 from titanlite.reliability.watchdog import RECORD_SECONDS, store_prefix, this_host
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
@@ -53,16 +53,16 @@ class Agent(LocalElasticAgent):
         failed = {rank: status for rank, status in statuses.items() if status}
         if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
             for rank, status in failed.items():
-                if status < 0:
-                    self._report_killed(rank, status)
+                if status < 0 or status == STOPPED:
+                    self._report(rank, status)
             deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
             while time.monotonic() < deadline and None in map(status_of, processes.values()):
                 time.sleep(0.05)
             send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
         self.statuses = failed or {rank: failure.exitcode for rank, failure in result.failures.items()}
-        if 2 in self.statuses.values():
-            self._remaining_restarts = 0  # the config is wrong, and stays wrong
+        if 2 in self.statuses.values() or STOPPED in self.statuses.values():
+            self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
         return result
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:
@@ -70,13 +70,16 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
         super()._shutdown(*arguments, **options)
 
-    def _report_killed(self, rank: int, status: int) -> None:
-        """Record in the launch's store that a signal has killed a rank, which could not do so itself; print it, unless
-        another failure was first."""
-        name, group = signal.Signals(-status).name, self._worker_group
-        hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
-        message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
-        record = {"rank": rank, "host": this_host(), "status": 1, "message": message, "kind": "error"}
+    def _report(self, rank: int, status: int) -> None:
+        """Record in the launch's store that a signal has ended a rank, which could not do so itself, so that all ranks
+        end; print it if the rank was killed, and is the first that failed."""
+        group, message = self._worker_group, ""
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
+            message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
+        code = 1 if message else STOPPED
+        record = {"rank": rank, "host": this_host(), "status": code, "message": message, "kind": "error"}
         with contextlib.suppress(dist.DistError):
             address, timeout = (group.master_addr, group.master_port), timedelta(seconds=3)
             store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -84,7 +87,8 @@ class Agent(LocalElasticAgent):
             store = dist.PrefixStore(store_prefix(str(attempt)), store)
             if json.loads(store.compare_set("end", "", json.dumps(record))) != record:
                 return
-        print_to_console(message)
+        if message:
+            print_to_console(message)
 
 
 def run_ranks(
@@ -196,5 +200,6 @@ def status_of(pid: int) -> int | None:
 
 def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
     """Return the launcher's exit status from those of the ranks that have failed."""
-    failed = [status for status in failures if not (signals.stopping and status == -signal.SIGTERM)]
+    stopped = {STOPPED, -signal.SIGTERM} if signals.stopping else {STOPPED}
+    failed = [status for status in failures if status not in stopped]
     return 2 if 2 in failed else 1 if failed else 0

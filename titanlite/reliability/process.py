@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of a rank that was asked to stop before it had anything to save."""
 LOG_FILE = "TITANLITE_LOG_FILE"
 """Environment variable: where a rank that LOG_RANK does not name writes its lines; {rank} is its number."""
 
@@ -64,7 +66,9 @@ class Signals:
         if self._interrupts > 1:
             self.end("interrupted twice: ended without saving", status=1)
         if self.nothing_to_save:
-            self.end("asked to stop before the first step was done: nothing to save", status=0)
+            # To the launcher this status says that the other ranks are to end too, and that nothing has failed.
+            status = STOPPED if STARTED_BY in os.environ else 0
+            self.end("asked to stop before the first step was done: nothing to save", status)
         self.stopping = True
 
     def end(self, message: str, status: int) -> None:
@@ -82,13 +86,15 @@ class LauncherSignals(Signals):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ranks_exist = False
+        """Whether ranks have been started."""
         self._stopped: set[int] = set()
 
     def received(self, number: int) -> None:
         """Pass a signal on. A hangup becomes SIGTERM; a stop before there are ranks ends the launcher."""
         ranks = children(os.getpid())
         self.stopping = self.stopping or number != signal.SIGUSR1
-        if self.stopping and not ranks:
+        if self.stopping and not self.ranks_exist and not ranks:
             self.end("asked to stop before the ranks were started: nothing to save", status=0)
         if number in (signal.SIGINT, signal.SIGUSR1):
             send(ranks, number)
@@ -97,7 +103,8 @@ class LauncherSignals(Signals):
         self.pass_on()
 
     def pass_on(self) -> None:
-        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal."""
+        """If the launcher is to stop, send SIGTERM to the ranks that have had no signal. Called every now and then."""
+        self.ranks_exist = self.ranks_exist or bool(children(os.getpid()))
         if self.stopping:
             ranks = set(children(os.getpid())) - self._stopped
             self._stopped |= ranks
@@ -212,7 +219,7 @@ class UnfailingStream:
             self._stream.flush()
 
 
-def exit_process(status: int) -> None:
+def exit_process(status: int) -> NoReturn:
     """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
     would turn a finished run into a failed one."""
     clean_up()

@@ -81,7 +81,7 @@ class Watchdog:
 
     def stopped(self) -> None:
         """Tell the other ranks that a signal has ended this one before there was anything to save."""
-        self._recorded(self._record("", status=0))
+        self._recorded(self._record("", status=process.STOPPED if process.STARTED_BY in os.environ else 0))
 
     def _record(self, message: str, status: int = 1, **more: Any) -> dict[str, Any]:
         return {
