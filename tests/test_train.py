@@ -30,7 +30,7 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
-from titanlite.reliability.process import Signals
+from titanlite.reliability.process import Signals, children
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -759,6 +759,22 @@ def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
     assert last_line.startswith("asked to stop: ended after step ")
     newest = folder / "run" / "checkpoint" / f"step-{last_line.split()[-1]}"
     assert json.loads((newest / "state.json").read_text())["step"] == read_metrics(folder / "run")[-1]["step"]
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_a_killed_rank_is_started_again_and_the_curve_is_the_same(runs, folder, kills):
+    """torchrun's agent starts all ranks anew, and they resume."""
+    arguments = ["--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=12"]
+    expected = computed(runs(2, "undisturbed", *arguments))
+    command = ["./run_train.sh", str(folder / "small.toml"), *arguments, "--parallelism.data_parallel_shard_degree=2"]
+    process = start(*command, MAX_RESTARTS=str(kills))
+    for number in range(1, kills + 1):
+        next(line for line in process.stdout if f"step {3 * number:>2}/" in line)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+    status, _, error = finish(process)
+    assert status == 0, error
+    assert error.count("was killed by SIGKILL") == kills
+    assert computed(read_metrics(folder / "run")) == expected
 
 
 def test_sigterm_before_the_first_step_is_done_ends_a_run_at_once(folder):

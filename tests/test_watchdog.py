@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite import progress
+
 ROOT = Path(__file__).parents[1]
 RANK = """
 import os, signal, sys, time
@@ -26,9 +28,10 @@ dog = watchdog.Watchdog(launch, Comm(init_timeout_seconds=60), Path("run"))
 
 def run():
     with dog:
-        mark("forward", 1)
         while not dog._store or not all(dog._store.check([f"rank/{other}"]) for other in range(launch.world_size)):
             time.sleep(0.05)  # both have imported torch
+        for name in ("waiting for data", "forward", "writing"):
+            mark(name, 1)  # each has been seen, and took no time
         progress.first_step_done(TIMEOUT)
         body()
     print(rank, "is done", flush=True)
@@ -114,6 +117,37 @@ time.sleep(4)
 """
     status, out, errors, _ = run(tmp_path, body)
     assert (status, sorted(out.splitlines()), errors) == (0, ["0 is done", "1 is done"], [])
+
+
+def test_limits_of_activities(monkeypatch):
+    """The first time that something is done it may compile, as the first step and the first validation do."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress, "train_timeout", None)
+    for durations in ("_longest", "_longest_at_first"):
+        monkeypatch.setattr(progress, durations, {})
+    monkeypatch.setattr(progress, "current", progress.Activity())
+
+    def ends_after(name: str, seconds: float) -> bool:
+        """Return whether the activity is over then, and was not a second before."""
+        progress.mark(name)
+        clock[0] += seconds - 1
+        early = progress.is_over(300)
+        clock[0] += 2
+        return not early and progress.is_over(300)
+
+    assert ends_after("forward", 300)  # 301 s, and the limit is now 300 s longer than that
+    progress.first_step_done(100)
+    assert ends_after("forward", 100 + 301)
+    assert ends_after("validation", 300)
+    progress.mark("forward")
+    clock[0] += 5
+    assert ends_after("validation", 100 + 301)
+    progress.mark("waiting", limited=False)
+    clock[0] += 1e6
+    assert not progress.is_over(300)
+    progress.alive()
+    assert str(progress.current) == "waiting"
 
 
 ERRORS = {

@@ -103,12 +103,15 @@ def alive() -> None:
 def first_step_done(timeout_seconds: float) -> None:
     """Note that the first step is done. From now on another timeout holds, and what takes long is not compilation."""
     global train_timeout
+    mark("end of the first step")
     train_timeout = timeout_seconds
     _longest_at_first.update(_longest)
     _longest.clear()
 
 
-def is_over(timeout_seconds: float) -> bool:
-    """Return whether the activity has taken the timeout longer than it ever has before."""
-    before = _longest.get(current.name, _longest_at_first.get(current.name, 0.0))
-    return current.limited and time.monotonic() - current.since > timeout_seconds + before
+def is_over(init_timeout_seconds: float) -> bool:
+    """Return whether the activity takes too long: the timeout longer than it ever has before. Until the first step is
+    done, and for an activity that is new then and may compile, such as validation, that is the timeout at the start."""
+    before = _longest.get(current.name, _longest_at_first.get(current.name))
+    timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
+    return current.limited and time.monotonic() - current.since > timeout + (before or 0.0)

@@ -145,10 +145,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
             # take the step, or none does; whether it is finite is read after it, so that the device need not wait.
-            asked = torch.tensor([signals.stopping, signals.saves > n_saves_asked], dtype=loss_sum.dtype)
-            totals = torch.cat([loss_sum[None], asked.to(device)])
+            asked = [torch.full_like(loss_sum, flag) for flag in (signals.stopping, signals.saves > n_saves_asked)]
+            totals = torch.stack([loss_sum, *asked])
             dist.all_reduce(totals)
-            numbers = torch.cat([torch.stack([totals[0] / n_valid, norm]), totals[1:]])
+            numbers = torch.stack([totals[0] / n_valid, norm, totals[1], totals[2]])
             taken = numbers.isfinite().all()
             if outliers:
                 taken = outliers.taken(norm, taken)

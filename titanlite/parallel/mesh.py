@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.schema import Comm, Parallelism
+from titanlite.reliability.process import attempt
 from titanlite.reliability.watchdog import BACKSTOP_SECONDS
 
 
@@ -40,9 +42,18 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
     raise_open_file_limit()
     # gloo beside NCCL is for tensors in host memory: the data's identity, steps of checkpoints, the last barrier.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # Started without torchrun: one rank, which needs no port.
-    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=_backstop(comm.init_timeout_seconds), **alone)
+    timeout = _backstop(comm.init_timeout_seconds)
+    arguments: dict[str, Any] = {}
+    if "WORLD_SIZE" not in os.environ:  # started without torchrun: one rank, which needs no port
+        arguments = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's agent keeps its store when it starts ranks anew (torch 2.11 to 2.13), with the addresses of the
+        # old ones, which gloo would connect to.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        arguments = {"store": dist.PrefixStore(f"titanlite/{attempt()}/torch", store)}
+        arguments |= {"rank": launch.rank, "world_size": launch.world_size}
+    dist.init_process_group(backend, timeout=timeout, **arguments)
     yield
     # Only on success: after an exception the other ranks may never reach a barrier.
     dist.barrier()

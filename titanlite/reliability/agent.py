@@ -26,8 +26,17 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from titanlite.config.loader import ConfigError
 from titanlite.progress import progress
-from titanlite.reliability.process import SIGNALS, STOPPED, LauncherSignals, children, print_to_console, send
-from titanlite.reliability.watchdog import RECORD_SECONDS, store_prefix, this_host
+from titanlite.reliability.process import (
+    ATTEMPT,
+    SIGNALS,
+    STOPPED,
+    LauncherSignals,
+    attempt,
+    children,
+    print_to_console,
+    send,
+)
+from titanlite.reliability.watchdog import RECORD_SECONDS, this_host
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
 """How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
@@ -46,6 +55,13 @@ class Agent(LocalElasticAgent):
 
     statuses: Mapping[int, int] = {}
     """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, after all nodes have agreed on a name for this attempt: the store has keys of each round."""
+        if worker_group.group_rank == 0:
+            worker_group.store.set(ATTEMPT, uuid.uuid4().hex)
+        os.environ[ATTEMPT] = worker_group.store.get(ATTEMPT).decode()
+        return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         processes = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -83,8 +99,7 @@ class Agent(LocalElasticAgent):
         with contextlib.suppress(dist.DistError):
             address, timeout = (group.master_addr, group.master_port), timedelta(seconds=3)
             store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-            attempt = group.spec.max_restarts - self._remaining_restarts
-            store = dist.PrefixStore(store_prefix(str(attempt)), store)
+            store = dist.PrefixStore(f"titanlite/{attempt()}", store)
             if json.loads(store.compare_set("end", "", json.dumps(record))) != record:
                 return
         if message:
@@ -153,7 +168,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
 
 
 def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
-    """Return this node's address on the network by which it reaches a host."""
+    """Return this node's address on the network by which it reaches another."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -24,8 +24,15 @@ STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
+ATTEMPT = "TITANLITE_ATTEMPT"
+"""Environment variable: the same for all ranks that were started together, and another after each restart."""
 LOG_FILE = "TITANLITE_LOG_FILE"
 """Environment variable: where a rank that LOG_RANK does not name writes its lines; {rank} is its number."""
+
+
+def attempt() -> str:
+    """Return what tells the ranks that were started together from those before a restart."""
+    return os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Signals:

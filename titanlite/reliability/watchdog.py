@@ -169,7 +169,7 @@ class Watchdog:
         timeout = timedelta(seconds=self.comm.init_timeout_seconds)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store = dist.PrefixStore(store_prefix(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), store)
+        self._store = dist.PrefixStore(f"titanlite/{process.attempt()}", store)
 
     def _heartbeat(self, number: int) -> dict[str, Any]:
         now = progress.current
@@ -189,7 +189,7 @@ class Watchdog:
     def _own_hang(self) -> dict[str, Any] | None:
         """Return the record of a hang if this rank's main thread has not moved for too long."""
         now = time.monotonic()
-        if not progress.is_over(self.timeout) or now - self._looked < 10:
+        if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 10:
             return None
         self._looked = now
         return self._hang()
@@ -263,11 +263,6 @@ def fail(error: Exception, watchdog: Watchdog | None) -> None:
     if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
         process.print_to_console(message)
     process.exit_process(status)
-
-
-def store_prefix(attempt: str) -> str:
-    """Return what the keys of a launch's attempt begin with; each restart of the ranks is one more attempt."""
-    return f"titanlite/{attempt}"
 
 
 def _where(rank: int, beat: dict[str, Any]) -> str:
