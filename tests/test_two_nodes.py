@@ -1,6 +1,8 @@
 """Runs on two nodes: the same numbers as on one node, and how they end and resume when a node or the link fails."""
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from tests.test_train import SMALL, Runs, computed, read_metrics
 from tests.two_nodes import TwoNodes, reason_to_skip
+from titanlite.reliability.process import children
 
 TIMEOUT = 6
 """comm.train_timeout_seconds"""
@@ -25,11 +28,11 @@ ARGUMENTS = (
 class Training:
     """A run of the small config on two nodes."""
 
-    def __init__(self, nodes: TwoNodes, folder: Path):
+    def __init__(self, nodes: TwoNodes, folder: Path, **environment: str):
         self.nodes, self.run = nodes, folder / "two_nodes"
         command = [sys.executable, "-m", "titanlite", "train", str(folder / "small.toml")]
         command += [f"--job.dump_folder={self.run}", *ARGUMENTS]
-        self.launchers = [nodes.start(node, *command) for node in (0, 1)]
+        self.launchers = [nodes.start(node, *command, **environment) for node in (0, 1)]
 
     def wait_for_step(self, step: int) -> None:
         file, deadline = self.run / "metrics.jsonl", time.monotonic() + 60
@@ -87,3 +90,34 @@ def assert_end_within(nodes: TwoNodes, training: Training, survivors: list[int],
     left = {node: nodes.processes(node) for node in survivors}
     assert not any(left.values()), f"after {seconds} s these processes have not ended: {left}"
     assert all(training.launchers[node].wait() > 0 for node in survivors), "the fault is not in the exit status"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_all_nodes_start_again_when_a_rank_was_killed(ranks, tmp_path):
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    expected = Runs(ranks, tmp_path)(2, "one_node", *ARGUMENTS)
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path, MAX_RESTARTS="1")
+        training.wait_for_step(5)
+        os.kill(children(training.launchers[1].pid)[0], signal.SIGKILL)
+        training.finish()
+    assert computed(read_metrics(tmp_path / "two_nodes")) == computed(expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_an_elastic_run_goes_on_with_the_node_that_is_left(tmp_path):
+    """Where node 0 has the rendezvous, it starts again alone, and resumes."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path, NNODES="1:2", MAX_RESTARTS="1")
+        training.wait_for_step(5)
+        before = computed(read_metrics(training.run))[:4]
+        nodes.kill(1)
+        out, error = training.launchers[0].communicate(timeout=120)
+    assert training.launchers[0].returncode == 0, error
+    assert "resumed after step" in out
+    after = computed(read_metrics(training.run))
+    assert [step for step, *_ in after] == list(range(1, STEPS + 1))
+    assert after[:4] == before
