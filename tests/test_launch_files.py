@@ -21,8 +21,8 @@ SLURM = {
     "SLURM_CPUS_ON_NODE": "96",
 }
 SRUN = """#!/bin/bash
+trap 'kill %1; sleep 0.2; echo "run ended" >> "$LOGS/events"; exit "$STOPPED_STATUS"' TERM
 echo "$$ $MASTER_ADDR" > "$LOGS/srun"
-trap 'sleep 0.2; echo "run ended" >> "$LOGS/events"; exit "$STOPPED_STATUS"' TERM
 sleep "$SECONDS_OF_RUN" & wait $!
 exit "$STATUS"
 """
@@ -35,8 +35,8 @@ read -r pid _ < "$LOGS/srun"
 kill -TERM "$pid"
 """
 TITANLITE = """#!/bin/bash
+trap 'kill %1; sleep 0.2; echo saved > "$LOGS/saved"; exit 0' TERM
 echo $$ > "$LOGS/started"
-trap 'sleep 0.2; echo saved > "$LOGS/saved"; exit 0' TERM
 printf '%s\\n' "$@" > "$LOGS/arguments"
 env > "$LOGS/environment"
 sleep "$SECONDS_OF_RUN" & wait $!
@@ -120,9 +120,9 @@ def assert_the_launcher_takes(config: str, arguments: list[str], environment: di
     loaded = load([config, *arguments])
     assert loaded.config.checkpoint.enable, "without checkpoints a restarted run begins anew"
     assert loaded.config.job.dump_folder == "/data/run"
-    torchrun = launcher.torchrun_arguments(8, environment | {"MASTER_ADDR": "127.0.0.1"})  # no DNS has the real name
-    assert f"--nnodes={nodes}" in torchrun
-    assert f"--node-rank={nodes - 1}" in torchrun
+    assert launcher.nodes_of(environment) == (nodes, nodes)
+    launcher.require_place(environment)
+    assert environment["NODE_RANK"] == str(nodes - 1)
     assert environment["MAX_RESTARTS"] == "3"
 
 

@@ -1,37 +1,27 @@
 """The launcher and its ranks: signals, exit statuses, restarts, output. The ranks here do not train."""
 
-import os
+import contextlib
 import resource
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-LAUNCHER = """
-import os, sys
-from titanlite.launcher import environment_of_ranks
-from titanlite.config.launch import raise_open_file_limit
-from titanlite.reliability.process import LauncherSignals
-signals = LauncherSignals()
-signals.listen(signals.received)
-from pathlib import Path
-from titanlite.reliability import agent
-agent.SECONDS_AFTER_A_FAILURE = 1
-raise_open_file_limit()
-environment = environment_of_ranks(2, Path("."))
-sys.exit(agent.run_ranks([sys.executable, "-c", sys.argv[1]], 2, environment, signals, max_restarts=int(sys.argv[2])))
-"""
+from tests.launches import finish, launched, wait_until
+
 RANK = """
 import os, resource, sys, time
+from pathlib import Path
 from titanlite.reliability import process
 process.start_rank()
 process.signals.nothing_to_save = False
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+Path(f"{attempt}-{rank}").touch()
+while not Path(f"{attempt}-{1 - rank}").exists():
+    time.sleep(0.01)  # both listen to signals
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 print("rank", rank, "started", soft == hard, flush=True)
 """
@@ -43,90 +33,77 @@ while not process.signals.stopping:
         process.signals.saves = 0
 print("stops", flush=True)
 """
-FIRST_LINE = "rank 0 started True\n"
+FIRST_LINES = "listening\n", "rank 0 started True\n"  # the soft limit on open files is the hard one
 
 Launch = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
+def launch(tmp_path: Path) -> Iterator[Launch]:
     """A function that starts the launcher with two ranks, which run a script."""
+    with contextlib.ExitStack() as stack:
 
-    def start(script: str, *, max_restarts: int = 0, hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen[str]:
-        def before() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
-            signal.signal(signal.SIGHUP, hangup)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        def start(
+            script: str, *, max_restarts: int = 0, hangup: signal.Handlers = signal.SIG_DFL
+        ) -> subprocess.Popen[str]:
+            def before() -> None:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
+                signal.signal(signal.SIGHUP, hangup)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
-        return subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, RANK + script, str(max_restarts)],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            preexec_fn=before,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+            options = {"max_restarts": max_restarts, "preexec_fn": before, "grace": 1}
+            return stack.enter_context(launched(tmp_path, RANK + script, **options))
 
-    return start
+        yield start
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=30)
-    return process.returncode, out, error
+def wait_for_ranks(process: subprocess.Popen[str]) -> None:
+    assert (process.stdout.readline(), process.stdout.readline()) == FIRST_LINES
 
 
-def test_signals_are_passed_on(launch: Launch):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
+def test_an_interrupt_and_a_hangup_stop(launch: Launch, number: signal.Signals):
     process = launch(WAIT)
-    assert process.stdout.readline() == FIRST_LINE, "the soft limit on open files is not the hard one, or not rank 0"
+    wait_for_ranks(process)
+    process.send_signal(number)
+    assert finish(process) == (0, "stops\n", "")
+
+
+def test_under_nohup_a_hangup_is_ignored_and_other_signals_are_not(launch: Launch):
+    process = launch(WAIT, hangup=signal.SIG_IGN)
+    wait_for_ranks(process)
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "saves\n"
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (0, "stops\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_an_interrupt_and_a_hangup_stop(launch: Launch, number: signal.Signals):
-    process = launch(WAIT)
-    process.stdout.readline()
-    process.send_signal(number)
-    assert finish(process) == (0, "stops\n", "")
-
-
 def test_a_second_interrupt_ends_the_ranks_at_once(launch: Launch):
-    process = launch("print('busy', flush=True)\ntime.sleep(60)")
-    assert process.stdout.readline() + process.stdout.readline() == f"{FIRST_LINE}busy\n"
+    process = launch("while not process.signals.stopping: time.sleep(0.01)\nprint('stops', flush=True)\ntime.sleep(60)")
+    wait_for_ranks(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # two at once may count as one
-    assert process.poll() is None
+    assert process.stdout.readline() == "stops\n"
+    time.sleep(0.6)  # within half a second they count as one
     process.send_signal(signal.SIGINT)
     assert finish(process) == (1, "", "interrupted twice: ended without saving\n")
 
 
-def test_under_nohup_a_hangup_is_ignored(launch: Launch):
-    process = launch(WAIT, hangup=signal.SIG_IGN)
-    process.stdout.readline()
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert finish(process) == (0, "stops\n", "")
-
-
-def test_a_signal_to_torchrun_before_there_are_ranks_ends_it(launch: Launch):
+def test_a_stop_before_there_are_ranks_ends_the_launcher(launch: Launch):
     process = launch(WAIT)
-    time.sleep(0.5)  # it imports torch
+    assert process.stdout.readline() == "listening\n"  # now it imports torch
     process.send_signal(signal.SIGTERM)
-    assert finish(process)[::2] == (0, "asked to stop before the ranks were started: nothing to save\n")
+    assert finish(process) == (0, "", "asked to stop before the ranks were started: nothing to save\n")
 
 
-def test_the_status_of_a_rank_is_the_launchers(launch: Launch):
-    begin = time.monotonic()
-    script = "print('attempt', attempt)\nsys.exit(2) if rank == 1 else time.sleep(60)"
+def test_the_status_of_a_rank_is_the_launchers(launch: Launch, tmp_path: Path):
+    """Lines of ranks that are not shown are in files."""
+    script = "process.print_to_console(f'from {rank}')\nif rank == 1: sys.exit(2)\ntime.sleep(60)"
     status, out, error = finish(launch(script, max_restarts=3))
-    assert (status, error) == (2, "")
-    assert out.count("started") == 1, "a wrong config is not started again"
-    assert time.monotonic() - begin < 15, "the other rank is ended"
+    assert status == 2
+    assert out == "".join(FIRST_LINES), "a wrong config is not started again"
+    assert sorted(error.splitlines()) == ["from 0", "from 1"]
+    assert (tmp_path / "rank-00001.log").read_text() == "rank 1 started True\n"
 
 
 def test_a_killed_rank_is_named(launch: Launch):
@@ -138,25 +115,17 @@ def test_a_killed_rank_is_named(launch: Launch):
 
 
 def test_ranks_are_started_again(launch: Launch):
-    status, out, error = finish(launch("sys.exit(1 if attempt < 2 and rank == 0 else 0)", max_restarts=2))
-    assert (status, out, error) == (0, FIRST_LINE * 3, "")
-    assert finish(launch("sys.exit(1)", max_restarts=1))[:2] == (1, FIRST_LINE * 2)
+    status, out, error = finish(launch("sys.exit(1 if attempt < 1 and rank == 0 else 0)", max_restarts=1))
+    assert (status, out, error) == (0, "".join([*FIRST_LINES, FIRST_LINES[1]]), "")
+
+
+def test_ranks_are_not_started_again_too_often(launch: Launch):
+    assert finish(launch("sys.exit(1)", max_restarts=1))[:2] == (1, "".join([*FIRST_LINES, FIRST_LINES[1]]))
 
 
 def test_ranks_end_with_their_launcher(launch: Launch):
     process = launch("print(os.getpid(), flush=True)\ntime.sleep(60)")
-    process.stdout.readline()
-    rank = int(process.stdout.readline())
+    wait_for_ranks(process)
+    rank = Path(f"/proc/{int(process.stdout.readline())}")
     process.kill()
-    process.wait()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{rank}").exists() and "\nState:\tZ" not in Path(f"/proc/{rank}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_lines_of_ranks_that_are_not_shown_are_in_files(launch: Launch, tmp_path: Path):
-    status, out, error = finish(launch("process.print_to_console(f'from {rank}')"))
-    assert (status, out) == (0, FIRST_LINE)
-    assert sorted(error.splitlines()) == ["from 0", "from 1"]
-    assert (tmp_path / "rank-00001.log").read_text() == "rank 1 started True\n"
+    wait_until(lambda: not rank.exists() or "\nState:\tZ" in (rank / "status").read_text(), "the end of the rank", 5)

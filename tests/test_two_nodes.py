@@ -28,17 +28,18 @@ ARGUMENTS = (
 class Training:
     """A run of the small config on two nodes."""
 
-    def __init__(self, nodes: TwoNodes, folder: Path, **environment: str):
+    def __init__(self, nodes: TwoNodes, folder: Path, started: tuple[int, ...] = (0, 1), **environment: str):
         self.nodes, self.run = nodes, folder / "two_nodes"
         command = [sys.executable, "-m", "titanlite", "train", str(folder / "small.toml")]
         command += [f"--job.dump_folder={self.run}", *ARGUMENTS]
-        self.launchers = [nodes.start(node, *command, **environment) for node in (0, 1)]
+        self.launchers = [nodes.start(node, *command, **environment) for node in started]
+        self.join = lambda node: self.launchers.append(nodes.start(node, *command, **environment))
 
     def wait_for_step(self, step: int) -> None:
         file, deadline = self.run / "metrics.jsonl", time.monotonic() + 60
         while not file.exists() or file.read_text().count("\n") < step:
             assert time.monotonic() < deadline, f"step {step} was not reached"
-            assert [launcher.poll() for launcher in self.launchers] == [None, None]
+            assert not any(launcher.poll() for launcher in self.launchers)
             time.sleep(0.02)
 
     def finish(self) -> None:
@@ -121,3 +122,17 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(tmp_path):
     after = computed(read_metrics(training.run))
     assert [step for step, *_ in after] == list(range(1, STEPS + 1))
     assert after[:4] == before
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
+    """The ranks of the first node save, and all start anew from there."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path, started=(0,), NNODES="1:2", MAX_RESTARTS="1")
+        training.wait_for_step(5)
+        training.join(1)
+        training.finish()
+    assert "data_parallel_shard_degree = 2" in (training.run / "config.toml").read_text()
+    assert [values["step"] for values in read_metrics(training.run)] == list(range(1, STEPS + 1))

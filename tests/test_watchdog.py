@@ -1,16 +1,13 @@
 """The watchdog: hanging, silent and failing ranks are named, and end all ranks. The ranks here do not train."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.launches import finish, launched
 from titanlite import progress
 
-ROOT = Path(__file__).parents[1]
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -43,31 +40,17 @@ def main():
         watchdog.fail(error, dog)
     process.exit_process(0)
 """
-LAUNCHER = """
-import sys
-from pathlib import Path
-from titanlite.launcher import environment_of_ranks
-from titanlite.reliability import agent
-from titanlite.reliability.process import LauncherSignals
-ranks = int(sys.argv[2])
-environment = environment_of_ranks(ranks, Path("."))
-sys.exit(agent.run_ranks([sys.executable, "-c", sys.argv[1]], ranks, environment, LauncherSignals(), max_restarts=0))
-"""
 
 
-def run(folder: Path, body: str, ranks: int = 2, timeout: int = 2) -> tuple[int, str, list[str], float]:
+def run(folder: Path, body: str, ranks: int = 2, timeout: int = 4) -> tuple[int, str, list[str], float]:
     """Run a function of all ranks; return the status, the output, the lines of errors, and the seconds it took."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, f"{RANK}\nTIMEOUT = {timeout}\ndef body():\n{lines}\nmain()\n", str(ranks)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "LOG_RANK": "0,1,2"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    begin = float(done.stdout.split()[0]) if done.stdout[:1].isdigit() and "." in done.stdout.split()[0] else 0.0
-    return done.returncode, done.stdout, done.stderr.splitlines(), time.time() - begin
+    script = f"{RANK}\nTIMEOUT = {timeout}\ndef body():\n{lines}\nmain()\n"
+    with launched(folder, script, ranks=ranks, env={"LOG_RANK": "0,1,2"}) as process:
+        status, out, error = finish(process, seconds=150)
+    out = out.removeprefix("listening\n")
+    begin = float(out.split()[0]) if "." in out.partition("\n")[0] else 0.0
+    return status, out, error.splitlines(), time.time() - begin
 
 
 BEGIN = "if rank == 0: print(time.time(), flush=True)\n"
@@ -78,8 +61,8 @@ def test_a_stopped_rank_is_named(tmp_path: Path):
     status, _, errors, seconds = run(tmp_path, body + "mark('waiting', limited=False)\ntime.sleep(60)", ranks=3)
     assert (status, len(errors)) == (1, 1)
     assert errors[0].startswith("error: rank 1 on ")
-    assert "has given no sign of life for 2 s; its last activity was 'step 7: forward'" in errors[0]
-    assert seconds < 1.5 + 2 + 5
+    assert "has given no sign of life for 4 s; its last activity was 'step 7: forward'" in errors[0]
+    assert seconds < 1.5 + 4 + 10
     assert "in body" in (tmp_path / "run" / "stacks" / "rank-00000.txt").read_text()
 
 
@@ -91,10 +74,11 @@ def test_the_rank_behind_the_others_is_named(tmp_path: Path):
     assert errors[0].startswith("error: rank 1 on ")
     assert " hangs at 'step 7: waiting for data' for " in errors[0]
     assert "while others wait for it at 'step 7: forward'" in errors[0]
-    assert seconds < 2 + 5
+    assert seconds < 4 + 10
     assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == {f"rank-0000{n}.txt" for n in range(3)}
 
 
+@pytest.mark.nightly
 def test_ranks_that_hang_at_the_same_place(tmp_path: Path):
     _, _, errors, _ = run(tmp_path, "mark('forward', 7)\ntime.sleep(60)")
     assert [error.split(" for ")[0] for error in errors] == ["error: all ranks hang at 'step 7: forward'"]
@@ -105,24 +89,33 @@ def test_slow_ranks_do_not_hang(tmp_path: Path):
     body = """
 if rank == 0:
     mark("writing")
-    for _ in range(9):
+    for _ in range(12):
         time.sleep(0.5)
         alive()
 else:
     mark("waiting for the other rank", limited=False)
-    time.sleep(4.5)
-progress._longest["forward"] = 3.0
+    time.sleep(6)
+progress._longest["forward"] = 9.0
 mark("forward")
-time.sleep(4)
+time.sleep(6)
 """
     status, out, errors, _ = run(tmp_path, body)
     assert (status, sorted(out.splitlines()), errors) == (0, ["0 is done", "1 is done"], [])
 
 
+def test_a_suspended_process_does_not_hang(monkeypatch):
+    """Its clock stands still meanwhile, since it could not move."""
+    seconds = iter([10.0, 11.0, 12.0, 500.0, 501.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(progress, "_seen", 9.0)
+    monkeypatch.setattr(progress, "_suspended", 0.0)
+    assert [progress.now() for _ in range(5)] == [10, 11, 12, 12, 13]
+
+
 def test_limits_of_activities(monkeypatch):
     """The first time that something is done it may compile, as the first step and the first validation do."""
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress, "now", lambda: clock[0])
     monkeypatch.setattr(progress, "train_timeout", None)
     for durations in ("_longest", "_longest_at_first"):
         monkeypatch.setattr(progress, durations, {})
@@ -170,4 +163,4 @@ def test_the_first_error_is_the_last_line_and_its_status_the_launchers(tmp_path:
         assert "Traceback" in errors[1]
     else:
         assert len(errors) == max(error.count("wrong"), 1)
-    assert seconds < 8
+    assert seconds < 20

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from titanlite import __version__
+from titanlite.reliability.process import listen_as_launcher
 
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -44,5 +45,7 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"error: titanlite {name}: unknown command; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
+    if name == "train":
+        listen_as_launcher()  # before the imports, which take a while
     module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
     sys.exit(importlib.import_module(module).main(arguments))

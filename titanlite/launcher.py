@@ -26,7 +26,7 @@ from titanlite.config.launch import count_from_environment, plan_command, quanti
 from titanlite.config.loader import print_problems, show
 from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
-from titanlite.reliability.process import LOG_FILE, STARTED_BY, LauncherSignals, exit_process
+from titanlite.reliability.process import LOG_FOLDER, STARTED_BY, exit_process, listen_as_launcher
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
@@ -125,8 +125,7 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{help_text()}")
         return 0
-    signals = LauncherSignals()
-    signals.listen(signals.received)
+    signals = listen_as_launcher()
     try:
         loaded = load(argv)
         ranks = ranks_per_node(loaded, os.environ, count_devices())
@@ -155,5 +154,5 @@ def environment_of_ranks(ranks: int, log_folder: Path) -> dict[str, str]:
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **os.environ,
         STARTED_BY: str(os.getpid()),
-        LOG_FILE: f"{log_folder}/rank-{{rank:0>5}}.log",
+        LOG_FOLDER: str(log_folder),
     }

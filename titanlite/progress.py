@@ -61,6 +61,21 @@ def progress_line(description: str, done: int, total: int | None, unit: str, sec
     return f"{description}: {', '.join([*amount, str(timedelta(seconds=round(seconds))), *left])}"
 
 
+_SUSPENDED_SECONDS = 5.0
+_seen, _suspended = time.monotonic(), 0.0
+
+
+def now() -> float:
+    """Return seconds on a clock that stands still while the process is suspended, as by SIGSTOP or a frozen container.
+    The watchdog's threads look at it every second; a gap of more than 5 s means that they could not."""
+    global _seen, _suspended
+    seconds = time.monotonic()
+    if seconds - _seen > _SUSPENDED_SECONDS:
+        _suspended += seconds - _seen
+    _seen = seconds
+    return seconds - _suspended
+
+
 @dataclasses.dataclass
 class Activity:
     """One thing that the main thread does."""
@@ -69,7 +84,8 @@ class Activity:
     step: int = 0
     number: int = 0
     """How many activities it has begun: of two ranks, the one with the smaller number is behind."""
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    since: float = dataclasses.field(default_factory=now)
+    """When it began, or made progress last, by `now`."""
     limited: bool = True
     """Whether it counts as a hang when it takes too long."""
 
@@ -90,14 +106,15 @@ def mark(name: str, step: int | None = None, *, limited: bool = True) -> None:
     With limited=False it may take any time, because another rank's activity, which it waits for, is limited.
     """
     global current
-    now, last = time.monotonic(), current
-    _longest[last.name] = max(_longest.get(last.name, 0.0), now - last.since)
-    current = Activity(name, last.step if step is None else step, last.number + 1, now, limited)
+    begin, last = now(), current
+    _longest[last.name] = max(_longest.get(last.name, 0.0), begin - last.since)
+    current = Activity(name, last.step if step is None else step, last.number + 1, begin, limited)
 
 
 def alive() -> None:
-    """Note that the activity makes progress."""
-    current.since = time.monotonic()
+    """Note that the activity makes progress. What other threads than the main one do does not count."""
+    if threading.current_thread() is threading.main_thread():
+        current.since = now()
 
 
 def first_step_done(timeout_seconds: float) -> None:
@@ -114,4 +131,4 @@ def is_over(init_timeout_seconds: float) -> bool:
     done, and for an activity that is new then and may compile, such as validation, that is the timeout at the start."""
     before = _longest.get(current.name, _longest_at_first.get(current.name))
     timeout = init_timeout_seconds if before is None or train_timeout is None else train_timeout
-    return current.limited and time.monotonic() - current.since > timeout + (before or 0.0)
+    return current.limited and now() - current.since > timeout + (before or 0.0)

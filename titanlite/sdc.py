@@ -16,6 +16,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.folder import SUSPECT
 from titanlite.checkpoint.reader import plain_shard
 from titanlite.errors import TrainingError
+from titanlite.progress import alive
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 CHUNK_ELEMENTS = 2**22
@@ -33,6 +34,7 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
         chunk = bits[start : start + CHUNK_ELEMENTS]
         odd = torch.arange(2 * start + 1, 2 * (start + len(chunk)), 2, device=tensor.device)
         total += (chunk * odd).sum()
+        alive()
     return total
 
 

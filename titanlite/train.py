@@ -58,6 +58,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     # Build the run.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
+    mesh.set_timeout(layout, config.comm.init_timeout_seconds)  # new groups have torch's default
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
     train_step = build.build_train_step(config, layout, model, stages, device)
@@ -133,7 +134,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 batches = loader.next()
             lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler)
             set_lr(optimizer, lr)
-            mark("forward and backward")
+            mark(watchdog.COMPILES)
             with progress(f"step {step}: compiling", enabled=rank == 0 and is_first and config.compile.enable):
                 if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
                     train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)

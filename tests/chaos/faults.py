@@ -64,10 +64,9 @@ def save_and_go_on(run: Run, draw: random.Random) -> None:
 def full_disk(run: Run, draw: random.Random) -> None:
     """The disk is full for three seconds. A run that goes on is then stopped."""
     filler = run.folder / "filler"
-    with filler.open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(2**16))
-            file.flush()
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
     run.ends_within(3)
     filler.unlink()
     run.signal([run.launcher.pid], signal.SIGTERM)

@@ -108,7 +108,7 @@ class Campaign:
             return
         status = run.launcher.returncode
         record.outcome = "stopped" if status == 0 else "failed"
-        if record.moment == "before ranks" and status in (-signal.SIGTERM, -signal.SIGINT):
+        if record.moment == "before ranks" and status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1):
             return  # the launcher had not begun to handle signals, and nothing had been started
         if fault.end == "stopped" and status != 0:
             record.problems.append(f"exit status {status}: {last_lines(run)}")

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.errors import TrainingError
 from titanlite.optimizer import local_shard
-from titanlite.progress import progress
+from titanlite.progress import alive, progress
 
 GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
 training.nonfinite_steps_allowed"""
@@ -217,6 +217,7 @@ class Checkpointer:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._host_copies[name] = copy
             copies[name] = copy.copy_(tensor, non_blocking=True), offset, shape
+            alive()  # the first time, pinning memory takes long
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
@@ -360,6 +361,9 @@ class Checkpointer:
             (step, is_last, future, stack), self._saving = self._saving, None
             with self._tolerated(step, is_last):
                 with stack:
+                    while not future.done():  # `with_all_ranks` ends it if a rank stalls
+                        wait([future], timeout=1)
+                        alive()
                     future.result()
                 self._saved(step)
 

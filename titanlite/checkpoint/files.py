@@ -23,7 +23,7 @@ from titanlite.config.loader import ConfigError
 BLOCK_BYTES = 4 * 2**20
 """Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""
 CHECKSUMS = "xxh3_64 of every 4 MiB"
-SYNCED_BLOCKS = 64
+SYNCED_BLOCKS = 8
 """Blocks that are written before they are synced to the disk: the size of the file is then its true progress, and the
 last sync of a large file is short."""
 LARGEST_HEADER = 100_000_000

@@ -129,9 +129,9 @@ class CheckpointFolder:
             self._delete(path)
 
     def close(self) -> None:
-        """Wait until everything that was deleted is gone."""
+        """Wait until everything that was deleted is gone, but not for long: the next start deletes the rest."""
         for thread in self._deleting:
-            thread.join()
+            thread.join(timeout=10)
 
     def _rename(self, source: Path, target: Path) -> None:
         """Rename a checkpoint; one that has the name already stays complete under another until then."""

@@ -29,7 +29,8 @@ class Job(Section):
     dump_folder: str = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
     take_over_lock: bool = True
-    """Take over the lock of dump_folder from a run on another node whose heartbeat has stopped; false: reject it."""
+    """Take over the lock of dump_folder from a run on another node whose heartbeat has stopped; false: end with
+    one line and status 2."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
 
@@ -255,7 +256,7 @@ class Checkpoint(Section):
     interval: Count = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: CountOrZero = 10
-    """Delete all but the newest k checkpoints; 0 keeps all."""
+    """Delete all but the newest k good checkpoints; 0 keeps all."""
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
     initial_load_path: str = ""
@@ -271,7 +272,8 @@ class Checkpoint(Section):
     """What to do if the newest checkpoint is damaged or incomplete. previous: rename it to step-N.damaged and resume
     from the one before."""
     on_error: Literal["fail", "continue"] = "fail"
-    """If a checkpoint cannot be written. continue: say so and train on to the next save; the last save always fails."""
+    """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print it, and train on to the
+    next save; if the run's last save cannot be written, it still ends with status 1."""
 
 
 class Metrics(Section):
@@ -318,9 +320,10 @@ class Profiling(Section):
 
 class Comm(Section):
     init_timeout_seconds: Count = 300
-    """Timeout of a collective until the first step is done (startup, compilation, loading)."""
+    """Seconds after which a rank without a sign of life, or without progress, ends the run, until the first step is done
+    (startup, compilation, loading). Collectives have 15 s more."""
     train_timeout_seconds: Count = 100
-    """Timeout of a collective after that."""
+    """The same after that."""
     trace_buf_size: CountOrZero = 20_000
     """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
 

@@ -85,7 +85,7 @@ def _wait(folder: Path, tokenizer: Tokenizer) -> None:
                 if problem:
                     raise ConfigError([f"token cache {folder}: {problem}"])
                 return
-            time.sleep(0.1)
+            time.sleep(0.5)
 
 
 def _problem(folder: Path, tokenizer: Tokenizer) -> str:

@@ -14,6 +14,7 @@ from titanlite.data.tokenizer import build_tokenizer
 from titanlite.generate.sampling import logits_at
 from titanlite.generate.text import continuation, encode_prompts
 from titanlite.parallel import fsdp
+from titanlite.progress import alive
 
 
 class Samples:
@@ -54,6 +55,7 @@ class Samples:
             last = torch.tensor([row * shape[1] + len(text) - 1 for row, text in enumerate(texts)])
             batch = Batch(tokens, last, positions, positions if self.training.document_mask else None).to(device)
             chosen = model(batch.tokens, **batch.inputs()).argmax(-1).tolist()
+            alive()
             running -= {row for row in running if chosen[row] == self.tokenizer.eos}
             for row in running:
                 texts[row].append(chosen[row])

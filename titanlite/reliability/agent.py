@@ -27,7 +27,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from titanlite.config.loader import ConfigError
 from titanlite.progress import progress
 from titanlite.reliability.process import (
-    ATTEMPT,
     SIGNALS,
     STOPPED,
     LauncherSignals,
@@ -49,19 +48,20 @@ SECONDS_TO_SAVE = 600
 class Agent(LocalElasticAgent):
     """torchrun's agent of one node.
 
-    Private: the attributes _remaining_restarts, _worker_group and _pcontext, and the methods that are overridden (tried
-    on torch 2.11 and 2.13).
+    Private: the attributes _remaining_restarts, _worker_group and _pcontext, _bootstrap_store_info of the rendezvous,
+    and the methods that are overridden (tried on torch 2.13).
     """
+
+    signals: LauncherSignals
 
     statuses: Mapping[int, int] = {}
     """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks, after all nodes have agreed on a name for this attempt: the store has keys of each round."""
-        if worker_group.group_rank == 0:
-            worker_group.store.set(ATTEMPT, uuid.uuid4().hex)
-        os.environ[ATTEMPT] = worker_group.store.get(ATTEMPT).decode()
-        return super()._start_workers(worker_group)
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes, and have a new store for the ranks. torch keeps the store and its address (2.11 to
+        2.13), so that a node that joins waits for the address in vain, and new ranks read the keys of old ones."""
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         processes = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -74,10 +74,17 @@ class Agent(LocalElasticAgent):
             deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
             while time.monotonic() < deadline and None in map(status_of, processes.values()):
                 time.sleep(0.05)
+            statuses = {rank: status_of(process) for rank, process in processes.items()}
+            failed = {rank: status for rank, status in statuses.items() if status}
             send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
-        self.statuses = failed or {rank: failure.exitcode for rank, failure in result.failures.items()}
-        if 2 in self.statuses.values() or STOPPED in self.statuses.values():
+        if not failed:  # they failed just now, or the system cannot tell before
+            failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            for rank, status in failed.items():
+                if status < 0:
+                    self._report(rank, status)
+        self.statuses = failed
+        if 2 in failed.values() or STOPPED in failed.values() or self.signals.stopping:
             self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
         return result
 
@@ -134,6 +141,7 @@ def run_ranks(
         local_addr=local_address,
     )
     agent, finished = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull)), threading.Event()
+    agent.signals = signals
     threading.Thread(target=_watch, args=(agent, signals, finished), name="ranks", daemon=True).start()
     try:
         agent.run()
@@ -163,8 +171,8 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
     # itself. Where these differ, or mean another interface, all nodes would wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
         address = _address_towards(first, port)
-    nodes = int(least), int(most or least)
-    return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, is_host=is_host), address
+    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds to find it
+    return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
 def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
@@ -184,18 +192,19 @@ def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
 
 
 def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
-    """Pass a stop on to ranks that start after it, and end the launcher when its ranks have ended and the agent hangs,
-    as it does where the store of the first node no longer answers."""
+    """Pass a stop on to ranks that start after it, and end the launcher when its ranks have ended and the agent waits
+    for other nodes: in vain where the store no longer answers, or the run is to stop."""
     ended_since = None
     while not finished.wait(0.2):
         signals.pass_on()
         statuses = [status_of(pid) for pid in children(os.getpid())]
-        if not statuses or None in statuses:
+        if None in statuses or not (statuses or (signals.stopping and signals.ranks_exist)):
             ended_since = None
             continue
         ended_since = ended_since or time.monotonic()
-        limit = SECONDS_AFTER_A_FAILURE if any(statuses) else SECONDS_AFTER_THE_END
+        limit = SECONDS_AFTER_A_FAILURE if any(statuses) or not statuses else SECONDS_AFTER_THE_END
         if time.monotonic() - ended_since > limit:
+            statuses += agent.statuses.values()
             os._exit(exit_status([status for status in statuses if status], signals))
 
 

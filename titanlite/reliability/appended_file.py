@@ -1,4 +1,4 @@
-"""Files that a run appends to, and that may not stop it: on a full disk training goes on."""
+"""Files that a run appends to, and that may not stop it: on a full disk training continues."""
 
 import os
 import sys

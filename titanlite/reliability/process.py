@@ -2,13 +2,15 @@
 
     SIGTERM, SIGHUP    stop: finish the step, save a checkpoint, exit with 0
     SIGINT             the same; a second one ends the process at once, with 1
-    SIGUSR1            save a checkpoint after this step, and go on
+    SIGUSR1            save a checkpoint after this step, and continue
 
 Before a process has anything to save, the first three end it at once, with 0.
 """
 
 import contextlib
 import ctypes
+import functools
+import math
 import os
 import signal
 import subprocess
@@ -24,15 +26,14 @@ STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
-ATTEMPT = "TITANLITE_ATTEMPT"
-"""Environment variable: the same for all ranks that were started together, and another after each restart."""
-LOG_FILE = "TITANLITE_LOG_FILE"
-"""Environment variable: where a rank that LOG_RANK does not name writes its lines; {rank} is its number."""
+LOG_FOLDER = "TITANLITE_LOG_FOLDER"
+"""Environment variable: the folder where a rank that LOG_RANK does not name writes its lines."""
 
 
 def attempt() -> str:
-    """Return what tells the ranks that were started together from those before a restart."""
-    return os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Return what tells the ranks that were started together from those before a restart, in the store that torchrun
+    keeps for both. The launcher's agent has a new store for each."""
+    return "0" if STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Signals:
@@ -45,7 +46,7 @@ class Signals:
         """Whether a stop ends the process at once."""
         self.stopped: Callable[[], None] = lambda: None
         """Called before a signal ends the process."""
-        self._interrupts = 0
+        self._interrupts, self._interrupted = 0, -math.inf
 
     def listen(self, received: Callable[[int], None]) -> None:
         """Call `received` with the number of each signal, in a thread. Only the main thread may call this."""
@@ -69,7 +70,10 @@ class Signals:
         if number == signal.SIGUSR1:
             self.saves += 1
             return
-        self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT:
+            # A scheduler's SIGINT to all processes comes twice, from it and from the launcher.
+            self._interrupts += time.monotonic() - self._interrupted > 0.5
+            self._interrupted = time.monotonic()
         if self._interrupts > 1:
             self.end("interrupted twice: ended without saving", status=1)
         if self.nothing_to_save:
@@ -80,6 +84,7 @@ class Signals:
 
     def end(self, message: str, status: int) -> None:
         """End the process from any thread."""
+        begin_to_end()
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, f"{message}\n".encode())
@@ -118,6 +123,14 @@ class LauncherSignals(Signals):
             send(ranks, signal.SIGTERM)
 
 
+@functools.cache
+def listen_as_launcher() -> LauncherSignals:
+    """Return the signals of this process, a launcher, which listens to them from now on."""
+    signals = LauncherSignals()
+    signals.listen(signals.received)
+    return signals
+
+
 def send(processes: Iterable[int], number: int) -> None:
     """Send a signal to processes, some of which may just have ended."""
     for process in processes:
@@ -128,9 +141,9 @@ def send(processes: Iterable[int], number: int) -> None:
 def children(process: int) -> list[int]:
     """Return the process IDs of a process's children: from /proc on Linux, from ps elsewhere."""
     if not Path("/proc/self").exists():
-        done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-        pairs = (line.split() for line in done.stdout.splitlines())
-        return [int(child) for child, parent in pairs if int(parent) == process]
+        with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
+            pairs = [tuple(map(int, line.split())) for line in ps.communicate()[0].splitlines()]
+        return [child for child, parent in pairs if parent == process and child != ps.pid]
     pids: list[int] = []
     for file in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread, or the process, has just ended
@@ -142,11 +155,31 @@ at_exit: list[Callable[[], None]] = []
 """What is to be done before the process ends, however it does, but by SIGKILL."""
 
 
+_ending = threading.RLock()
+
+
+def begin_to_end() -> None:
+    """Let one thread at a time end the process: for the others this never returns."""
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()
+
+
 def clean_up() -> None:
-    """Do what `at_exit` has."""
+    """Do what `at_exit` has, for at most two seconds each: a folder on a disk that hangs must not stop the end."""
     while at_exit:
+        with_deadline(at_exit.pop())
+
+
+def with_deadline(call: Callable[[], None], seconds: float = 2.0) -> None:
+    """Call a function, and wait so long for its end. Its errors are ignored."""
+
+    def run() -> None:
         with contextlib.suppress(Exception):
-            at_exit.pop()()
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 signals = Signals()
@@ -162,8 +195,8 @@ def start_rank() -> None:
     signals.listen(signals.received_by_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
         _end_with_parent()
-    if log := os.environ.get(LOG_FILE):
-        _hide_output(log)
+    if folder := os.environ.get(LOG_FOLDER):
+        _hide_output(folder)
     sys.stdout, sys.stderr = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
 
 
@@ -184,14 +217,15 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hide_output(log: str) -> None:
+def _hide_output(folder: str) -> None:
     """Write this process's output to a file, unless LOG_RANK names the rank; keep `console`."""
     global console
     if os.environ.get("LOCAL_RANK") in (os.environ.get("LOG_RANK") or "0").split(","):
         return
     console = os.dup(2)
     try:
-        file = os.open(log.format(rank=os.environ["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path = os.path.join(folder, f"rank-{int(os.environ['RANK']):05d}.log")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)
@@ -229,6 +263,7 @@ class UnfailingStream:
 def exit_process(status: int) -> NoReturn:
     """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
     would turn a finished run into a failed one."""
+    begin_to_end()
     clean_up()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the h
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import queue
 import re
@@ -33,6 +34,10 @@ BACKSTOP_SECONDS = 15
 """By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
 INTERVAL_SECONDS = 1.0
 """Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
+COMPILES = "forward and backward"
+"""The activity that may take long on all ranks alike, in the first step."""
+LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
+"""In errors of gloo, NCCL and torch's store whose cause is another rank."""
 RECORD_SECONDS = 5.0
 """How long a rank that has lost a connection waits for the failure of the rank that ended it."""
 
@@ -47,7 +52,7 @@ class Watchdog:
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
         self._answered = time.monotonic()  # when the store did last
         self._finished, self._begun = threading.Event(), False
-        self._looked = 0.0  # when the heartbeats of all ranks were read last
+        self._looked = -math.inf  # when the heartbeats of all ranks were read last
         self._store: Any = None
 
     @property
@@ -103,26 +108,25 @@ class Watchdog:
 
     def _end(self, record: dict[str, Any]) -> None:
         """Print a failure if this rank is to do so, and end the process."""
+        process.begin_to_end()
         own = record["rank"] == self.launch.rank
         speaks = own or (record["host"] != self.host and self.launch.local_rank == 0)
-        if record["kind"] == "hang":
-            self._dump_stacks()
-            hanging = record["hanging"]
-            if hanging.get("silent") and hanging["host"] == self.host and hanging["rank"] != self.launch.rank:
-                with contextlib.suppress(ProcessLookupError):  # stopped, it would not end by itself
-                    os.kill(hanging["process"], signal.SIGKILL)
         if speaks and record["message"]:
             process.print_to_console(record["message"])
+        if record["kind"] == "hang":
+            process.with_deadline(self._dump_stacks)
+            hanging = record["hanging"]
+            if hanging.get("silent") and hanging["host"] == self.host and hanging["rank"] != self.launch.rank:
+                process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
         process.exit_process(record["status"])
 
     def _dump_stacks(self) -> None:
         folder = self.dump_folder / "stacks"
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
-                file.write(f"{progress.current}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
+            file.write(f"{progress.current}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
         if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
             _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
 
@@ -142,24 +146,23 @@ class Watchdog:
             try:
                 if self._store is None:
                     self._connect()
-                    self._answered = seen = time.monotonic()
+                    self._answered = seen = progress.now()
                 number += 1
                 self._store.set(f"rank/{self.launch.rank}", json.dumps(self._heartbeat(number)))
                 if self._store.check(["end"]):
                     self._end(json.loads(self._store.get("end")))
                 beat = self._store.get(f"rank/{other}") if self._store.check([f"rank/{other}"]) else None
-                self._answered, failing_since = time.monotonic(), None
+                self._answered, failing_since = progress.now(), None
                 if beat != last_beat:
-                    last_beat, seen = beat, time.monotonic()
-                hang = self._hang(other) if time.monotonic() - seen > self.timeout else self._own_hang()
-                if hang:
+                    last_beat, seen = beat, progress.now()
+                if hang := self._hang(other) if progress.now() - seen > self.timeout else self._own_hang():
                     self._end(self._write_end(hang))
                 with contextlib.suppress(queue.Empty):
                     record, answer = self._requests.get(timeout=self.interval)
                     answer.put(self._write_end(record))
             except Exception as error:  # a rank without heartbeat would be taken for a dead one
-                failing_since = failing_since or time.monotonic()
-                if time.monotonic() - failing_since > RECORD_SECONDS and not self._finished.is_set():
+                failing_since = failing_since or progress.now()
+                if progress.now() - failing_since > RECORD_SECONDS and not self._finished.is_set():
                     self._lost_store(f"{error}".partition("\n")[0])
                 time.sleep(self.interval)
 
@@ -172,14 +175,15 @@ class Watchdog:
         self._store = dist.PrefixStore(f"titanlite/{process.attempt()}", store)
 
     def _heartbeat(self, number: int) -> dict[str, Any]:
-        now = progress.current
+        activity = progress.current
         return {
             "beat": number,
             "host": self.host,
             "process": os.getpid(),
-            "activity": str(now),
-            "number": now.number,
-            "seconds": round(time.monotonic() - now.since),
+            "activity": str(activity),
+            "number": activity.number,
+            "limited": activity.limited,
+            "seconds": round(progress.now() - activity.since),
         }
 
     def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -188,16 +192,20 @@ class Watchdog:
 
     def _own_hang(self) -> dict[str, Any] | None:
         """Return the record of a hang if this rank's main thread has not moved for too long."""
-        now = time.monotonic()
-        if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 10:
+        now, world_size = progress.now(), self.launch.world_size
+        if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
+        if world_size > 64:  # not all at once: the first that finds the cause saves the others the work
+            time.sleep(5 * self.launch.rank / world_size)
+            if self._store.check(["end"]):
+                return None
         return self._hang()
 
     def _watch(self) -> None:
         """End this rank if the store does not answer for the timeout, as when the network is cut."""
         while not self._finished.wait(1):
-            if self._store and time.monotonic() - self._answered > self.timeout:
+            if self._store and progress.now() - self._answered > self.timeout:
                 self._lost_store(f"no answer for {self.timeout} s")
 
     def _lost_store(self, reason: str) -> None:
@@ -209,13 +217,14 @@ class Watchdog:
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once for a node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
-        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others. In the first step
-        all may compile for long, and no rank is behind: None."""
-        beats = {}
-        for rank in range(self.launch.world_size):
-            if self._store.check([f"rank/{rank}"]):
-                beats[rank] = json.loads(self._store.get(f"rank/{rank}"))
-        missing = [rank for rank in range(self.launch.world_size) if rank not in beats]
+        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others; None if all ranks
+        compile in the first step, which may take long."""
+        keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
+        if not self._store.check(keys):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        here = [rank for rank in range(len(keys)) if rank not in missing]
+        contents = self._store.multi_get([keys[rank] for rank in here])
+        beats = {rank: json.loads(content) for rank, content in zip(here, contents, strict=True)}
         stacks = f"Python stacks: {self.dump_folder / 'stacks'}"
         hanging: dict[str, Any] = {}
         if silent is not None and silent in beats:
@@ -226,10 +235,12 @@ class Watchdog:
             text = f"rank {', '.join(map(str, missing))} has not started within {self.timeout} s"
         else:
             least = min(beat["number"] for beat in beats.values())
-            behind = [rank for rank, beat in beats.items() if beat["number"] == least]
+            last = [rank for rank, beat in beats.items() if beat["number"] == least]
+            # Of ranks at the same activity, those without a limit wait for the one that has one.
+            behind = [rank for rank in last if beats[rank]["limited"]] or last
             first = beats[behind[0]]
             hanging = {"rank": behind[0], **first}
-            if len(behind) == len(beats) and progress.train_timeout is None:
+            if len(behind) == len(beats) and progress.train_timeout is None and progress.current.name == COMPILES:
                 return None
             if len(behind) == len(beats):
                 text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
@@ -245,14 +256,14 @@ def fail(error: Exception, watchdog: Watchdog | None) -> None:
     """End this process because of an error: on one line if it is of the config or the training, else with its
     traceback. Before there is a watchdog every rank finds the same problems, and the first of each node prints them."""
     status = 2 if isinstance(error, ConfigError) else 1
-    lost_connection = "gloo" in f"{error}" or "NCCL" in f"{error}" or type(error).__name__.startswith("Dist")
+    lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
     where = f"rank {watchdog.launch.rank} on {socket.gethostname()}" if watchdog else "a rank"
     if isinstance(error, ConfigError):
         message = "\n".join(f"error: {problem}" for problem in error.problems)
     elif isinstance(error, TrainingError):
         message = f"error: {error}"
     elif lost_connection:
-        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\n")[0]  # without the file of gloo's sources
+        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\nException raised from")[0]  # no C++ sources
         message = f"error: {where} has lost another rank, which has died or does not answer: {reason}"
     else:
         message = "".join(traceback.format_exception(error)).rstrip()
