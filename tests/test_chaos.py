@@ -14,10 +14,8 @@ from tests.chaos.runner import Campaign, final_problems, table
 
 BY_DAY = [
     ("checkpoint write", "SIGKILL to all"),
-    ("step", "SIGKILL to the launcher"),
     ("imports", "SIGTERM to the launcher"),
     ("step", "torn checkpoint"),
-    ("validation", "SIGTERM to all"),
 ]
 FAULTS_BY_NIGHT = 200
 
@@ -40,7 +38,9 @@ def test_aimed_faults(campaign):
         campaign.round(moment, fault)
     campaign.complete()
     assert_no_problems(campaign)
-    assert campaign.records[-1].outcome == "completed"
+    outcomes = [record.outcome for record in campaign.records]
+    assert "ended before the fault" not in outcomes
+    assert outcomes[-1] == "completed"
 
 
 @pytest.mark.nightly

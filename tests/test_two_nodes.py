@@ -15,7 +15,7 @@ from titanlite.reliability.process import children
 
 TIMEOUT = 6
 """comm.train_timeout_seconds"""
-STEPS = 60
+STEPS = 24
 ARGUMENTS = (
     "--checkpoint.enable",
     "--checkpoint.interval=2",

@@ -2,11 +2,15 @@
 
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.launches import finish, launched
 from titanlite import progress
+from titanlite.config import ConfigError
+from titanlite.errors import TrainingError
+from titanlite.reliability import watchdog
 
 RANK = """
 import os, signal, sys, time
@@ -143,24 +147,32 @@ def test_limits_of_activities(monkeypatch):
     assert str(progress.current) == "waiting"
 
 
+def test_the_first_error_is_the_last_line(tmp_path: Path):
+    """The other rank, which hangs because of it, ends within seconds and prints nothing."""
+    body = f"{BEGIN}if rank == 1: raise ValueError('broken')\n"
+    body += "time.sleep(2)\nraise RuntimeError('gloo: Connection closed by peer')"
+    status, out, errors, seconds = run(tmp_path, body, timeout=20)
+    assert (status, errors[-1]) == (1, "ValueError: broken")
+    assert len(out.splitlines()) == 1
+    assert errors[0].startswith("error: rank 1 on ")
+    assert "Traceback" in errors[1]
+    assert seconds < 20
+
+
 ERRORS = {
-    "ValueError('broken')": (1, "ValueError: broken"),
-    "TrainingError('step 3: the loss is nan')": (1, "error: step 3: the loss is nan"),
-    "ConfigError(['a.toml: wrong', 'b.toml: wrong too'])": (2, "error: b.toml: wrong too"),
+    "training": (TrainingError("step 3: the loss is nan"), "error: step 3: the loss is nan", 1, False),
+    "config": (ConfigError(["a.toml: wrong", "b.toml: wrong"]), "error: a.toml: wrong\nerror: b.toml: wrong", 2, False),
+    "gloo": (RuntimeError("[pair.cc:1] Connection closed by peer"), "Connection closed by peer", 1, True),
+    "path": (FileNotFoundError("/data/gloo/timed out"), "FileNotFoundError: /data/gloo/timed out", 1, False),
 }
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_the_first_error_is_the_last_line_and_its_status_the_launchers(tmp_path: Path, error: str):
-    """The other rank, which hangs because of it, ends within seconds and prints nothing."""
-    status, last = ERRORS[error]
-    body = f"{BEGIN}if rank == 1: raise {error}\ntime.sleep(2)\nraise RuntimeError('gloo: Connection closed by peer')"
-    code, out, errors, seconds = run(tmp_path, body, timeout=20)
-    assert (code, errors[-1]) == (status, last)
-    assert len(out.splitlines()) == 1
-    if "ValueError" in error:
-        assert errors[0].startswith("error: rank 1 on ")
-        assert "Traceback" in errors[1]
-    else:
-        assert len(errors) == max(error.count("wrong"), 1)
-    assert seconds < 20
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_an_error_is_reported_as(case: str):
+    error, last, status, lost = ERRORS[case]
+    dog = mock.Mock(**{"launch.rank": 3, "launch.world_size": 8})
+    with mock.patch.object(watchdog.process, "exit_process"):
+        watchdog.fail(error, dog)
+    ((message, reported), options) = dog.end.call_args
+    assert message.endswith(last)
+    assert (reported, options) == (status, {"lost_connection": lost})

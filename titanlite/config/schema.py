@@ -320,8 +320,8 @@ class Profiling(Section):
 
 class Comm(Section):
     init_timeout_seconds: Count = 300
-    """Seconds after which a rank without a sign of life, or without progress, ends the run, until the first step is done
-    (startup, compilation, loading). Collectives have 15 s more."""
+    """Seconds after which a rank without a sign of life, or without progress, ends the run, until the first step is
+    done (startup, compilation, loading). Collectives have 15 s more."""
     train_timeout_seconds: Count = 100
     """The same after that."""
     trace_buf_size: CountOrZero = 20_000
