@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.tensors import slices_to_save
 from titanlite.config.schema import Checkpoint
 from titanlite.parity.process_pool import ProcessPool
 
@@ -57,15 +58,16 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
         dist.barrier()
         seconds.setdefault(name, []).append(time.perf_counter() - begin)
 
-    for index in range(rounds + 1):  # the first is not counted
-        ours, theirs = folder / f"ours-{index}", folder / f"dcp-{index}"
+    for step in range(rounds + 1):  # the first is not counted
+        ours, theirs = saver.folder / f"step-{step}", folder / f"dcp-{step}"
         if dist.get_rank() == 0:
-            ours.mkdir()
+            ours.with_suffix(".tmp").mkdir(parents=True)
+        ours = ours.with_suffix(".unconfirmed")
         dist.barrier()
         writer = dcp.FileSystemWriter(theirs)
         timed("DCP saves", lambda theirs=theirs, writer=writer: dcp.save(tensors, storage_writer=writer))
-        slices = checkpointer._slices_to_save(tensors)
-        timed("titanlite saves", lambda ours=ours, slices=slices: saver._write(ours, slices, state))
+        slices = slices_to_save(tensors)
+        timed("titanlite saves", lambda step=step, slices=slices: saver._write(step, slices, state))
         timed("DCP loads", lambda theirs=theirs: dcp.load(tensors, checkpoint_id=theirs))
         timed("titanlite loads", lambda ours=ours: CheckpointReader(ours).load(tensors))
         dist.barrier()

@@ -21,6 +21,7 @@ from vs_torchtitan import CPU_SEQ_LEN, FLAVORS, TOML
 from titanlite.config import Launch, check, load
 from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
+from titanlite.reliability.process import exit_process
 
 OPTIONS = FLAVORS["debug"][0] | {"training.local_batch_size": 8, "training.seq_len": CPU_SEQ_LEN}
 VARIANTS = {"eager": {}, "compiled": {"compile.enable": "true"}}
@@ -65,7 +66,7 @@ def main() -> None:
         print(f"{name:9} {statistics.median(seconds[name][2:]):.3f} s a step: {shares}")
     pairs = zip(seconds["eager"][2:], seconds["compiled"][2:], strict=True)
     print(f"eager / compiled: {statistics.median(a / b for a, b in pairs):.3f}")
-    mesh.exit_process(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

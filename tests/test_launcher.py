@@ -103,7 +103,7 @@ def test_the_status_of_a_rank_is_the_launchers(launch: Launch, tmp_path: Path):
     assert status == 2
     assert out == "".join(FIRST_LINES), "a wrong config is not started again"
     assert sorted(error.splitlines()) == ["from 0", "from 1"]
-    assert (tmp_path / "rank-00001.log").read_text() == "rank 1 started True\n"
+    assert (tmp_path / "logs" / "rank-00001.log").read_text() == "rank 1 started True\n"
 
 
 def test_a_killed_rank_is_named(launch: Launch):

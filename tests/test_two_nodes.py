@@ -54,7 +54,7 @@ class Training:
     "fault",
     [
         pytest.param("none", marks=pytest.mark.nightly),
-        "cut link",
+        pytest.param("cut link", marks=pytest.mark.nightly),
         pytest.param("killed node", marks=pytest.mark.nightly),
         pytest.param("killed node 0", marks=pytest.mark.nightly),
     ],
@@ -136,3 +136,16 @@ def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
         training.finish()
     assert "data_parallel_shard_degree = 2" in (training.run / "config.toml").read_text()
     assert [values["step"] for values in read_metrics(training.run)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stopped_rank_ends_both_nodes(tmp_path, node):
+    """It is the only rank of its node, so that its launcher alone can kill it."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path)
+        training.wait_for_step(5)
+        os.kill(children(training.launchers[node].pid)[0], signal.SIGSTOP)
+        assert_end_within(nodes, training, [0, 1], TIMEOUT + 15)

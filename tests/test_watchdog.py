@@ -88,6 +88,7 @@ def test_ranks_that_hang_at_the_same_place(tmp_path: Path):
     assert [error.split(" for ")[0] for error in errors] == ["error: all ranks hang at 'step 7: forward'"]
 
 
+@pytest.mark.nightly
 def test_slow_ranks_do_not_hang(tmp_path: Path):
     """What makes progress, or waits for what makes progress, or has taken as long before, may go on."""
     body = """

@@ -109,15 +109,16 @@ def require_place(environment: Mapping[str, str]) -> None:
         raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
 
 
-def prepare_log_folder(dump_folder: str) -> Path:
-    """Create and return the folder of the lines of ranks that are not shown. Raises ConfigError if it cannot be."""
+def launch_variables(dump_folder: str) -> dict[str, str]:
+    """Return the environment variables by which a rank finds its launcher, and the folder of its lines if they are not
+    shown, which is created. Raises ConfigError if it cannot be."""
     folder = Path(dump_folder) / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"job.dump_folder = {show(dump_folder)}: cannot be written: {error.strerror}"
         raise ConfigError([problem]) from None
-    return folder
+    return {STARTED_BY: str(os.getpid()), LOG_FOLDER: str(folder)}
 
 
 def main(argv: list[str]) -> int:
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> int:
         ranks = ranks_per_node(loaded, os.environ, count_devices())
         require_place(os.environ)
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
-        environment = environment_of_ranks(ranks, prepare_log_folder(loaded.config.job.dump_folder))
+        environment = environment_of_ranks(ranks) | launch_variables(loaded.config.job.dump_folder)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank
         from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
@@ -143,8 +144,8 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def environment_of_ranks(ranks: int, log_folder: Path) -> dict[str, str]:
-    """Return the environment variables of the ranks."""
+def environment_of_ranks(ranks: int) -> dict[str, str]:
+    """Return the environment variables of so many ranks of this node."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
@@ -153,6 +154,4 @@ def environment_of_ranks(ranks: int, log_folder: Path) -> dict[str, str]:
         # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **os.environ,
-        STARTED_BY: str(os.getpid()),
-        LOG_FOLDER: str(log_folder),
     }

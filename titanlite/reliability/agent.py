@@ -8,6 +8,7 @@ a node that no longer answers.
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -88,15 +89,31 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
         return result
 
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
-        if self._pcontext and not self.statuses:  # nodes have joined: all ranks save, and start anew
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self.statuses:  # nodes have joined: the ranks save
             self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(signal.SIGTERM, math.ceil(SECONDS_AFTER_A_FAILURE))
         super()._shutdown(*arguments, **options)
+
+    @property
+    def store_port(self) -> int | None:
+        """Port of the store, another one for each attempt."""
+        return self._worker_group.master_port
+
+    def ranks_store(self) -> dist.Store:
+        """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
+        address, timeout = (self._worker_group.master_addr, self._worker_group.master_port), timedelta(seconds=3)
+        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"titanlite/{attempt()}", store)
 
     def _report(self, rank: int, status: int) -> None:
         """Record in the launch's store that a signal has ended a rank, which could not do so itself, so that all ranks
         end; print it if the rank was killed, and is the first that failed."""
-        group, message = self._worker_group, ""
+        message = ""
         if status < 0:
             name = signal.Signals(-status).name
             hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
@@ -104,10 +121,7 @@ class Agent(LocalElasticAgent):
         code = 1 if message else STOPPED
         record = {"rank": rank, "host": this_host(), "status": code, "message": message, "kind": "error"}
         with contextlib.suppress(dist.DistError):
-            address, timeout = (group.master_addr, group.master_port), timedelta(seconds=3)
-            store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-            store = dist.PrefixStore(f"titanlite/{attempt()}", store)
-            if json.loads(store.compare_set("end", "", json.dumps(record))) != record:
+            if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
                 return
         if message:
             print_to_console(message)
@@ -143,6 +157,7 @@ def run_ranks(
     agent, finished = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull)), threading.Event()
     agent.signals = signals
     threading.Thread(target=_watch, args=(agent, signals, finished), name="ranks", daemon=True).start()
+    threading.Thread(target=_kill_stopped_ranks, args=(agent, finished), name="stopped ranks", daemon=True).start()
     try:
         agent.run()
     except Exception as error:  # of the rendezvous or its store
@@ -206,6 +221,19 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
         if time.monotonic() - ended_since > limit:
             statuses += agent.statuses.values()
             os._exit(exit_status([status for status in statuses if status], signals))
+
+
+def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
+    """Kill the ranks of this node that still exist some time after the watchdog has recorded a failure: stopped or
+    hanging for good, they cannot end by themselves. In a thread of its own, since the store may not answer."""
+    port, store = None, None
+    while not finished.wait(2):
+        with contextlib.suppress(Exception):  # there is no store yet, or no longer
+            ranks = children(os.getpid())
+            if port != agent.store_port:
+                port, store = agent.store_port, agent.ranks_store()
+            if store.check(["end"]) and not finished.wait(SECONDS_AFTER_A_FAILURE):
+                send(set(ranks) & set(children(os.getpid())), signal.SIGKILL)
 
 
 def status_of(pid: int) -> int | None:

@@ -10,6 +10,7 @@ Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the h
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -50,7 +51,7 @@ class Watchdog:
         self.host = this_host()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
-        self._answered = time.monotonic()  # when the store did last
+        self._answered = progress.now()  # when the store did last
         self._finished, self._begun = threading.Event(), False
         self._looked = -math.inf  # when the heartbeats of all ranks were read last
         self._store: Any = None
@@ -135,27 +136,22 @@ class Watchdog:
     def _beat(self) -> None:
         """Write heartbeats, read the next rank's, and record failures. Runs in a thread of its own, since each call of
         the store may take long."""
-        other, last_beat, seen, number, failing_since = (
-            (self.launch.rank + 1) % self.launch.world_size,
-            None,
-            0.0,
-            0,
-            None,
-        )
+        rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
+        own, theirs = f"rank/{rank}", f"rank/{neighbour}"
+        last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
         while not self._finished.is_set():
             try:
                 if self._store is None:
                     self._connect()
                     self._answered = seen = progress.now()
-                number += 1
-                self._store.set(f"rank/{self.launch.rank}", json.dumps(self._heartbeat(number)))
+                self._store.set(own, json.dumps(self._heartbeat(next(numbers))))
                 if self._store.check(["end"]):
                     self._end(json.loads(self._store.get("end")))
-                beat = self._store.get(f"rank/{other}") if self._store.check([f"rank/{other}"]) else None
+                beat = self._store.get(theirs) if self._store.check([theirs]) else None
                 self._answered, failing_since = progress.now(), None
                 if beat != last_beat:
                     last_beat, seen = beat, progress.now()
-                if hang := self._hang(other) if progress.now() - seen > self.timeout else self._own_hang():
+                if hang := self._hang(neighbour) if progress.now() - seen > self.timeout else self._own_hang():
                     self._end(self._write_end(hang))
                 with contextlib.suppress(queue.Empty):
                     record, answer = self._requests.get(timeout=self.interval)
