@@ -48,7 +48,6 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Save and load in turns on this rank. Return the seconds of each."""
     warnings.simplefilter("ignore")
     tensors, seconds = sharded(mib), {}
-    state = json.dumps({"step": 1, "identity": {}, "data": {}}).encode()
     saver = checkpointer.Checkpointer(folder, Checkpoint(), {})
 
     def timed(name: str, call: Any) -> None:
@@ -62,12 +61,12 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
         ours, theirs = saver.folder / f"step-{step}", folder / f"dcp-{step}"
         if dist.get_rank() == 0:
             ours.with_suffix(".tmp").mkdir(parents=True)
-        ours = ours.with_suffix(".unconfirmed")
+        ours, state = ours.with_suffix(".unconfirmed"), json.dumps({"step": step, "identity": {}, "data": {}}).encode()
         dist.barrier()
         writer = dcp.FileSystemWriter(theirs)
         timed("DCP saves", lambda theirs=theirs, writer=writer: dcp.save(tensors, storage_writer=writer))
         slices = slices_to_save(tensors)
-        timed("titanlite saves", lambda step=step, slices=slices: saver._write(step, slices, state))
+        timed("titanlite saves", lambda step=step, slices=slices, state=state: saver._write(step, slices, state))
         timed("DCP loads", lambda theirs=theirs: dcp.load(tensors, checkpoint_id=theirs))
         timed("titanlite loads", lambda ours=ours: CheckpointReader(ours).load(tensors))
         dist.barrier()
