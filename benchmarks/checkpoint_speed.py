@@ -57,7 +57,7 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
         dist.barrier()
         seconds.setdefault(name, []).append(time.perf_counter() - begin)
 
-    for step in range(rounds + 1):  # the first is not counted
+    for step in range(1, rounds + 2):  # the first is not counted
         ours, theirs = saver.folder / f"step-{step}", folder / f"dcp-{step}"
         if dist.get_rank() == 0:
             ours.with_suffix(".tmp").mkdir(parents=True)
