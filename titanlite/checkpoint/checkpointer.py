@@ -154,8 +154,8 @@ class Checkpointer:
         states = optimizer_tensors(model, optimizer)
         portable = {name: dequantized(state) for name, state in states.items()}
         tensors = model_tensors(model) | portable
-        wait = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
-        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **wait)
+        limits = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
+        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **limits)
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.schema import Comm, Parallelism
-from titanlite.reliability.process import attempt
-from titanlite.reliability.watchdog import BACKSTOP_SECONDS
+from titanlite.reliability.watchdog import BACKSTOP_SECONDS, ranks_store
 
 
 def device_of(launch: Launch) -> torch.device:
@@ -49,10 +48,9 @@ def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent keeps its store when it starts ranks anew (torch 2.11 to 2.13), with the addresses of the
         # old ones, which gloo would connect to.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-        arguments = {"store": dist.PrefixStore(f"titanlite/{attempt()}/torch", store)}
-        arguments |= {"rank": launch.rank, "world_size": launch.world_size}
+        store = ranks_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout.total_seconds())
+        store = dist.PrefixStore("torch", store)
+        arguments = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, **arguments)
     yield
     # Only on success: after an exception the other ranks may never reach a barrier.

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -31,12 +30,11 @@ from titanlite.reliability.process import (
     SIGNALS,
     STOPPED,
     LauncherSignals,
-    attempt,
     children,
     print_to_console,
     send,
 )
-from titanlite.reliability.watchdog import RECORD_SECONDS, this_host
+from titanlite.reliability.watchdog import RECORD_SECONDS, failure, ranks_store
 
 SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
 """How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
@@ -106,9 +104,7 @@ class Agent(LocalElasticAgent):
 
     def ranks_store(self) -> dist.Store:
         """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
-        address, timeout = (self._worker_group.master_addr, self._worker_group.master_port), timedelta(seconds=3)
-        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(f"titanlite/{attempt()}", store)
+        return ranks_store(self._worker_group.master_addr, self._worker_group.master_port, timeout_seconds=3)
 
     def _report(self, rank: int, status: int) -> None:
         """Record in the launch's store that a signal has ended a rank, which could not do so itself, so that all ranks
@@ -118,8 +114,7 @@ class Agent(LocalElasticAgent):
             name = signal.Signals(-status).name
             hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
             message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
-        code = 1 if message else STOPPED
-        record = {"rank": rank, "host": this_host(), "status": code, "message": message, "kind": "error"}
+        record = failure(rank, message, 1 if message else STOPPED)
         with contextlib.suppress(dist.DistError):
             if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
                 return

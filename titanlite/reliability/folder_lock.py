@@ -7,6 +7,7 @@ waits compares counters and never clocks, which differ between nodes.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import platform
@@ -66,6 +67,7 @@ class Holder(BaseModel):
         return None if start_time is None else start_time == self.start_time
 
 
+@functools.cache
 def machine() -> str:
     """Return a name of this kernel since its start and this table of processes. Containers have their own tables, and
     some file systems are shared by containers of one kernel."""

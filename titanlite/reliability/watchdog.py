@@ -30,6 +30,7 @@ from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
 from titanlite.reliability import process
+from titanlite.reliability.folder_lock import machine
 
 BACKSTOP_SECONDS = 15
 """By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
@@ -48,7 +49,7 @@ class Watchdog:
 
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
-        self.host = this_host()
+        self.machine = machine()
         self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
         self._answered = progress.now()  # when the store did last
@@ -90,13 +91,7 @@ class Watchdog:
         self._recorded(self._record("", status=process.STOPPED if process.STARTED_BY in os.environ else 0))
 
     def _record(self, message: str, status: int = 1, **more: Any) -> dict[str, Any]:
-        return {
-            "rank": self.launch.rank,
-            "host": self.host,
-            "status": status,
-            "message": message,
-            "kind": "error",
-        } | more
+        return failure(self.launch.rank, message, status) | more
 
     def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the first failure of all ranks: this one, unless the store has one already or does not answer."""
@@ -111,13 +106,13 @@ class Watchdog:
         """Print a failure if this rank is to do so, and end the process."""
         process.begin_to_end()
         own = record["rank"] == self.launch.rank
-        speaks = own or (record["host"] != self.host and self.launch.local_rank == 0)
+        speaks = own or (record["machine"] != self.machine and self.launch.local_rank == 0)
         if speaks and record["message"]:
             process.print_to_console(record["message"])
         if record["kind"] == "hang":
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
-            if hanging.get("silent") and hanging["host"] == self.host and hanging["rank"] != self.launch.rank:
+            if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
                 process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
         process.exit_process(record["status"])
 
@@ -142,7 +137,8 @@ class Watchdog:
         while not self._finished.is_set():
             try:
                 if self._store is None:
-                    self._connect()
+                    timeout = self.comm.init_timeout_seconds
+                    self._store = ranks_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout)
                     self._answered = seen = progress.now()
                 self._store.set(own, json.dumps(self._heartbeat(next(numbers))))
                 if self._store.check(["end"]):
@@ -162,19 +158,12 @@ class Watchdog:
                     self._lost_store(f"{error}".partition("\n")[0])
                 time.sleep(self.interval)
 
-    def _connect(self) -> None:
-        import torch.distributed as dist
-
-        timeout = timedelta(seconds=self.comm.init_timeout_seconds)
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store = dist.PrefixStore(f"titanlite/{process.attempt()}", store)
-
     def _heartbeat(self, number: int) -> dict[str, Any]:
         activity = progress.current
         return {
             "beat": number,
-            "host": self.host,
+            "node": socket.gethostname(),
+            "machine": self.machine,
             "process": os.getpid(),
             "activity": str(activity),
             "number": activity.number,
@@ -273,15 +262,21 @@ def fail(error: Exception, watchdog: Watchdog | None) -> None:
 
 
 def _where(rank: int, beat: dict[str, Any]) -> str:
-    return f"rank {rank} on {beat['host'].split('/')[0]} (process {beat['process']})"
+    return f"rank {rank} on {beat['node']} (process {beat['process']})"
 
 
-def this_host() -> str:
-    """Return what identifies the processes that this one can signal: the host's name and the namespace of processes,
-    which tells two containers on one node apart."""
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
-    return f"{socket.gethostname()}/"
+def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
+    """Return what is recorded of a rank that has failed, for all ranks to end with; an empty message is not printed."""
+    return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
+
+
+def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
+    """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
+    import torch.distributed as dist  # here: the import takes seconds
+
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"titanlite/{process.attempt()}", store)
 
 
 def _dump_flight_recorder(path: Path) -> None:
