@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest, checksum
+from titanlite.checkpoint.reader import CheckpointReader
 
 STATE_CONTENT = {"step": 7, "identity": {"seed": 1, "dim": 4}, "skipped": 0, "loss_scale": [1.0, 0], "data": {}}
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
@@ -87,3 +88,11 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def assert_skipped(checkpoints: Path, step: int) -> None:
+    """Assert that the weights after a step are those before it, and that those after the next one are not."""
+    readers = [CheckpointReader(checkpoints / f"step-{number}") for number in (step - 1, step, step + 1)]
+    before, after, later = [reader.read("model.layers.0.attention.wq.weight") for reader in readers]
+    assert torch.equal(before, after)
+    assert not torch.equal(after, later)

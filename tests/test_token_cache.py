@@ -305,14 +305,14 @@ def test_a_token_cache_that_cannot_be_written_is_verified_by_each_rank(tmp_path,
     assert line == f"token cache {folder}: train.bin: the checksum differs"
 
 
-PARTS = ("", "train.bin", "validation.bin", "tokens.json", "verified.json")
+FILES_OF_A_CACHE = ("", "train.bin", "validation.bin", "tokens.json", "verified.json")
 
 
 def test_a_token_cache_that_others_can_write_is_rejected(tmp_path):
     documents = in_memory(some_texts())
     cached(documents, tmp_path)
     (folder,) = tmp_path.iterdir()
-    for path in [folder / name for name in PARTS]:
+    for path in [folder / name for name in FILES_OF_A_CACHE]:
         mode = path.stat().st_mode
         for bit in (0o020, 0o002):
             path.chmod(mode | bit)
@@ -329,7 +329,7 @@ def test_a_token_cache_of_another_user_is_rejected(tmp_path):
     documents = in_memory(some_texts())
     cached(documents, tmp_path)
     (folder,) = tmp_path.iterdir()
-    for path in [folder / name for name in PARTS]:
+    for path in [folder / name for name in FILES_OF_A_CACHE]:
         os.chown(path, 12345, -1)
         for builds_cache in (True, False):
             line = rejection(lambda builds=builds_cache: cached(documents, tmp_path, builds_cache=builds))
