@@ -1,10 +1,15 @@
 """From options to sequences: training and validation split, and the identity of the data."""
 
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.data_helpers import BYTES, T, as_lists, built_in_texts, flat, rejection, some_texts, training, write
 from titanlite import build, config, data
@@ -98,6 +103,34 @@ def build_in_rank(job: Path, paths: list[Path]) -> str:
         return build.build_data(config.check(config.load([str(job), *arguments]), launch), builds_cache=True)[2]
     except ConfigError as error:
         return "\n".join(error.problems)
+
+
+def build_after(job: Path, path: Path, seconds: float) -> str:
+    """The identity of a rank's data, where the second rank opens it later than the timeout of collectives."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = backend.options._timeout
+    backend._set_default_timeout(timedelta(seconds=1))
+    open_sequences = build.data.open_sequences
+
+    def open_late(*arguments: Any, **options: Any) -> Any:
+        sequences = open_sequences(*arguments, **options)
+        time.sleep(seconds if dist.get_rank() == 1 else 0)
+        return sequences
+
+    try:
+        with mock.patch.object(build.data, "open_sequences", open_late):
+            return build_in_rank(job, [path] * 2)
+    finally:
+        backend._set_default_timeout(before)
+
+
+def test_a_node_that_tokenizes_for_long_is_waited_for(ranks, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text('[validation]\nenable = false\n[training]\nseq_len = 16\ndataset = "json"\n')
+    write(tmp_path / "a" / "0.jsonl", some_texts())
+    first, second = ranks(2).run(build_after, job=job, path=tmp_path / "a", seconds=3)
+    assert first == second
+    assert "seq_len 16" in first
 
 
 STREAMING = "streaming = true\nshuffle = false\nstreaming_shards = 2\n"

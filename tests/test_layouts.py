@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -462,6 +463,22 @@ def prefetched(job: config.Config) -> list[tuple[int, int]]:
 def test_prefetch_reaches_fsdp(ranks, tmp_path):
     options = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 1, "model__n_layers": 4}
     assert ranks(1).run(prefetched, job=resolve(tmp_path, 1, options)) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
+
+
+def timeouts(job: config.Config) -> set[float]:
+    """Return the timeouts of this rank's process groups in seconds, once they have been set to 77 s."""
+    build.build_model(job, mesh.build_layout(job.parallelism, CPU), CPU)
+    mesh.set_timeout(CPU, 77)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    found = {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+    mesh.set_timeout(CPU, 60)
+    return found
+
+
+def test_every_process_group_has_the_timeout(ranks, tmp_path):
+    """Also those that FSDP makes for itself when it reshards to fewer ranks after the forward pass."""
+    options = {"fsdp_reshard_after_forward": 2}
+    assert ranks(4).run(timeouts, job=resolve(tmp_path, 4, options)) == [{77.0 + mesh.BACKSTOP_SECONDS}] * 4
 
 
 def graphs(job: config.Config) -> int:

@@ -160,7 +160,7 @@ def test_the_config_of_the_run_before_stays_when_the_disk_is_full(tmp_path, caps
     assert (tmp_path / "config.toml").read_text() == "before"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {tmp_path}/config.toml could not be written: ")
-    assert not (tmp_path / "config.tmp").exists()
+    assert not (tmp_path / "config.toml.tmp").exists()
 
 
 def test_earlier_files_that_cannot_be_changed_are_one_line(tmp_path):

@@ -1,9 +1,11 @@
 """Streaming: sequences of streaming shards do not depend on the ranks, and resume exactly."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from tests.data_helpers import (
 )
 from titanlite.data import packing
 from titanlite.data.streaming import StreamingSequences
+from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -191,6 +194,19 @@ def test_a_document_of_many_sequences_resumes_within(tmp_path):
     for index in (0, 20, 45, 46, 47, 70, 95):
         sequence, _ = next(sequences.read(index + 1, 1, {0: states[index]}))
         assert np.array_equal(sequence.inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
+
+
+def test_a_failing_disk_is_no_error_of_the_config(tmp_path):
+    """Another start may succeed, so the launcher may start the ranks anew."""
+    write(tmp_path / "0.txt", ["some text"])
+    stream = open_stream("text", tmp_path, 1, text_sample_by="line")
+    stream.dataset = mock.Mock()
+    stream.dataset.shard.return_value = files = mock.MagicMock()
+    files.__iter__.side_effect = OSError(errno.EIO, "Input/output error")
+    loader = open_loader(stream, local_batch_size=2, global_batch_size=2)
+    with pytest.raises(TrainingError, match=r"cannot be read: OSError: .* Input/output error"):
+        loader.next()
+    loader.close()
 
 
 def test_streaming_shards_without_a_file_or_without_documents_are_rejected(tmp_path):

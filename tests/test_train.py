@@ -549,6 +549,26 @@ def test_on_corrupt_previous_resumes_from_the_one_before(runs, folder, world_siz
     assert {path.name for path in checkpoints.iterdir()} == names, "the next start would begin anew"
 
 
+def run_with_a_failing_disk(argv: list[str]) -> str:
+    """Train as run_train, where no tensor of a checkpoint can be read."""
+    error = OSError(errno.EIO, "Input/output error")
+    with mock.patch("titanlite.checkpoint.files.read_fully", side_effect=error):
+        return run_train(argv)
+
+
+def test_a_checkpoint_is_not_damaged_because_the_disk_fails_once(runs, folder):
+    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
+    arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_corrupt=previous"]
+    runs(1, "run", *arguments, "--training.steps=4")
+    checkpoints = folder / "run" / "checkpoint"
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *arguments]
+    (message,) = runs.ranks(1).run(run_with_a_failing_disk, argv=argv)
+    assert message.startswith(f"{checkpoints / 'step-4' / 'rank-00000.safetensors'}: ")
+    assert message.endswith(": cannot be read: Input/output error")
+    assert complete_steps(checkpoints) == [2, 4]
+    assert computed(runs(1, "run", *arguments)) == computed(uninterrupted)
+
+
 def run_with_a_full_disk(argv: list[str]) -> str:
     """Train as run_train, where rank 1 cannot write its file of the second checkpoint."""
     write_file, calls = checkpointer.write_file, itertools.count(1)

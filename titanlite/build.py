@@ -5,6 +5,7 @@ train.py, the planner and the parity test build their run here, so what they pla
 
 import functools
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from titanlite.model import Llama
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
+from titanlite.progress import mark
 from titanlite.train_step import SingleStageRunner, TrainStep
 
 
@@ -139,11 +141,15 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
     if tokenizer.vocab_size > vocab_size:
         problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
         raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
+    # Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
     sequences, validation, identity = data.open_sequences(
         tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
     )
+    mark("waiting for the data of other ranks", limited=False)
     identities: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(identities, identity)
+    dist.all_gather_object(identities, identity, group=group)
+    dist.destroy_process_group(group)
     if set(identities) != {identity}:
         other = next(rank for rank, name in enumerate(identities) if name != identities[0])
         problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from titanlite import __version__
+from titanlite.errors import TrainingError
 from titanlite.reliability.process import listen_as_launcher
 
 COMMANDS = {
@@ -48,4 +49,9 @@ def main() -> None:
     if name == "train":
         listen_as_launcher()  # before the imports, which take a while
     module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
-    sys.exit(importlib.import_module(module).main(arguments))
+    command = importlib.import_module(module).main
+    try:
+        sys.exit(command(arguments))
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -2,4 +2,5 @@
 
 
 class TrainingError(Exception):
-    """Training cannot continue; the message is one line that says what happened, where and why."""
+    """A run or a command cannot continue, though its config is right; the message is one line that says what happened,
+    where and why."""

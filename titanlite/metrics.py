@@ -18,6 +18,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Metrics
 from titanlite.devices import find_by_gpu_name
 from titanlite.reliability.appended_file import AppendedFile, report
+from titanlite.reliability.files import replace_file
 
 VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
@@ -172,14 +173,10 @@ class MetricsLogger:
 
 def _write_config(path: Path, config: str) -> None:
     """Replace config.toml as a whole, so that a full disk leaves the one before."""
-    replacement = path.with_suffix(".tmp")
     try:
-        replacement.write_text(config)
-        replacement.replace(path)
+        replace_file(path, config.encode())
     except OSError as error:
         report(str(path), error, "training goes on without it")
-        with contextlib.suppress(OSError):
-            replacement.unlink()
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
@@ -212,9 +209,7 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
             file.writelines(damaged)
         print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
     if b"".join(earlier) != content:
-        replacement = path.with_suffix(".tmp")
-        replacement.write_bytes(b"".join(earlier))
-        replacement.replace(path)
+        replace_file(path, b"".join(earlier))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -58,9 +58,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     # Build the run.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
-    mesh.set_timeout(layout, config.comm.init_timeout_seconds)  # new groups have torch's default
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
+    mesh.set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
     train_step = build.build_train_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values())
     loss_scale = build_loss_scale(training)
@@ -178,8 +178,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             if step % training.gc_freq == 0:
                 gc.collect()
             if is_first:
-                groups = [checkpointer.group] if checkpointer else []
-                mesh.set_timeout(layout, config.comm.train_timeout_seconds, *groups)
+                mesh.set_timeout(device, config.comm.train_timeout_seconds)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
 

@@ -11,7 +11,6 @@ checkpoints that are not complete, or not good.
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ from titanlite.checkpoint.folder import (
     CheckpointFolder,
     complete_steps,
     state_of,
-    sync_folder,
     why_not_read,
 )
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
@@ -54,6 +52,7 @@ from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.errors import TrainingError
 from titanlite.optimizer import local_shard
 from titanlite.progress import alive, progress
+from titanlite.reliability.files import sync_folder, write_synced
 
 GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
 training.nonfinite_steps_allowed"""
@@ -240,8 +239,8 @@ class Checkpointer:
         dist.gather_object((name, stored), files, group=self.group)
         with collected_problems(self.group, OSError) as problems:
             if files is not None:
-                _write_synced(folder / STATE, state)
-                _write_synced(folder / MANIFEST, build_manifest(dict(files), state))
+                write_synced(folder / STATE, state)
+                write_synced(folder / MANIFEST, build_manifest(dict(files), state))
                 sync_folder(folder)
                 self._names.publish(step)
         self._raise_unsaved(step, problems)
@@ -454,13 +453,6 @@ def _load(
                 options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
                 with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
     return problems
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _size(path: Path) -> int:

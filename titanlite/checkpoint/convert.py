@@ -32,6 +32,7 @@ from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.schema import Model
 from titanlite.hf.export import partition
 from titanlite.progress import progress
+from titanlite.reliability.files import first_problem, sync_folder, write_synced
 
 USAGE = "usage: titanlite convert OLD NEW   (--help tells more)"
 FILE_BYTES = 2 * 2**30
@@ -116,9 +117,11 @@ def convert(old: Path, new: Path) -> None:
             slices = {name: (tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()}
             file = f"part-{index:05d}.safetensors"
             files[file] = write_file(unfinished / file, slices)
-    (unfinished / STATE).write_bytes(state)
-    (unfinished / MANIFEST).write_bytes(build_manifest(files, state))
+    write_synced(unfinished / STATE, state)
+    write_synced(unfinished / MANIFEST, build_manifest(files, state))
+    sync_folder(unfinished)
     unfinished.rename(new)
+    sync_folder(new.parent)
     CheckpointReader(new)
 
 
@@ -132,8 +135,7 @@ def _state(old: Path) -> bytes:
     try:
         model = Model.model_validate({key: value for key, value in identity.items() if key in Model.model_fields})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError([f"{old / STATE}: identity.{first['loc'][0]}: {first['msg']}"]) from None
+        raise ConfigError([f"{old / STATE}: identity.{first_problem(error)}"]) from None
     dimensions = model.model_dump(exclude={"flavor", "hf_assets_path"})
     return json.dumps({**content, "identity": {**identity, **dimensions}}, indent=1).encode()
 

@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored, checksum, file_size
 from titanlite.config.loader import ConfigError
+from titanlite.reliability.files import cannot_read, safetensors_header, sync
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""
@@ -56,21 +56,17 @@ def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tup
                 checksums[name][i] = checksum(block)
                 file.write(block)
                 if next(n_blocks) % SYNCED_BLOCKS == 0:
-                    file.flush()
-                    os.fsync(file.fileno())
+                    sync(file)
         encoded = _encode(header, checksums)
         file.seek(0)
         file.write(encoded)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     return Stored(FileEntry(bytes=len(encoded) + position, xxh3_64=checksum(encoded)), slices)
 
 
 def _encode(header: dict[str, Any], checksums: dict[str, list[str]]) -> bytes:
     header["__metadata__"] = {CHECKSUMS: json.dumps(checksums)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors' bytes begin at a multiple of 8
-    return len(text).to_bytes(8, "little") + text
+    return safetensors_header(header)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -112,7 +108,7 @@ class CheckedFile:
                     raise ConfigError([f"{path}: no safetensors file: its header would be {length} bytes"])
                 header += file.read(length)
         except OSError as error:
-            raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+            raise cannot_read(f"{path}", error) from None
         if checksum(header) != entry.xxh3_64:
             raise ConfigError([f"{path}: the header's checksum differs: damaged, or of another checkpoint"])
         self._begin = 8 + length
@@ -175,7 +171,7 @@ class CheckedFile:
                     if checksum(piece) != self._checksums[name][block]:
                         raise ConfigError([f"{self.path}: {name}: a checksum differs: its bytes are damaged"])
         except OSError as error:
-            raise ConfigError([f"{self.path}: {name}: cannot be read: {error.strerror}"]) from None
+            raise cannot_read(f"{self.path}: {name}", error) from None
 
     def verify(self) -> Iterator[int]:
         """Read every tensor of the file and check it. Yields the bytes of each one read."""

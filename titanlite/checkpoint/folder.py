@@ -13,11 +13,12 @@ newest step that was ever complete remains under such a name. Only rank 0 change
 """
 
 import itertools
-import os
 import re
 import shutil
 import threading
 from pathlib import Path
+
+from titanlite.reliability.files import sync_folder
 
 UNCONFIRMED, TEMPORARY, REPLACED = ".unconfirmed", ".tmp", ".replaced"
 DIVERGED, SUSPECT, DAMAGED = ".diverged", ".suspect", ".damaged"
@@ -52,13 +53,6 @@ def checkpoints(folder: Path, *suffixes: str) -> list[Path]:
 def complete_steps(folder: Path) -> list[int]:
     """Return the steps whose checkpoints in a folder are good, ascending."""
     return [state_of(path)[0] for path in checkpoints(folder, "")]
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until what was created or renamed in a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 class CheckpointFolder:

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.reliability.files import Record, cannot_read, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
@@ -57,27 +58,21 @@ class Slice(NamedTuple):
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
 
-class _Part(BaseModel):
-    """A part of the manifest. It converts no type and takes no unknown key."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class FileEntry(_Part):
+class FileEntry(Record):
     """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
 
     bytes: Length
     xxh3_64: Checksum
 
 
-class TensorEntry(_Part):
+class TensorEntry(Record):
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
     shape: list[Length]
     layout: Length
     """Index in Manifest.layouts."""
 
 
-class Manifest(_Part):
+class Manifest(Record):
     """The content of manifest.json, checked for types only."""
 
     format: Literal["titanlite checkpoint"]
@@ -194,12 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigError([f"{path}: {problem}{VERSION}; another version of titanlite may have written it"])
     if content.get("xxh3_64") != _checksum_of(content):
         raise ConfigError([f"{path}: the checksum differs: the file is damaged"])
-    try:
-        manifest = Manifest.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError([f"{path}: {place}: {first['msg']}"]) from None
+    manifest = parse(Manifest, content, str(path))
     problem = _problem_of(manifest)
     if problem:
         raise ConfigError([f"{path}: {problem}"])
@@ -259,7 +249,7 @@ def file_size(path: Path) -> int:
             return path.stat().st_size
         raise ConfigError([f"{path}: missing, or not a regular file"])
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise cannot_read(f"{path}", error) from None
 
 
 def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
@@ -271,7 +261,7 @@ def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
             raise ConfigError([f"{path}: it is not the file that the manifest describes: damaged or changed"])
         content = json.loads(data)
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise cannot_read(f"{path}", error) from None
     except (ValueError, RecursionError):
         raise ConfigError([f"{path}: not valid JSON: the file is damaged"]) from None
     if not isinstance(content, dict):

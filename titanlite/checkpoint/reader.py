@@ -1,13 +1,12 @@
 """Reading a checkpoint: full tensors in one process, or each rank its slices of them under any layout."""
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -17,21 +16,18 @@ from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
 from titanlite.optimizer import local_shard
+from titanlite.reliability.files import Record, parse
 
 
-class _Outliers(BaseModel):
+class _Outliers(Record):
     """What a run that skips outlier steps remembers of the steps before."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     skipped: int = Field(ge=0)
     norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
 
 
-class _State(BaseModel):
+class _State(Record):
     """state.json: everything of a run but its tensors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str]
@@ -52,11 +48,7 @@ class CheckpointReader:
     def __init__(self, path: Path):
         self.path, self.manifest = path, read_manifest(path)
         content = read_json(path / STATE, self.manifest.files[STATE])
-        try:
-            self.state: dict[str, Any] = _State.model_validate_json(json.dumps(content)).model_dump()
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError([f"{path / STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}"]) from None
+        self.state: dict[str, Any] = parse(_State, content, f"{path / STATE}").model_dump()
         state = state_of(path)
         if state and state[0] != self.state["step"]:
             raise ConfigError([f"{path / STATE}: step = {self.state['step']}, which is not the folder's"])

@@ -14,6 +14,8 @@ from typing import Any
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.rules import FILES
 from titanlite.config.schema import Training
+from titanlite.errors import TrainingError
+from titanlite.reliability.files import is_transient
 
 # Suffixes of the files that are read from a folder, by dataset
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
@@ -67,7 +69,7 @@ def load_documents(source: Source) -> Documents:
     fingerprint = _content_hash(source, with_times=True) if source.is_files else dataset._fingerprint
 
     def batches() -> Iterator[list[str]]:
-        for batch in with_config_errors(source, dataset.select_columns([column]).iter(batch_size=1000)):
+        for batch in read_items(source, dataset.select_columns([column]).iter(batch_size=1000)):
             yield [text_of(source, column, value) for value in batch[column]]
 
     fingerprint = f"{fingerprint}/{column}/{source.training.text_sample_by}"
@@ -92,24 +94,34 @@ def text_of(source: Source, column: str, value: Any) -> str:
     return value
 
 
-def with_config_errors(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items, and raise what reading them raises as a ConfigError of one line."""
+def read_items(source: Source, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items, and raise what reading them raises with a message of one line: a TrainingError if another start
+    may succeed, as with all errors of the Hugging Face hub once the dataset was found, and else a ConfigError."""
     try:
         yield from items
     except Exception as error:  # every file format, the file system and the network raise their own
-        raise _config_error(source, "cannot be read", error) from None
+        problem = _problem(source, "cannot be read", error)
+        if is_transient(_root(error)) or not source.is_files:
+            raise TrainingError(problem) from None
+        raise ConfigError([problem]) from None
 
 
-def _config_error(source: Source, what: str, error: BaseException) -> ConfigError:
-    while error.__cause__ is not None:  # `datasets` wraps the error that has the reason
+def _root(error: BaseException) -> BaseException:
+    """Return the error that has the reason; `datasets` and clients of the network wrap it."""
+    while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _problem(source: Source, what: str, error: BaseException) -> str:
+    error = _root(error)
     reason = " ".join(str(error).split()) or type(error).__name__
     reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
     problem = f"{source}: {what}: {type(error).__name__}: {reason}"
     if not source.is_files:
         problem += "; without a network, download its files elsewhere and name them with training.dataset_path and "
         problem += 'training.dataset = "json" or "parquet"'
-    return ConfigError([problem])
+    return problem
 
 
 def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
@@ -133,7 +145,7 @@ def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own
-        raise _config_error(source, "cannot be loaded", error) from None
+        raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     if column not in columns:
         names = ", ".join(columns)
         raise ConfigError([f"{source}: no column {show(column)}; set training.dataset_text_key to one of {names}"])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.loader import ConfigError
-from titanlite.data.documents import Source, text_of, with_config_errors
+from titanlite.data.documents import Source, read_items, text_of
 from titanlite.data.packing import Sequence, split_sequence
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
@@ -81,7 +81,7 @@ class StreamingSequences:
         while True:
             files.load_state_dict(beginning if position is None else position)
             is_empty = position is None
-            for item in with_config_errors(self.source, files):
+            for item in read_items(self.source, files):
                 text = text_of(self.source, self.column, item[self.column])
                 yield position, encode_documents(self.tokenizer, [text])[0], used
                 is_empty, used, position = False, 0, files.state_dict()

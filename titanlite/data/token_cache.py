@@ -19,6 +19,7 @@ from titanlite.data.documents import Documents
 from titanlite.data.token_files import FILES, DamagedCacheError, Split, Summary
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.progress import alive, mark, progress
+from titanlite.reliability.files import sync, sync_folder
 from titanlite.reliability.folder_lock import FolderInUse, FolderLock
 
 
@@ -133,6 +134,7 @@ def _build_alone(
         unfinished.mkdir(mode=0o755)  # others may read it, as far as the umask allows, and not write
         token_files.check_trusted(unfinished)  # some file systems do not keep owners or permissions
         _build(unfinished, documents, tokenizer, validation_fraction, lock.is_held)
+        sync_folder(unfinished)
         unfinished.rename(folder)
         token_files.write_verified(folder)
     except OSError as error:
@@ -180,8 +182,7 @@ class _SplitWriter:
 
     def finish(self) -> Split:
         """Return what tokens.json says of the split, once its bytes are on the disk."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        sync(self.file)
         return Split(bytes=self.bytes, xxh3_64=self.checksum.hexdigest(), largest_token=self.largest)
 
 
@@ -227,3 +228,4 @@ def _build(
         raise ConfigError([f"{folder}: another run took over the token cache while this process was suspended"])
     with open(folder / token_files.TOKENS, "xb", opener=_create) as file:
         file.write(summary.encode())
+        sync(file)

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError
+from titanlite.reliability.files import Record, first_problem
 
 FORMAT = 4  # part of a cache's name; raised when the names or the content of its files change
 TOKENS, VERIFIED = "tokens.json", "verified.json"
@@ -34,20 +35,14 @@ class DamagedCacheError(Exception):
     """A token cache is not what it should be; the message says how."""
 
 
-class _Strict(BaseModel):
-    """A part of tokens.json. It converts no type and takes no unknown key."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Split(_Strict):
+class Split(Record):
     bytes: Count
     xxh3_64: Checksum
     largest_token: Annotated[int, Field(ge=-1, le=2**32 - 1)]
     """-1 if there is no token."""
 
 
-class Summary(_Strict):
+class Summary(Record):
     """The content of tokens.json."""
 
     dtype: Literal["uint16", "uint32"]
@@ -108,9 +103,7 @@ def read_summary(folder: Path, vocab_size: int) -> Summary:
     try:
         summary = Summary.model_validate_json((folder / TOKENS).read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (TOKENS, *first["loc"])))
-        raise DamagedCacheError(f"{place}: {first['msg']}") from None
+        raise DamagedCacheError(f"{TOKENS}: {first_problem(error)}") from None
     if summary.xxh3_64 != summary.checksum():
         raise DamagedCacheError(f"{TOKENS}: the checksum differs")
     if summary.dtype != dtype_for(vocab_size):

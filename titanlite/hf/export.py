@@ -6,12 +6,10 @@ length as 8 bytes (little endian), a JSON header with dtype, shape and place of 
 """
 
 import json
-import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from titanlite.config.schema import Model
 from titanlite.hf.load import DTYPES, INDEX, SINGLE
 from titanlite.hf.names import hf_name, parameter_shapes, to_hf
 from titanlite.progress import progress
+from titanlite.reliability.files import safetensors_header, sync
 
 SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in DTYPES.items()}
 TOKENIZER_FILES = (
@@ -190,22 +189,14 @@ def write_safetensors(
         begin, end = end, end + shape.numel() * dtype.itemsize
         code = SAFETENSORS_DTYPES[dtype]
         header[hf_name(name)] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     with open(file, "xb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.write(safetensors_header(header))
         for name in shapes:
             stream.write(tensor(name).contiguous().flatten().view(torch.uint8).numpy())
-        _sync(stream)
+        sync(stream)
 
 
 def _write_json(file: Path, content: Any) -> None:
     with open(file, "xb") as stream:
         stream.write(json.dumps(content, indent=2).encode() + b"\n")
-        _sync(stream)
-
-
-def _sync(stream: BinaryIO) -> None:
-    """Have what was written reach the disk before the folder gets its name."""
-    stream.flush()
-    os.fsync(stream.fileno())
+        sync(stream)

@@ -119,18 +119,18 @@ def forget_layouts() -> None:
     _layout.cache_clear()
 
 
-def set_timeout(layout: Layout, seconds: int, *others: dist.ProcessGroup) -> None:
-    """Change how long collectives of training's process groups, and of others, may take.
+def set_timeout(device: torch.device, seconds: int) -> None:
+    """Change how long the collectives of all process groups may take.
 
-    Private: before torch 2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11, 2.13 and 2.15, gloo).
+    Private: torch.distributed.distributed_c10d._world.pg_map has the groups, also those that FSDP makes; before torch
+    2.15, torch.distributed.set_timeout is _set_pg_timeout (tried on 2.11 and 2.13, gloo).
     """
-    if layout.mesh.device_type == "cuda":  # collectives in flight keep the timeout that they were started with
+    if device.type == "cuda":  # collectives in flight keep the timeout that they were started with
         torch.cuda.synchronize()
         dist.barrier()
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in (dist.group.WORLD, *layout.mesh.get_all_groups(), layout.ring_group, layout.ulysses_group, *others):
-        if group is not None:
-            set_group_timeout(_backstop(seconds), group)
+    for group in dist.distributed_c10d._world.pg_map:
+        set_group_timeout(_backstop(seconds), group)
 
 
 def _backstop(seconds: int) -> timedelta:

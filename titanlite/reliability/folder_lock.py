@@ -22,10 +22,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.progress import progress
+from titanlite.reliability.files import Record
 
 LARGEST_LOCK = 4096
 """Bytes of a lock file that are read."""
@@ -40,10 +41,8 @@ class FolderInUse(ConfigError):
     """Another process holds the lock of a folder."""
 
 
-class Holder(BaseModel):
+class Holder(Record):
     """The content of a lock file: a process, and when it locked the folder."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
     node: Name

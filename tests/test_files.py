@@ -1,0 +1,87 @@
+"""Files that must survive a crash, and errors that another start may not have."""
+
+import errno
+import gzip
+import json
+from unittest import mock
+
+import pyarrow.lib
+import pytest
+from pydantic import Field
+
+from titanlite.config.loader import ConfigError
+from titanlite.errors import TrainingError
+from titanlite.reliability import files
+from titanlite.reliability.files import Record, cannot_read, is_transient, parse, replace_file
+
+TRANSIENT = {
+    "disk": OSError(errno.EIO, "Input/output error"),
+    "network file system": OSError(errno.ESTALE, "Stale file handle"),
+    "connection": ConnectionResetError(),
+    "timeout": TimeoutError(),
+}
+LASTING = {
+    "missing": FileNotFoundError(errno.ENOENT, "No such file"),
+    "forbidden": PermissionError(errno.EACCES, "Permission denied"),
+    "folder": IsADirectoryError(errno.EISDIR, "Is a directory"),
+    "damaged gzip file": gzip.BadGzipFile("Not a gzipped file"),
+    "damaged parquet file": pyarrow.lib.ArrowIOError("Couldn't deserialize thrift"),
+    "format": ValueError("expected a list"),
+}
+
+
+@pytest.mark.parametrize("name", [*TRANSIENT, *LASTING])
+def test_errors_of_the_disk_and_the_network_are_transient(name: str):
+    error = (TRANSIENT | LASTING)[name]
+    assert is_transient(error) == (name in TRANSIENT)
+    if isinstance(error, OSError):
+        raised = cannot_read("some file", error)
+        assert type(raised) is (TrainingError if name in TRANSIENT else ConfigError)
+        assert str(raised).startswith("some file: cannot be read: ")
+
+
+@pytest.mark.parametrize("fails", ["os.fsync", "pathlib.Path.replace"])
+def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path, fails):
+    path = tmp_path / "some.json"
+    replace_file(path, b"first")
+    assert path.read_bytes() == b"first"
+    with (
+        mock.patch(fails, side_effect=OSError(errno.EIO, "Input/output error")),
+        pytest.raises(OSError, match="output"),
+    ):
+        replace_file(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replaced_file_is_on_the_disk_before_it_has_its_name(tmp_path):
+    calls = mock.Mock()
+    with (
+        mock.patch.object(files.os, "fsync", calls.fsync),
+        mock.patch("pathlib.Path.replace", calls.replace),
+    ):
+        replace_file(tmp_path / "some.json", b"content")
+    assert [name for name, _, _ in calls.mock_calls] == ["fsync", "replace", "fsync"]
+
+
+class Counts(Record):
+    """Counts of things."""
+
+    counts: dict[str, int] = Field(max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"counts": {"a": "1"}}, "some.json: counts.a: Input should be a valid integer"),
+        ({"counts": {"a": 1.0}}, "some.json: counts.a: Input should be a valid integer"),
+        ({"counts": {}, "more": 1}, "some.json: more: Extra inputs are not permitted"),
+        ({}, "some.json: counts: Field required"),
+    ],
+    ids=json.dumps,
+)
+def test_the_first_problem_of_a_record_is_named(content, problem):
+    assert parse(Counts, {"counts": {"a": 1}}, "some.json").counts == {"a": 1}
+    with pytest.raises(ConfigError) as raised:
+        parse(Counts, content, "some.json")
+    assert str(raised.value) == problem
