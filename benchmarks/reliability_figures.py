@@ -101,8 +101,8 @@ def time_checksums() -> None:
         dtype="uint16", documents=1, tokens=BYTES // 2, sha256="0" * 64, train=split, validation=empty
     )
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "train.bin").write_bytes(tokens.tobytes())
-        (Path(folder) / "validation.bin").touch()
+        (Path(folder) / token_files.FILES["train"]).write_bytes(tokens.tobytes())
+        (Path(folder) / token_files.FILES["validation"]).touch()
 
         def verify() -> None:
             token_files.verify(Path(folder), summary, lambda read: None)

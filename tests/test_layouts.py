@@ -144,8 +144,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "compiled, selective AC, cp": COMPILED | SELECTIVE | CP,
     "compiled, shard": COMPILED | SHARD,
     "compiled, tp": COMPILED | TP,
-    "compiled, cp": COMPILED | CP,
-    "compiled, ulysses, document mask": COMPILED | ULYSSES | DOCUMENTS,
     "compiled, pp": COMPILED | PP,
     "compiled, Interleaved1F1B": COMPILED | schedule("Interleaved1F1B"),
 }  # fmt: skip
@@ -220,6 +218,8 @@ NIGHTLY = {
     "compiled, memory budget, tp": BUDGET | TP,
     "compiled loss only, tp, no loss parallel":
         COMPILED | TP | {"compile__components": '["loss"]', "disable_loss_parallel": True},
+    "compiled, cp": COMPILED | CP,
+    "compiled, ulysses, document mask": COMPILED | ULYSSES | DOCUMENTS,
     "prefetch 2, cp x tp": PREFETCH | CP | TP,
     "document mask, cp 4": DOCUMENTS | {"context_parallel_degree": 4},
     "document mask, cp x tp": DOCUMENTS | CP | TP,

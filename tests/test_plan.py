@@ -85,7 +85,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("selective AC every 2 layers, prefetch 3", "ZBV")
+SLOW = ("selective AC every 2 layers, prefetch 3", "ring, prefetch", "1F1B", "ZBV")
 
 
 @pytest.mark.parametrize(

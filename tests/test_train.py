@@ -291,7 +291,7 @@ def test_stochastic_rounding_keeps_small_updates(stochastic):
     assert moved == (pytest.approx(steps * lr, abs=allowed) if stochastic else 0)
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("state_dtype", [pytest.param("int8", marks=pytest.mark.nightly), "bfloat16"])
 def test_low_bit_optimizer_states_train(runs, state_dtype):
     wide = ["--model.dim=128", "--model.ffn_dim=256", "--optimizer.lr=2e-3"]
     low_bit, float32 = runs(2, "run", *wide, f"--optimizer.state_dtype={state_dtype}"), runs(2, "float32", *wide)
@@ -754,7 +754,12 @@ def test_saving_and_loading_print_progress(folder):
     assert resumed == {"loading checkpoint step-2 (0.0 GiB)", "saving checkpoint step-3 (0.0 GiB)"}
 
 
-@pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel", "tensor_parallel", "context_parallel"])
+AXES_BY_DAY, AXES_NIGHTLY = ("data_parallel_shard", "pipeline_parallel"), ("tensor_parallel", "context_parallel")
+
+
+@pytest.mark.parametrize(
+    "axis", [*AXES_BY_DAY, *(pytest.param(axis, marks=pytest.mark.nightly) for axis in AXES_NIGHTLY)]
+)
 def test_torchrun(folder, axis):
     """In processes of its own, unlike those of a pool, a layout has only the imports that it does itself."""
     status, out, error = finish(
