@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.checkpoint.tensors import slices_to_save
-from titanlite.config.schema import Checkpoint
+from titanlite.config.schema import Checkpoint, Comm
 from titanlite.parity.process_pool import ProcessPool
 
 WIDTH = 2048
@@ -54,7 +54,7 @@ def measure(mib: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Save and load in turns on this rank. Return the seconds of each."""
     warnings.simplefilter("ignore")
     tensors, seconds = sharded(mib), {}
-    saver = checkpointer.Checkpointer(folder, Checkpoint(), {})
+    saver = checkpointer.Checkpointer(folder, Checkpoint(), {}, Comm())
 
     def timed(name: str, call: Any) -> None:
         dist.barrier()

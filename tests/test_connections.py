@@ -42,7 +42,7 @@ def connect(job: config.Config) -> int:
 
 def train(job: config.Config, folder: Path) -> dict[str, int]:
     """Take a step, validate, save and load on this rank. Return its process groups, connections and threads."""
-    checkpointer = Checkpointer(folder, job.checkpoint, {})
+    checkpointer = Checkpointer(folder, job.checkpoint, {}, job.comm)
     run_layout(job, config.Launch.from_environment(n_devices=0), steps=1, checkpointer=checkpointer)
     dist.barrier()  # as at the end of a run
     counts = {"groups": len(dist.distributed_c10d._world.pg_map)}

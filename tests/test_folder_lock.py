@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.data_helpers import rejection
+from tests.launches import wait_until
 from tests.lock_holder import open_lock
 from titanlite.config.loader import ConfigError
 from titanlite.reliability import folder_lock
@@ -222,10 +223,7 @@ def test_a_missing_or_damaged_lock_is_restored_by_its_holder(tmp_path):
     with open_lock(tmp_path) as lock:
         for damage in (lock.path.unlink, lambda: lock.path.write_text("damaged")):
             damage()
-            deadline = time.monotonic() + 5
-            while not lock.is_held():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lock.is_held, "the lock is restored", seconds=5)
 
 
 def test_a_heartbeat_that_cannot_be_written_is_no_loss(tmp_path, monkeypatch):
@@ -244,11 +242,12 @@ def test_a_heartbeat_that_cannot_be_written_is_no_loss(tmp_path, monkeypatch):
 
 def beat_after(lock: folder_lock.FolderLock, count: int) -> int:
     """Wait until the counter is above this, and return it."""
-    deadline = time.monotonic() + 10
-    while (beat := int(json.loads(lock.path.read_text())["beat"])) <= count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return beat
+
+    def beat() -> int:
+        return int(json.loads(lock.path.read_text())["beat"])
+
+    wait_until(lambda: beat() > count, f"more than {count} heartbeats", seconds=10)
+    return beat()
 
 
 def no_space(*arguments: object) -> None:

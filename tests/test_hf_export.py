@@ -282,7 +282,7 @@ def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
     layout = mesh.build_layout(job.parallelism, CPU)
     model, stages = build.build_model(job, layout, CPU)
     identity = {"seed": 1, "data": "x", **job.model.model_dump(exclude={"flavor", "hf_assets_path"})}
-    checkpointer = Checkpointer(folder, job.checkpoint, identity)
+    checkpointer = Checkpointer(folder, job.checkpoint, identity, job.comm)
     checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
     checkpointer.confirm(4)
     checkpointer.close()

@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.launches import wait_until
 from titanlite import launcher
 from titanlite.config import load
 
@@ -64,10 +64,7 @@ class Commands:
         return (self.folder / name).read_text().splitlines() if (self.folder / name).exists() else []
 
     def wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + 20
-        while not self.read(name):
-            assert time.monotonic() < deadline, f"{name} was not written"
-            time.sleep(0.02)
+        wait_until(lambda: bool(self.read(name)), f"{name} is written", seconds=20)
 
 
 @pytest.fixture

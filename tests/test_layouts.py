@@ -576,7 +576,8 @@ TO = {
 def trace_with_checkpoint(job: config.Config, folder: Any, steps: int) -> Trace | None:
     """Resume from the checkpoint of a folder, if there is one, take some steps, and save."""
     launch = config.Launch.from_environment(n_devices=0)
-    checkpointer = Checkpointer(folder, config.schema.Checkpoint(folder=".", keep_latest_k=0), identity={})
+    options = config.schema.Checkpoint(folder=".", keep_latest_k=0)
+    checkpointer = Checkpointer(folder, options, {}, job.comm)
     result = run_layout(job, launch, steps=steps, checkpointer=checkpointer)
     checkpointer.close()
     return result if launch.rank == 0 else None

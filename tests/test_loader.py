@@ -23,6 +23,7 @@ from tests.data_helpers import (
     some_texts,
     training,
 )
+from tests.launches import wait_until
 from titanlite import data
 from titanlite.config.schema import Validation
 from titanlite.data import packing
@@ -120,10 +121,7 @@ class EndlessSequences:
         raise OSError("the disk is gone")
 
     def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + 10
-        while self.count != count:
-            assert time.monotonic() < deadline, "waited 10 seconds"
-            time.sleep(0.005)
+        wait_until(lambda: self.count == count, f"{count} sequences", seconds=10)
 
 
 def test_batches_are_prefetched_but_not_without_end_nor_after_close(monkeypatch):

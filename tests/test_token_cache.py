@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 
 from tests.data_helpers import BYTES, MANY, flat, rejection, some_texts, source, write
+from tests.launches import wait_until
 from titanlite import progress
 from titanlite.config.loader import ConfigError
 from titanlite.data import token_cache, token_files
@@ -160,11 +161,14 @@ def test_progress_of_the_token_cache(tmp_path, monkeypatch, capfd):
         yield texts[7:]
 
     def stderr_with(text: str) -> str:
-        deadline, lines = time.monotonic() + 10, ""
-        while text not in lines:
-            assert time.monotonic() < deadline, f"waited 10 seconds for {text!r}, got {lines!r}"
-            time.sleep(0.01)
+        lines = ""
+
+        def printed() -> bool:
+            nonlocal lines
             lines += capfd.readouterr().err
+            return text in lines
+
+        wait_until(printed, text, seconds=10)
         return lines
 
     documents = Documents("fingerprint", batches, count=14)

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
+from tests.launches import finish
 from tests.test_step_costs import no_value_is_read
 from titanlite import config, metrics, summary, train
 from titanlite.build import meta_model
@@ -704,11 +705,6 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=120)
-    return process.returncode, out, error
 
 
 def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import wait_until
 from tests.test_train import SMALL, Runs, computed, read_metrics
 from tests.two_nodes import TwoNodes, reason_to_skip
 from titanlite.reliability.process import children
@@ -36,11 +37,13 @@ class Training:
         self.join = lambda node: self.launchers.append(nodes.start(node, *command, **environment))
 
     def wait_for_step(self, step: int) -> None:
-        file, deadline = self.run / "metrics.jsonl", time.monotonic() + 60
-        while not file.exists() or file.read_text().count("\n") < step:
-            assert time.monotonic() < deadline, f"step {step} was not reached"
+        file = self.run / "metrics.jsonl"
+
+        def reached() -> bool:
             assert not any(launcher.poll() for launcher in self.launchers)
-            time.sleep(0.02)
+            return file.exists() and file.read_text().count("\n") >= step
+
+        wait_until(reached, f"step {step}")
 
     def finish(self) -> None:
         """Wait for the end of the run, and assert that it has trained all steps."""

@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
+
+from tests.launches import wait_until
 
 ROOT = Path(__file__).parents[1]
 ADDRESSES = "10.213.7.1", "10.213.7.2"
@@ -106,13 +107,14 @@ class TwoNodes:
         self.kill_processes(node)
 
     def kill_processes(self, node: int) -> None:
-        deadline = time.monotonic() + 10
-        while processes := self.processes(node):
-            assert time.monotonic() < deadline, f"processes {processes} of node {node} cannot be killed"
+        def killed() -> bool:
+            processes = self.processes(node)
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            time.sleep(0.05)
+            return not processes
+
+        wait_until(killed, f"no process of node {node}", seconds=10)
 
     def processes(self, node: int) -> list[int]:
         """Return the processes of a node that have not ended."""

@@ -69,9 +69,9 @@ class Checkpointer:
     `identity`, plain JSON, is what a resumed run must share with the one that saved: seed, data, dimensions.
     """
 
-    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any], comm: Comm | None = None):
+    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any], comm: Comm):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self.comm = comm or Comm()
+        self.comm = comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
         self.agreed_step = math.inf
