@@ -226,9 +226,13 @@ NIGHTLY = {
 }  # fmt: skip
 
 
+BORROWED = {"context_parallel_ulysses_degree", "expert_parallel_degree"}
+"""Degrees of ranks that other degrees count."""
+
+
 def world_size(layout: dict[str, Any]) -> int:
     """Return the number of ranks of a layout."""
-    return int(np.prod([value for key, value in layout.items() if key.endswith("_degree") and "ulysses" not in key]))
+    return int(np.prod([value for key, value in layout.items() if key.endswith("_degree") and not BORROWED & {key}]))
 
 
 def with_batches(layout: dict[str, Any]) -> dict[str, Any]:

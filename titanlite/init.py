@@ -16,7 +16,7 @@ from titanlite.model import Llama
 # standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the
 # stream's variance does not grow with the depth L.
 STD = 0.02
-RESIDUAL_OUTPUTS = ("attention.wo.weight", "feed_forward.w2.weight")
+RESIDUAL_OUTPUTS = ("attention.wo.weight", "feed_forward.w2.weight", "experts.w2", "shared.w2.weight")
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -36,7 +36,11 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
         if parameter.dim() > 1:
             std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-            full.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, name)))
+            parts = (
+                [(name, full)] if full.dim() == 2 else [(f"{name}.{index}", part) for index, part in enumerate(full)]
+            )
+            for part_name, part in parts:  # an expert's weights do not depend on how many there are
+                part.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, part_name)))
         if isinstance(parameter, DTensor):
             # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

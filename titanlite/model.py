@@ -158,23 +158,33 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, model: Model):
+    def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False):
         super().__init__()
-        self.w1 = nn.Linear(model.dim, model.ffn_dim, bias=model.mlp_bias)
-        self.w2 = nn.Linear(model.ffn_dim, model.dim, bias=model.mlp_bias)
-        self.w3 = nn.Linear(model.dim, model.ffn_dim, bias=model.mlp_bias)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=bias)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=bias)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=bias)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_ND)) * self.w3(x_ND))
 
 
+def feed_forward(model: Model, layer: int) -> nn.Module:
+    """Return the feed-forward layer of a block, which may be a mixture of experts."""
+    if not model.has_experts(layer):
+        return FeedForward(model.dim, model.ffn_dim, bias=model.mlp_bias)
+    from titanlite.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
+
+    n_shared = model.moe.n_shared_experts
+    return MixtureOfExperts(model, FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None)
+
+
 class Block(nn.Module):
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, layer: int):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
         self.attention = Attention(model)
         self.ffn_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.feed_forward = FeedForward(model)
+        self.feed_forward = feed_forward(model, layer)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
         x_ND = x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
@@ -212,8 +222,8 @@ class Llama(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
         # Keyed by number, so that a layer keeps its name when the model is split into stages.
-        names = [str(layer) for layer in range(model.n_layers) if has(f"layers.{layer}")]
-        self.layers = nn.ModuleDict({name: Block(model) for name in names})
+        numbers = [layer for layer in range(model.n_layers) if has(f"layers.{layer}")]
+        self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in numbers})
         self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps) if has("norm") else None
         self.output = Output(model.dim, model.vocab_size, bias=False) if has("output") else None
         self.tie()
@@ -266,10 +276,12 @@ def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int
     """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
     the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
-    N counts every weight that is multiplied with activations: all but the input embedding, which is a look-up (a tied
-    one is also the output head and counts). 12 L H K T is attention without a causal mask, where T is at most the
-    sliding window. Recomputed activations do not count.
+    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
+    (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T is
+    attention without a causal mask, where T is at most the sliding window. Recomputed activations do not count.
     """
     counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
+    experts = sum(n for name, n in sizes.items() if ".experts." in name)
+    inactive = experts - experts * model.moe.n_experts_per_token // max(model.moe.n_experts, 1)
     attended = min(seq_len, model.sliding_window or seq_len)
-    return 6 * sum(counted) + 12 * model.n_layers * model.n_heads * model.head_dim * attended
+    return 6 * (sum(counted) - inactive) + 12 * model.n_layers * model.n_heads * model.head_dim * attended

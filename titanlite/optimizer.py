@@ -14,9 +14,11 @@ from titanlite.model import Llama
 
 def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer:
     """Build Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) with weight decay of matrices, embeddings included."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    experts = [parameter for parameter in model.parameters() if parameter.dim() > 2]  # may be sharded over another mesh
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups += [{"params": experts, "weight_decay": optimizer.weight_decay}] if experts else []
     weights_dtype = str(matrices[0].dtype).removeprefix("torch.")
     if optimizer.state_dtype not in ("auto", weights_dtype) or optimizer.stochastic_rounding:
         from titanlite.low_bit_adam import LowBitAdam  # here: the import takes a second

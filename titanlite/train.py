@@ -80,8 +80,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
-        dimensions = config.model.model_dump(exclude={"flavor", "hf_assets_path"})
-        identity = {"seed": config.debug.seed, "data": data_identity, **dimensions}
+        identity = {"seed": config.debug.seed, "data": data_identity, **config.model.identity()}
         checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm)
         state = checkpointer.resume(model, optimizer)
         if state:

@@ -136,8 +136,7 @@ def _state(old: Path) -> bytes:
         model = Model.model_validate({key: value for key, value in identity.items() if key in Model.model_fields})
     except ValidationError as error:
         raise ConfigError([f"{old / STATE}: identity.{first_problem(error)}"]) from None
-    dimensions = model.model_dump(exclude={"flavor", "hf_assets_path"})
-    return json.dumps({**content, "identity": {**identity, **dimensions}}, indent=1).encode()
+    return json.dumps({**content, "identity": {**identity, **model.identity()}}, indent=1).encode()
 
 
 def main(argv: list[str]) -> int:

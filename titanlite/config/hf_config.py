@@ -322,6 +322,8 @@ def _model_type(model: Section) -> str:
         "qwen2": not model.qk_norm and bias == "qkv" and not model.mlp_bias,
         "qwen3": model.qk_norm and bias != "qkv" and not model.mlp_bias,
     }
+    if model.moe.n_experts:
+        raise ConfigError([f"model.moe.n_experts = {model.moe.n_experts}: models with experts cannot be exported"])
     found = [name for name, fit in fits.items() if fit]
     if not found:
         keys = ("attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads")

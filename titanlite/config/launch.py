@@ -11,7 +11,7 @@ import resource
 from collections.abc import Mapping
 
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, PIPELINE, REPLICATE, RESHARD, TENSOR
+from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, EXPERT, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.schema import Config
 from titanlite.config.torch_versions import torch_version_rules
 
@@ -80,6 +80,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
     on_cuda = launch.n_devices > 0
     config = _resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda)
     _data_parallel_rules(config, launch.world_size, reject)
+    _expert_rules(config, reject)
     _device_rules(config, on_cuda, reject)
     torch_version_rules(config, on_cuda, reject)
     problems += loaded.lines(reject)
@@ -166,6 +167,15 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)
+
+
+def _expert_rules(config: Config, reject: Rejections) -> None:
+    parallelism = config.parallelism
+    ranks = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    ranks *= parallelism.tensor_parallel_degree
+    if ranks % parallelism.expert_parallel_degree:
+        message = f"expected a divisor of shard x context x tensor parallel = {ranks}, whose ranks have the experts"
+        reject(EXPERT, message)
 
 
 def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:

@@ -5,13 +5,15 @@ run; each is one line: file or command line, key = value, what was expected, wha
 """
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import difflib
+import functools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
@@ -27,7 +29,8 @@ COMMAND_LINE = "command line"
 
 
 class Section(BaseModel):
-    """One [section] of the file. It is strict: it takes no unknown key and converts no type silently."""
+    """One [section] of the file, which may have sections of its own, as [model] has [model.moe]. It is strict: it takes
+    no unknown key and converts no type silently."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -81,8 +84,7 @@ class LoadedConfig(Generic[Options]):
 
 def value_of(config: Section, key: str) -> Any:
     """Return the value of an option `section.key`."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
@@ -104,7 +106,7 @@ def load_values(
     kind: type[Options], values: dict[str, Any], file: str, arguments: list[str], *, rules: Rules
 ) -> LoadedConfig[Options]:
     """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
-    origins = {f"{section}.{key}": file for section, keys in values.items() if isinstance(keys, dict) for key in keys}
+    origins = dict.fromkeys(_keys_in(kind, values), file)
     problems = _override(kind, arguments, values, origins)
     config, bad_keys, value_problems = _validate(kind, values, file, origins)
     # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
@@ -148,22 +150,36 @@ def read_toml(file: str) -> dict[str, Any]:
     raise ConfigError([f"{file}: {problem}"])
 
 
+def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `section.key` of every key that is set."""
+    sections = sections_of(kind)
+    for name, value in values.items():
+        if f"{prefix}{name}" in sections and isinstance(value, dict):
+            yield from _keys_in(kind, value, f"{prefix}{name}.")
+        elif prefix:
+            yield f"{prefix}{name}"
+
+
 def _override(kind: type[Section], arguments: list[str], values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     """Write `--section.key=value` arguments over the file's values, and return a line for each that is malformed."""
     problems = []
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        section, _, key = name.partition(".")
+        section, _, key = name.rpartition(".")
         option = options_of(kind).get(f"{section}.{key}")
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
-        elif section not in kind.model_fields:
+        elif section not in sections_of(kind):
             problems.append(f"{COMMAND_LINE}: {argument}: an unknown section{_hint(kind, section)}")
         elif not equals and option and option.annotation is not bool:
             problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
-        elif isinstance(values.setdefault(section, {}), dict):  # else `section = something`, reported as such
-            values[section][key] = _parse(text, option) if equals else True
-            origins[f"{section}.{key}"] = COMMAND_LINE
+        else:
+            inner = values
+            for part in section.split("."):
+                inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+            if isinstance(inner, dict):  # else `section = something`, reported as such
+                inner[key] = _parse(text, option) if equals else True
+                origins[f"{section}.{key}"] = COMMAND_LINE
     return problems
 
 
@@ -191,33 +207,56 @@ def _validate(
             problems.append(f"{file}: {section} = {show(keys)}: expected a section, written [{section}]")
             bad_keys |= {key for key in options_of(kind) if key.startswith(f"{section}.")}
         else:
-            good[section] = dict(keys)
+            good[section] = copy.deepcopy(keys)
     try:
         return kind.model_validate(good), bad_keys, problems
     except ValidationError as error:
         for entry in error.errors():
             section, name, *_ = entry["loc"]
+            inner = good[section]
+            while f"{section}.{name}" in sections_of(kind) and isinstance(inner[name], dict):
+                section, inner, name = f"{section}.{name}", inner[name], entry["loc"][section.count(".") + 2]
             key = f"{section}.{name}"
             if key in bad_keys:
                 continue  # each branch of a union reports its own error
             bad_keys.add(key)
-            value, option = good[section].pop(name), options_of(kind).get(key)
+            value, option = inner.pop(name), options_of(kind).get(key)
             message = f"expected {expectation(option)}" if option else f"unknown key{_hint(kind, section, name)}"
+            if key in sections_of(kind):
+                message = f"expected a section, written [{key}]"
+                bad_keys |= {each for each in options_of(kind) if each.startswith(f"{key}.")}
             problems.append(f"{origins.get(key, file)}: {key} = {show(value)}: {message}")
         return kind.model_validate(good), bad_keys, problems
 
 
+@functools.cache
+def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
+    """Return the sections in a section by their names, those in sections too, as `model.moe`."""
+    sections: dict[str, type[Section]] = {}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections[name] = field.annotation
+            sections |= {f"{name}.{inner}": section for inner, section in sections_of(field.annotation).items()}
+    return sections
+
+
+@functools.cache
 def options_of(kind: type[Section]) -> dict[str, Any]:
     """Return the pydantic field of every option, by `section.key`."""
-    sections = {name: field.annotation.model_fields for name, field in kind.model_fields.items()}
-    return {f"{section}.{key}": option for section, options in sections.items() for key, option in options.items()}
+    sections = sections_of(kind)
+    return {
+        f"{name}.{key}": option
+        for name, section in sections.items()
+        for key, option in section.model_fields.items()
+        if f"{name}.{key}" not in sections
+    }
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:
     """Return a hint after an unknown section, or key: what is spelled alike or has this word, or the key elsewhere."""
-    keys = [option.split(".") for option in options_of(kind)]
+    keys = [option.rpartition(".")[::2] for option in options_of(kind)]
     own = [name for other, name in keys if other == section]
-    near = [] if key else difflib.get_close_matches(section, kind.model_fields, n=1)
+    near = [] if key else difflib.get_close_matches(section, sections_of(kind), n=1)
     near += [f"{section}.{name}" for name in difflib.get_close_matches(key, own, n=1)]
     near += [f"{section}.{name}" for name in own if key in name.split("_")]
     near += [f"{other}.{name}" for other, name in keys if name == key]

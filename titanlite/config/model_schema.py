@@ -8,11 +8,9 @@ from pydantic import Field, model_validator
 
 from titanlite.config.loader import Section
 from titanlite.config.model_sizes import SIZES
+from titanlite.config.moe_schema import Count, CountOrZero, Moe, Positive
 
 # Types that recur. An error message reads the bounds back, so it always names the true range.
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["auto", "bfloat16", "float32", "float64"]
@@ -74,6 +72,23 @@ class Model(Section):
     """yarn: factor on queries and keys, in the cosines and sines; -1: 0.1 ln(rope_scaling_factor) + 1."""
     rope_original_seq_len: Count
     """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
+    moe: Moe = Moe()
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's feed-forward layer is a mixture of experts."""
+        moe = self.moe
+        return moe.n_experts > 0 and layer >= moe.n_first_dense_layers and (layer + 1) % moe.every_n_layers == 0
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of an expert."""
+        return self.ffn_dim if self.moe.expert_dim == -1 else self.moe.expert_dim
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
+        dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe"})
+        experts = self.moe.model_dump() if self.moe.n_experts else {}
+        return dimensions | {f"moe.{key}": value for key, value in experts.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -87,21 +102,30 @@ class Model(Section):
         elif isinstance(flavor, str):
             defaults = SIZES.get(flavor, defaults)
         options = {**defaults, **values}
+        if isinstance(values.get("moe"), dict):
+            options["moe"] = {**defaults.get("moe", {}), **values["moe"]}
         dim, n_heads = options["dim"], options["n_heads"]
         if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and 0 < n_heads <= dim and not dim % n_heads:
             options["head_dim"] = dim // n_heads
         return options
 
 
-def layer_parameters(model: Model) -> int:
+def layer_parameters(model: Model, layer: int) -> int:
+    """Return the number of parameters of a layer."""
     q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    matrices = 2 * model.dim * (q_dim + kv_dim) + 3 * model.dim * model.ffn_dim
+    matrices = 2 * model.dim * (q_dim + kv_dim)
+    if model.has_experts(layer):
+        moe = model.moe
+        matrices += model.dim * (moe.n_experts + 3 * model.expert_dim * (moe.n_experts + moe.n_shared_experts))
+    else:
+        matrices += 3 * model.dim * model.ffn_dim
     biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
-    biases += (2 * model.ffn_dim + model.dim) * model.mlp_bias
+    biases += (2 * model.ffn_dim + model.dim) * (model.mlp_bias and not model.has_experts(layer))
     return matrices + biases + 2 * model.dim + 2 * model.head_dim * model.qk_norm
 
 
 def count_parameters(model: Model) -> int:
     """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
-    return matrices * model.dim * model.vocab_size + model.n_layers * layer_parameters(model) + model.dim
+    layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
+    return matrices * model.dim * model.vocab_size + layers + model.dim

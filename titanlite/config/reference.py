@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from titanlite.config import USAGE, Config
-from titanlite.config.loader import expectation, show
+from titanlite.config.loader import expectation, options_of, sections_of, show
 
 
 def help_text() -> str:
@@ -15,9 +15,9 @@ def help_text() -> str:
         "Values are TOML; a string needs no quotes. A bare --section.key means true.",
         "",
     ]
-    for section, field in Config.model_fields.items():
+    for section in sections_of(Config):
         lines.append(f"[{section}]")
-        for key, option in field.annotation.model_fields.items():
+        for key, option in _options_in(section):
             lines.append(f"  --{section}.{key}   {expectation(option)}; default {default_of(option)}")
             lines.append(f"      {meaning_of(option)}")
         lines.append("")
@@ -37,16 +37,22 @@ def reference_markdown() -> str:
             "`--training.steps=100`; a bare `--section.key` means true."
         ),
     ]
-    for section, field in Config.model_fields.items():
+    for section, kind in sections_of(Config).items():
         lines += ["", f"## [{section}]"]
-        if field.annotation.__doc__:
-            lines += ["", *wrap(field.annotation.__doc__)]
-        for key, option in field.annotation.model_fields.items():
-            kind = expectation(option)
+        if kind.__doc__:
+            lines += ["", *wrap(kind.__doc__)]
+        for key, option in _options_in(section):
+            expected = expectation(option)
             lines += ["", f"### {section}.{key}", ""]
-            lines += [*wrap(f"{kind[0].upper()}{kind[1:]}. Default: {markdown_default(option)}."), ""]
+            lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {markdown_default(option)}."), ""]
             lines += wrap(meaning_of(option))
     return "\n".join(lines) + "\n"
+
+
+def _options_in(section: str) -> list[tuple[str, Any]]:
+    """Return the options of a section by their names in it."""
+    options = ((*key.rpartition(".")[::2], option) for key, option in options_of(Config).items())
+    return [(name, option) for place, name, option in options if place == section]
 
 
 def default_of(option: Any) -> str:

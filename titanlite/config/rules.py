@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from titanlite.config.loader import Rejections, show, value_of
+from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Config, Float8, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
+EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
 TENSOR, PIPELINE = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 CONTEXT, ULYSSES = "parallelism.context_parallel_degree", "parallelism.context_parallel_ulysses_degree"
@@ -30,7 +32,7 @@ PROMPTS, OUTLIER_SIGMA = "validation.generate_prompts", "training.skip_outlier_s
 
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
-ABOVE_1 = range(2, sys.maxsize)
+ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 
 # Options, the option that decides whether a run reads them, and the values with which it does. The last column has the
 # values that, written out, turn the options off: then they may stay in the file.
@@ -49,6 +51,8 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
+    ([f"model.moe.{key}" for key in Moe.model_fields if key != "n_experts"], EXPERTS, ABOVE_0, (0,)),
+    ([EXPERT], EXPERTS, ABOVE_0, (0,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),
     ([SCHEDULE, MICROBATCH, STAGES_PER_RANK, BALANCE, *END_LAYERS, STAGE_MODULES], PIPELINE, ABOVE_1, (1,)),
 ]
@@ -58,7 +62,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
     groups = [_model_rules, _dependent_options, _data_rules, _step_rules, _precision_rules, _compile_rules]
-    groups += [_shard_rules, _context_rules, _split_backward_rules, _pipeline_rules]
+    groups += [_shard_rules, _context_rules, _expert_rules, _split_backward_rules, _pipeline_rules]
     for rules in groups:
         rules(config, changed, reject)
     for _, _, reads in reject:
@@ -69,10 +73,12 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
 
 def _dependent_options(config: Config, changed: set[str], reject: Rejections) -> None:
     for options, switch, values, off_values in DEPENDENT_OPTIONS:
-        section, name = switch.split(".")
+        section, _, name = switch.rpartition(".")
         value = value_of(config, switch)
-        turned_off = value in off_values and name in getattr(config, section).model_fields_set
-        needed = "above 1" if values is ABOVE_1 else " or ".join(show(value) for value in values)
+        turned_off = value in off_values and name in value_of(config, section).model_fields_set
+        needed = (
+            f"above {values.start - 1}" if isinstance(values, range) else " or ".join(show(value) for value in values)
+        )
         for key in options:
             if key in changed and value not in values and not turned_off:
                 reject(key, f"read only when {switch} is {needed}; set that, or remove it", switch)
@@ -220,6 +226,48 @@ def _context_rules(config: Config, changed: set[str], reject: Rejections) -> Non
         message = f"expected a multiple of {multiple}, to split evenly over context parallel {degree} x tensor "
         message += f"parallel {tensor}{' (a ring needs two chunks per rank)' if chunks == 2 else ''}"
         reject("training.seq_len", message, CONTEXT, ULYSSES, TENSOR)
+
+
+def _expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    model, moe, tensor = config.model, config.model.moe, config.parallelism.tensor_parallel_degree
+    if not moe.n_experts:
+        return
+    if not any(model.has_experts(layer) for layer in range(model.n_layers)):
+        message = (
+            f"no layer of {model.n_layers} has experts; set model.moe.n_first_dense_layers or every_n_layers lower"
+        )
+        reject(EXPERTS, message, *(f"model.moe.{key}" for key in ("n_first_dense_layers", "every_n_layers")))
+    if moe.n_experts_per_token > moe.n_experts:
+        reject("model.moe.n_experts_per_token", f"expected at most {EXPERTS} = {moe.n_experts}", EXPERTS)
+    _expert_group_rules(config, reject)
+    if model.mlp_bias:
+        reject("model.mlp_bias", "experts have no biases; set false", EXPERTS)
+    if moe.n_experts % config.parallelism.expert_parallel_degree:
+        reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
+    if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
+        message = (
+            f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or {EXPERT} > 1"
+        )
+        reject(TENSOR, message, "model.moe.expert_dim", EXPERT)
+    for key in ("compile.enable", "float8.enable"):
+        if value_of(config, key):
+            reject(key, "unsupported with experts, whose numbers of tokens change; set false", EXPERTS)
+    if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
+        reject(RESHARD, 'unsupported with experts; set "always" or "never"', EXPERTS)
+
+
+def _expert_group_rules(config: Config, reject: Rejections) -> None:
+    moe = config.model.moe
+    size, rest = divmod(moe.n_experts, moe.n_groups)
+    if rest:
+        reject("model.moe.n_groups", f"expected a divisor of {EXPERTS} = {moe.n_experts}", EXPERTS)
+    elif moe.n_groups_per_token > moe.n_groups:
+        reject("model.moe.n_groups_per_token", f"expected at most model.moe.n_groups = {moe.n_groups}", EXPERTS)
+    elif moe.n_groups_per_token < moe.n_groups and size < 2:
+        reject("model.moe.n_groups", "expected at least two experts in a group, whose scores rank the groups", EXPERTS)
+    elif moe.n_groups_per_token * size < moe.n_experts_per_token:
+        message = f"expected groups with at least model.moe.n_experts_per_token = {moe.n_experts_per_token} experts"
+        reject("model.moe.n_groups_per_token", message, "model.moe.n_experts_per_token", EXPERTS)
 
 
 def _split_backward_rules(config: Config, changed: set[str], reject: Rejections) -> None:

@@ -6,6 +6,7 @@ torchtitan 0.2.2 (its last release with TOML files) where an option means the sa
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
@@ -180,6 +181,9 @@ class Parallelism(Section):
     """Ranks that each sequence is split over."""
     context_parallel_ulysses_degree: Count = 1
     """How many of these exchange sequence for heads by all-to-all (Ulysses); the others form a ring."""
+    expert_parallel_degree: Count = 1
+    """Ranks that the experts of a layer are partitioned over. They are no ranks of their own: this divides dp_shard x
+    cp x tp, and each expert is sharded over the quotient."""
 
     @property
     def n_stages(self) -> int:
@@ -394,17 +398,20 @@ class Config(Section):
 
     def replace(self, **values: Any) -> Config:
         """Return a copy with other values, keyed `section__key`, which are not validated."""
-        sections: dict[str, Section] = {}
-        for name, value in values.items():
-            section, key = name.split("__")
-            if key not in type(getattr(self, section)).model_fields:
-                raise AttributeError(f"no option {section}.{key}")
-            sections[section] = sections.get(section, getattr(self, section)).model_copy(update={key: value})
-        return self.model_copy(update=sections)
+        return functools.reduce(_with_value, values.items(), self)
 
     def toml(self) -> str:
         """Return a TOML file with every option."""
         return tomli_w.dumps(self.model_dump())
+
+
+def _with_value(section: Any, item: tuple[str, Any]) -> Any:
+    """Return a copy of a section with another value of `key`, or of `key` in the section `name` for `name__key`."""
+    (name, _, key), value = item[0].partition("__"), item[1]
+    if name not in type(section).model_fields:
+        raise AttributeError(f"no option {item[0].replace('__', '.')}")
+    value = _with_value(getattr(section, name), (key, value)) if key else value
+    return section.model_copy(update={name: value})
 
 
 def stage_modules(config: Config) -> list[list[str]]:
@@ -416,6 +423,6 @@ def stage_modules(config: Config) -> list[list[str]]:
         first = parallelism.pipeline_parallel_first_stage_less_layers
         costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
     else:
-        layer, matrix = layer_parameters(model), model.dim * model.vocab_size
-        costs = [matrix, *[layer] * model.n_layers, model.dim, matrix]
+        layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
+        costs = [matrix, *layers, model.dim, matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)

@@ -13,17 +13,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
+from titanlite.parallel.mesh import Layout
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
+def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
-    dp_replicate, one block at a time. The sections are of a resolved config."""
+    dp_replicate, one block at a time; expert-parallel experts over efsdp. The sections are of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
-        # Two axes are hybrid sharding (HSDP); fsdp may be of size 1.
-        "mesh": mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
+        "mesh": _mesh_of(layout.mesh, "fsdp"),
         # Inputs are not cast: activations have the weights' dtype already, and the rotary table keeps its precision.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
@@ -31,6 +31,12 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
     option = parallelism.fsdp_reshard_after_forward
     reshard = option if isinstance(option, int) else option == "always"
     blocks = list(model.layers.values())
+    experts, expert_settings = [], settings
+    if layout.expert_mesh:
+        experts = [block.feed_forward.experts for block in blocks if hasattr(block.feed_forward, "experts")]
+        expert_settings = settings | {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
+    for module in experts:
+        fully_shard(module, reshard_after_forward=reshard, **expert_settings)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **settings)
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
@@ -50,10 +56,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, parallelism: Parallelism, trainin
         # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.
         module.set_force_sum_reduction_for_comms(True)
-        if settings["mesh"].size() > 1:
+        if (expert_settings if module in experts else settings)["mesh"].size() > 1:
             module.set_gradient_divide_factor(1.0)
         else:  # a factor, even of 1, is one more pass over the gradients
             module.set_custom_reduce_scatter(NothingToReduce())
+
+
+def _mesh_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return the axes that weights are sharded over and replicated over. Two axes are hybrid sharding (HSDP), of which
+    the former may be of size 1."""
+    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 class NothingToReduce:

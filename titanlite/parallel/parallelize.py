@@ -21,7 +21,7 @@ def parallelize(
     """Parallelize a model, or one pipeline stage of it, on the meta device over the mesh, in place.
 
     1. Tensor parallel replaces weights by DTensors on its axis, so everything after it sees this rank's heads and
-       channels only.
+       channels only. Experts are sharded with it, over its axis or their own.
     2. Context parallel replaces the inner product of attention, which gets this rank's heads from step 1.
     3. Activation checkpointing wraps what a block computes, with 1 and 2 in it.
     4. Compile takes a block with all of this in it, so that the compiler sees what is recomputed; but without FSDP's
@@ -36,7 +36,11 @@ def parallelize(
     if tensor_parallel:
         from titanlite.parallel.tensor import apply_tensor_parallel
 
-        apply_tensor_parallel(stage, layout.mesh["tp"])
+        apply_tensor_parallel(stage, layout.mesh["tp"], shards_experts=layout.expert_mesh is None)
+    if layout.expert_mesh:
+        from titanlite.moe.parallel import apply_expert_parallel
+
+        apply_expert_parallel(stage, layout.mesh["tp"] if tensor_parallel else None, layout.expert_mesh["ep"])
     if training.attention_backend != "auto":
         groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
         apply_context_parallel(stage, *groups, training.attention_backend, window=window)
@@ -45,4 +49,4 @@ def parallelize(
         is_async = tensor_parallel and parallelism.enable_async_tensor_parallel
         group = layout.mesh["tp"].get_group() if is_async else None
         apply_compile(stage, compile, async_tensor_parallel_group=group)
-    apply_fsdp(stage, layout.mesh, parallelism, training)
+    apply_fsdp(stage, layout, parallelism, training)

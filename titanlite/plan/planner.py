@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from titanlite import build, devices
 from titanlite.config import Config, Launch, check
 from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
-from titanlite.config.loader import LoadedConfig
+from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launcher import ranks_wanted
@@ -45,7 +45,12 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if loaded.config.plan.device == "cpu" else per_node
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
-    return check(loaded, Launch(0, 0, world, min(world, per_node), n_devices)), device, world
+    config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
+    if config.model.moe.n_experts:
+        raise ConfigError(
+            [f"model.moe.n_experts = {config.model.moe.n_experts}: models with experts cannot be planned"]
+        )
+    return config, device, world
 
 
 def make_plan(

@@ -1,0 +1,108 @@
+"""A mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
+
+Token choice without dropped tokens: the pairs of a token and one of its experts are sorted by expert, so that each
+expert sees its tokens as neighbouring rows, however many they are.
+
+Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.config.schema import Model
+from titanlite.moe.router import Router, local_weight
+
+GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
+"""Data types with which torch's grouped_mm multiplies the rows of all experts in one call, by device. Others, and rows
+whose bytes are no multiple of 16, take one product for each expert."""
+ROW_BYTES = 16
+
+
+class MixtureOfExperts(nn.Module):
+    """Computes the sum over a token's experts of their outputs times their scores, and of the shared experts."""
+
+    def __init__(self, model: Model, shared: nn.Module | None):
+        super().__init__()
+        self.router = Router(model)
+        self.experts = Experts(model.moe.n_experts, model.dim, model.expert_dim)
+        self.shared = shared
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        scores_NK, experts_NK = self.router(x_ND)
+        order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
+        counts_E = count(experts_NK, self.router.n_experts)
+        y_MD = self.experts(_Dispatch.apply(x_ND, order_M), counts_E)
+        y_NKD = permute(y_MD, order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
+        out_ND = (y_NKD * scores_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+        return out_ND if self.shared is None else out_ND + self.shared(x_ND)
+
+
+class Experts(nn.Module):
+    """Holds the weights of E feed-forward layers (SwiGLU), each stacked in one parameter."""
+
+    def __init__(self, n_experts: int, dim: int, expert_dim: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, expert_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
+
+    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on."""
+        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        product = _grouped_product(x_MD, w1, counts_E)
+        return product(F.silu(product(x_MD, w1)) * product(x_MD, w3), w2)
+
+
+def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
+    """Return a function of rows and the experts' weights, [E, outputs, inputs], which multiplies them."""
+    sides = weight_EFD.shape[1:]
+    fits = all(side * x_MD.element_size() % ROW_BYTES == 0 for side in sides)
+    if fits and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
+    counts = counts_E.tolist()
+    return lambda x, weight: torch.cat([F.linear(x_e, w_e) for x_e, w_e in zip(x.split(counts), weight, strict=True)])
+
+
+def count(experts_NK: Tensor, n_experts: int) -> Tensor:
+    """Return how many tokens chose each expert, [E] int64."""
+    chosen_M = experts_NK.flatten()
+    return torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device).scatter_add_(
+        0, chosen_M, torch.ones_like(chosen_M)
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order, which that of
+    indexing does not on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.n_tokens = len(x_ND)
+        return x_ND[order_M // (len(order_M) // len(x_ND))] if len(x_ND) else x_ND[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
+        (order_M,) = ctx.saved_tensors
+        return gradient_MD[order_M.argsort()].unflatten(0, (ctx.n_tokens, -1)).sum(1), None
+
+
+def permute(x_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+    """Return the rows in another order; `inverse_M` restores it, so that the backward need not add."""
+    return _Permute.apply(x_MD, order_M, inverse_M)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_M)
+        return x_MD[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_M,) = ctx.saved_tensors
+        return gradient_MD[inverse_M], None, None
