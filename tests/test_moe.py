@@ -1,19 +1,246 @@
-"""Mixture of experts: the layer against transformers, and every layout with experts against one process in float64."""
+"""Mixture of experts: the layer against transformers and against a loop, and every layout with experts against one
+process in float64."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.test_layouts import (
     CP,
+    DOCUMENTS,
+    EVERY_SECOND_MM,
+    FULL,
+    OFFLOAD,
     PP,
     REPLICATE,
+    SELECTIVE,
     SHARD,
     TOLERANCE,
     TP,
     ULYSSES,
+    USP,
+    schedule,
     with_batches,
     world_size,
 )
 from tests.test_parity import compare
+from titanlite.config.schema import Model
+from titanlite.init import init_weights
+from titanlite.model import FeedForward, Llama, flops_per_token
+from titanlite.moe import layer, parallel
+from titanlite.moe.layer import MixtureOfExperts
+from titanlite.parallel import fsdp
+
+DIM, TOKENS = 32, 50
+
+
+def mixture(dtype: torch.dtype, **options: Any) -> MixtureOfExperts:
+    """Return a mixture of 8 experts of width 16 with random weights."""
+    moe = {"n_experts": 8, "n_experts_per_token": 3, "expert_dim": 16, **options}
+    section = Model(flavor="debug", dim=DIM, moe=moe)
+    n_shared = section.moe.n_shared_experts
+    module = MixtureOfExperts(section, FeedForward(DIM, n_shared * 16) if n_shared else None).to(dtype)
+    for index, parameter in enumerate(module.parameters()):
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(index))
+    return module
+
+
+def tokens(dtype: torch.dtype) -> Tensor:
+    return torch.randn(TOKENS, DIM, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def outputs_and_gradients(module: nn.Module, x_ND: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = module(x_ND)
+    weighting = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((out * weighting).sum(), [x_ND, *weights.values()])
+    return {"output": out.detach(), **dict(zip(["x", *weights], gradients, strict=True))}
+
+
+# The layer against a loop --------------------------------------------------------------------------------------------
+
+
+def loop_over_tokens(module: MixtureOfExperts, x_ND: Tensor) -> Tensor:
+    """Compute the layer by its definition: token by token, expert by expert."""
+    moe, experts, rows = module.router.moe, module.experts, []
+    for x_D in x_ND:
+        logits_E = module.router.weight @ x_D
+        scores_E = logits_E.sigmoid() if moe.score_function == "sigmoid" else logits_E.softmax(0)
+        groups = scores_E.detach().view(moe.n_groups, -1)
+        best_groups = groups.topk(2).values.sum(-1).topk(moe.n_groups_per_token).indices.tolist()
+        allowed = [e for e in range(8) if e // groups.shape[1] in best_groups]
+        chosen = sorted(allowed, key=lambda e: -scores_E[e].item())[: moe.n_experts_per_token]
+        total = sum(scores_E[e] for e in chosen) if moe.normalize_scores else 1
+        out_D = torch.zeros_like(x_D)
+        for e in chosen:
+            hidden = nn.functional.silu(experts.w1[e] @ x_D) * (experts.w3[e] @ x_D)
+            out_D = out_D + moe.score_scaling * scores_E[e] / total * (experts.w2[e] @ hidden)
+        rows.append(out_D if module.shared is None else out_D + module.shared(x_D))
+    return torch.stack(rows)
+
+
+OPTIONS = {
+    "softmax": {},
+    "one expert": {"n_experts_per_token": 1},
+    "all experts": {"n_experts_per_token": 8},
+    "normalized, shared": {"normalize_scores": True, "n_shared_experts": 2},
+    "sigmoid, groups, scaled": {
+        **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5},
+        **{"n_groups": 4, "n_groups_per_token": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_layer_is_its_definition(name):
+    module, x_ND = mixture(torch.float64, **OPTIONS[name]), tokens(torch.float64)
+    weights = dict(module.named_parameters())
+    actual = outputs_and_gradients(module, x_ND, weights)
+    with mock.patch.object(module, "forward", lambda x: loop_over_tokens(module, x)):
+        expected = outputs_and_gradients(module, x_ND, weights)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, rtol=1e-11, atol=1e-12)
+
+
+def test_products_of_all_experts_at_once_equal_one_by_one():
+    """In float32, grouped_mm; an expert without a token gets a gradient of 0."""
+    module, x_ND = mixture(torch.float32), tokens(torch.float32)
+    with torch.no_grad():
+        x_ND.abs_()
+        module.router.weight[5] = -1
+    calls = mock.Mock(side_effect=torch._grouped_mm)
+    weights = dict(module.named_parameters())
+    with mock.patch.object(torch, "_grouped_mm", calls):
+        grouped = outputs_and_gradients(module, x_ND, weights)
+    assert calls.call_count == 3
+    assert not grouped["experts.w2"][5].any()
+    with mock.patch.object(layer, "GROUPED_MM_DTYPES", {}):
+        one_by_one = outputs_and_gradients(module, x_ND, weights)
+    assert calls.call_count == 3
+    for key, value in one_by_one.items():
+        torch.testing.assert_close(grouped[key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_all_tokens_may_choose_one_expert(dtype):
+    module, x_ND = mixture(dtype, n_experts_per_token=1), tokens(dtype)
+    with torch.no_grad():
+        x_ND.abs_()
+        module.router.weight.fill_(-1)
+        module.router.weight[3] = 1
+    _, experts_NK = module.router(x_ND)
+    assert set(experts_NK.flatten().tolist()) == {3}
+    gradients = outputs_and_gradients(module, x_ND, dict(module.named_parameters()))
+    for name in ("experts.w1", "experts.w2", "experts.w3"):
+        assert [bool(part.any()) for part in gradients[name]] == [e == 3 for e in range(8)]
+
+
+def test_of_equal_scores_the_first_expert_is_chosen():
+    module = mixture(torch.float64)
+    with torch.no_grad():
+        module.router.weight[:] = module.router.weight[0]
+    _, experts_NK = module.router(tokens(torch.float64))
+    assert (experts_NK == torch.arange(3)).all()
+
+
+# The layer against transformers --------------------------------------------------------------------------------------
+
+
+def qwen3_moe() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers.models.qwen3_moe import configuration_qwen3_moe, modeling_qwen3_moe
+
+    sizes = {"hidden_size": DIM, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
+    config = configuration_qwen3_moe.Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    return modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config), {"normalize_scores": True}
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers.models.mixtral import configuration_mixtral, modeling_mixtral
+
+    sizes = {"hidden_size": DIM, "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 3}
+    config = configuration_mixtral.MixtralConfig(**sizes)
+    return modeling_mixtral.MixtralSparseMoeBlock(config), {"normalize_scores": True}
+
+
+def olmoe() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers.models.olmoe import configuration_olmoe, modeling_olmoe
+
+    sizes = {"hidden_size": DIM, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
+    return modeling_olmoe.OlmoeSparseMoeBlock(configuration_olmoe.OlmoeConfig(**sizes)), {}
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, olmoe], ids=lambda family: family.__name__)
+def test_the_layer_equals_that_of_transformers(family: Callable[[], tuple[nn.Module, dict[str, Any]]]):
+    theirs, options = family()
+    ours = mixture(torch.float32, **options)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.experts.gate_up_proj.copy_(torch.cat((ours.experts.w1, ours.experts.w3), 1))
+        theirs.experts.down_proj.copy_(ours.experts.w2)
+    theirs.experts.config._experts_implementation = "eager"
+    x_ND = tokens(torch.float32)
+    expected_ND = theirs(x_ND.unsqueeze(0))
+    expected_ND = expected_ND[0] if isinstance(expected_ND, tuple) else expected_ND
+    expected_ND = expected_ND.flatten(0, -2)
+    torch.testing.assert_close(ours(x_ND), expected_ND, rtol=1e-5, atol=1e-6)
+    weighting = torch.randn(expected_ND.shape, generator=torch.Generator().manual_seed(2))
+    for gradients in zip(
+        torch.autograd.grad((ours(x_ND) * weighting).sum(), [x_ND, ours.router.weight, ours.experts.w2]),
+        torch.autograd.grad((expected_ND * weighting).sum(), [x_ND, theirs.gate.weight, theirs.experts.down_proj]),
+        strict=True,
+    ):
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def llama(**moe: Any) -> Llama:
+    section = Model(flavor="debug", n_layers=4, moe={"n_experts": 4, "expert_dim": 64, **moe})
+    with torch.device("meta"):
+        return Llama(section, max_seq_len=8)
+
+
+def layers_with_experts(model: Llama) -> list[int]:
+    return [int(name) for name, block in model.layers.items() if isinstance(block.feed_forward, MixtureOfExperts)]
+
+
+def test_which_layers_have_experts():
+    assert layers_with_experts(llama()) == [0, 1, 2, 3]
+    assert layers_with_experts(llama(n_first_dense_layers=3)) == [3]
+    assert layers_with_experts(llama(every_n_layers=2)) == [1, 3]
+    assert layers_with_experts(llama(every_n_layers=2, n_first_dense_layers=2)) == [3]
+    assert layers_with_experts(llama(n_experts=0)) == []
+
+
+def test_the_initial_weights_of_an_expert_do_not_depend_on_how_many_there_are():
+    models = [llama(n_experts=n) for n in (4, 6)]
+    for model in models:
+        model.materialize(torch.device("cpu"))
+        init_weights(model, seed=1, n_layers=4, device=torch.device("cpu"))
+    few, many = (model.layers["2"].feed_forward.experts for model in models)
+    for name, weight in few.named_parameters():
+        assert torch.equal(weight, many.get_parameter(name)[:4])
+        assert not torch.equal(weight[0], weight[1])
+    assert few.w1.std().item() == pytest.approx(0.02, rel=0.05)
+    assert few.w2.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+
+
+def test_operations_count_the_experts_of_a_token():
+    """The published active weights of Qwen3-30B-A3B are 3.3 billion, embedding included."""
+    section = Model(flavor="qwen3_30b_a3b")
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in Llama(section, max_seq_len=8).named_parameters()}
+    attention = 12 * section.n_layers * section.n_heads * section.head_dim * 1000
+    active = (flops_per_token(sizes, section, 1000) - attention) / 6 + section.dim * section.vocab_size
+    assert active == pytest.approx(3.35e9, rel=0.01)
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
 
 EXPERTS = {
     "model__moe__n_experts": 4,
@@ -23,30 +250,102 @@ EXPERTS = {
     "model__moe__n_first_dense_layers": 1,
     "model__moe__normalize_scores": True,
 }
-EP = {"expert_parallel_degree": 2}
+EP, EP_4, SHARD_4 = ({key: n} for key, n in (
+    ("expert_parallel_degree", 2), ("expert_parallel_degree", 4), ("data_parallel_shard_degree", 4)
+))  # fmt: skip
+SHARD_EP = SHARD | EP
 LAYOUTS = {
     "shard": SHARD,
     "tp": TP,
     "pp": PP,
-    "cp": CP,
-    "shard, ep": SHARD | EP,
-    "shard 4, ep": {"data_parallel_shard_degree": 4} | EP,
-    "shard 4, ep 4": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4},
+    "shard, ep": SHARD_EP,
     "tp, ep": TP | EP,
     "cp, ep": CP | EP,
     "ulysses, ep": ULYSSES | EP,
-    "replicate x shard, ep": REPLICATE | SHARD | EP,
-    "shard x tp, ep 4": SHARD | TP | {"expert_parallel_degree": 4},
-    "shard x tp, ep": SHARD | TP | EP,
+    "shard 4, ep": SHARD_4 | EP,
+    "shard 4, ep 4": SHARD_4 | EP_4,
+    "replicate x shard, ep": REPLICATE | SHARD_EP,
     "shard x tp": SHARD | TP,
+    "shard x tp, ep": SHARD | TP | EP,
+    "shard x tp, ep 4": SHARD | TP | EP_4,
+    "pp x shard, ep": PP | SHARD_EP,
+    "shard, ep, full AC": SHARD_EP | FULL,
+    "shard, ep, selective AC": SHARD_EP | SELECTIVE,
+}
+NIGHTLY = {
+    "cp": CP,
     "cp x tp, ep": CP | TP | EP,
-    "pp x shard, ep": PP | SHARD | EP,
+    "cp x tp, ep 4": CP | TP | EP_4,
+    "shard x cp, ep 4": SHARD | CP | EP_4,
+    "ring x ulysses, ep 4": USP | EP_4,
+    "replicate x tp, ep": REPLICATE | TP | EP,
+    "pp x tp, ep": PP | TP | EP,
+    "pp x cp, ep": PP | CP | EP,
+    "shard, ep, CPU offload": SHARD_EP | OFFLOAD,
+    "shard, ep, document mask": SHARD_EP | DOCUMENTS,
+    "tp, ep, full AC": TP | EP | FULL,
+    "tp, selective AC, every second mm": TP | EVERY_SECOND_MM,
+    "pp x shard x tp, ep 4": PP | SHARD | TP | EP_4,
+    "replicate x shard x tp, ep 4": REPLICATE | SHARD | TP | EP_4,
+    "shard x cp x tp, ep 8": SHARD | CP | TP | {"expert_parallel_degree": 8, "model__moe__n_experts": 8},
+    **{
+        f"{name}, shard, ep": schedule(name) | SHARD_EP
+        for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_layout_matches_reference(ranks, tmp_path, name):
-    layout = EXPERTS | LAYOUTS[name]
+    layout = EXPERTS | (LAYOUTS | NIGHTLY)[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
-    assert any(".experts.w1" in name for name in actual)
+    assert len([name for name in actual if name.startswith("step 1") and ".experts." in name]) >= 3
+
+
+# Injected bugs -------------------------------------------------------------------------------------------------------
+
+
+def _permutation_off_by_one(rank: int) -> Any:
+    real = layer.permute
+    return mock.patch.object(layer, "permute", lambda x, order, inverse: real(x, order.roll(1), inverse.roll(1)))
+
+
+def _rows_are_not_sorted_by_expert(rank: int) -> Any:
+    return mock.patch.object(parallel, "permute", lambda x, order, inverse: x)
+
+
+def _no_gradient_of_the_router(rank: int) -> Any:
+    real = layer.Router.forward
+    return mock.patch.object(layer.Router, "forward", lambda self, x: tuple(y.detach() for y in real(self, x)))
+
+
+def _shared_experts_counted_twice(rank: int) -> Any:
+    real = MixtureOfExperts.forward
+    return mock.patch.object(MixtureOfExperts, "forward", lambda self, x: real(self, x) + self.shared(x))
+
+
+def _gradients_are_not_summed_over_shards(rank: int) -> Any:
+    real = fsdp._mesh_of
+    return mock.patch.object(fsdp, "_mesh_of", lambda mesh, axis: real(mesh, "pp" if axis == "efsdp" else axis))
+
+
+def _router_gradient_is_not_summed(rank: int) -> Any:
+    return mock.patch("titanlite.moe.router.local_weight", lambda weight: weight.to_local())
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "first"),
+    [
+        (_permutation_off_by_one, SHARD_EP, "step 1 loss"),
+        (_rows_are_not_sorted_by_expert, SHARD_EP, "step 1 loss"),
+        (_no_gradient_of_the_router, SHARD_EP, "step 1 norm"),
+        (_shared_experts_counted_twice, TP, "step 1 loss"),
+        (_router_gradient_is_not_summed, TP | EP, "step 1 norm"),
+        (_gradients_are_not_summed_over_shards, SHARD_4 | EP, "step 1 norm"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_injected_bug_fails(ranks, tmp_path, bug, layout, first):
+    actual = compare(ranks, tmp_path, world_size(layout), with_batches(EXPERTS | layout), bug)
+    assert next(name for name, d in actual.items() if d > 10 * TOLERANCE) == first

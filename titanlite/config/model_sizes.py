@@ -26,6 +26,12 @@ COMMON: dict[str, Any] = {
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0}
 _QWEN2 = {**_QWEN, "attention_bias": "qkv"}
 _QWEN3 = {**_QWEN, "head_dim": 128, "qk_norm": True}
+_MIXTRAL = {"rope_theta": 1_000_000.0, "moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": True}}
+
+
+def _qwen3_moe(expert_dim: int) -> dict[str, Any]:
+    experts = {"n_experts": 128, "n_experts_per_token": 8, "expert_dim": expert_dim, "normalize_scores": True}
+    return {**_QWEN3, "moe": experts}
 
 
 def _size(
@@ -59,12 +65,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_8b":      _size( 4096,   36,   32,   8, 12288, 151936, **_QWEN3),
     "qwen3_14b":     _size( 5120,   40,   40,   8, 17408, 151936, **_QWEN3),
     "qwen3_32b":     _size( 5120,   64,   64,   8, 25600, 151936, **_QWEN3),
+    # of which 3.3 and 22 billion weights are active; https://huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B
+    "qwen3_30b_a3b": _size( 2048,   48,   32,   4,  6144, 151936, **_qwen3_moe(768)),
+    "qwen3_235b_a22b":_size(4096,   94,   64,   4, 12288, 151936, **_qwen3_moe(1536)),
     # Qwen2.5, arXiv:2412.15115 and https://huggingface.co/Qwen/Qwen2.5-7B
     "qwen2.5_0.5b":  _size(  896,   24,   14,   2,  4864, 151936, tie_embeddings=True, **_QWEN2),
     "qwen2.5_1.5b":  _size( 1536,   28,   12,   2,  8960, 151936, tie_embeddings=True, **_QWEN2),
     "qwen2.5_7b":    _size( 3584,   28,   28,   4, 18944, 152064, **_QWEN2),
     # Mistral 7B v0.1, arXiv:2310.06825. (v0.2 and v0.3 have no window and theta 1e6, v0.3 has 32768 tokens.)
     "mistral_7b":    _size( 4096,   32,   32,   8, 14336,  32000, rope_theta=10_000.0, sliding_window=4096),
+    # Mixtral v0.1, arXiv:2401.04088 and https://huggingface.co/mistralai/Mixtral-8x22B-v0.1
+    "mixtral_8x7b":  _size( 4096,   32,   32,   8, 14336,  32000, **_MIXTRAL),
+    "mixtral_8x22b": _size( 6144,   56,   48,   8, 16384,  32000, **_MIXTRAL),
     # SmolLM2, arXiv:2502.02737 and https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B
     "smollm2_135m":  _size(  576,   30,    9,   3,  1536,  49152, tie_embeddings=True, rope_theta=100_000.0),
     "smollm2_360m":  _size(  960,   32,   15,   5,  2560,  49152, tie_embeddings=True, rope_theta=100_000.0),

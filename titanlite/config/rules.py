@@ -76,9 +76,7 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
         section, _, name = switch.rpartition(".")
         value = value_of(config, switch)
         turned_off = value in off_values and name in value_of(config, section).model_fields_set
-        needed = (
-            f"above {values.start - 1}" if isinstance(values, range) else " or ".join(show(value) for value in values)
-        )
+        needed = " or ".join(map(show, values)) if isinstance(values, tuple) else f"above {values.start - 1}"
         for key in options:
             if key in changed and value not in values and not turned_off:
                 reject(key, f"read only when {switch} is {needed}; set that, or remove it", switch)
@@ -233,10 +231,8 @@ def _expert_rules(config: Config, changed: set[str], reject: Rejections) -> None
     if not moe.n_experts:
         return
     if not any(model.has_experts(layer) for layer in range(model.n_layers)):
-        message = (
-            f"no layer of {model.n_layers} has experts; set model.moe.n_first_dense_layers or every_n_layers lower"
-        )
-        reject(EXPERTS, message, *(f"model.moe.{key}" for key in ("n_first_dense_layers", "every_n_layers")))
+        reads = ("model.n_layers", "model.moe.n_first_dense_layers", "model.moe.every_n_layers")
+        reject(EXPERTS, f"none of {model.n_layers} layers has experts; set {' or '.join(reads[1:])} lower", *reads)
     if moe.n_experts_per_token > moe.n_experts:
         reject("model.moe.n_experts_per_token", f"expected at most {EXPERTS} = {moe.n_experts}", EXPERTS)
     _expert_group_rules(config, reject)
@@ -245,10 +241,8 @@ def _expert_rules(config: Config, changed: set[str], reject: Rejections) -> None
     if moe.n_experts % config.parallelism.expert_parallel_degree:
         reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
     if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
-        message = (
-            f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or {EXPERT} > 1"
-        )
-        reject(TENSOR, message, "model.moe.expert_dim", EXPERT)
+        message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
+        reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)
     for key in ("compile.enable", "float8.enable"):
         if value_of(config, key):
             reject(key, "unsupported with experts, whose numbers of tokens change; set false", EXPERTS)
