@@ -2,6 +2,7 @@
 """One option at a time, files, arguments and names of configs, and the programs that print options."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 from tests.config_helpers import *
 from titanlite import config
 from titanlite.config import Config
-from titanlite.config.loader import tomllib
+from titanlite.config.loader import sections_of, tomllib
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.reference import help_text, reference_markdown
 
 FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
-    '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen2.5_0.5b", '
-    '"qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
+    '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
+    '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
+    '"mixtral_8x7b", "mixtral_8x22b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
     '"gpt_175b", "from_hf"'
 )
 
@@ -35,7 +37,7 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
-        "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
+        "model.moe.normalize_scores = 1", "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
@@ -59,10 +61,13 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_microbatch_size = 0", "parallelism.pipeline_parallel_microbatch_size = -1",
         "parallelism.context_parallel_degree = 0", "parallelism.context_parallel_degree = true",
         "parallelism.context_parallel_ulysses_degree = 0", 'parallelism.context_parallel_ulysses_degree = "all"',
+        "parallelism.expert_parallel_degree = 0", "model.moe.n_experts_per_token = 0", "model.moe.n_groups = 0",
+        "model.moe.n_groups_per_token = 0", "model.moe.every_n_layers = 0",
         "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
-        "model.sliding_window = -1", "model.sliding_window = true",
+        "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
+        "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
         "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1",
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
@@ -70,7 +75,7 @@ WRONG_VALUES = {
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
     "-1, or an integer >= 1": [
-        "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
+        "model.moe.expert_dim = 0", "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
         "training.loss_chunks = 0", "training.loss_chunks = -2",
         "training.global_batch_size = 0", "training.global_batch_size = -2", "training.global_batch_size = 8.0",
         "training.global_batch_size = true", "lr_scheduler.total_steps = 0",
@@ -83,7 +88,7 @@ WRONG_VALUES = {
         "debug.seed = -1", "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
     "a finite number > 0": [
-        "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
+        "model.moe.score_scaling = 0", "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
         "model.rope_high_freq_factor = -4.0", "model.rope_beta_fast = 0.0", "model.rope_beta_slow = -1.0",
         "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
@@ -107,6 +112,7 @@ WRONG_VALUES = {
         "lr_scheduler.decay_ratio = nan",
     ],
     FLAVORS: ['model.flavor = "llama3"', "model.flavor = 3", 'model.flavor = ["debug"]'],
+    'one of "softmax", "sigmoid"': ['model.moe.score_function = "relu"'],
     'one of "none", "qkv", "all"': ["model.attention_bias = true", 'model.attention_bias = "q"'],
     'one of "llama3", "linear", "yarn"': ['model.rope_scaling_type = "dynamic"'],
     'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
@@ -469,6 +475,8 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     loaded = load(tmp_path, settings)
     model = loaded.config.model.model_dump()
     size = {**SIZES[flavor]}
+    experts = size.pop("moe", {})
+    assert {key: model["moe"][key] for key in experts} == experts
     if size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]
     assert {key: model[key] for key in size} == size
@@ -504,11 +512,20 @@ def test_validation_is_capped_by_default():
 # What prints options
 
 
+def keys_of(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `section.key` of the keys of nested tables."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
 def test_a_config_prints_every_option(tmp_path: Path):
     loaded = load(tmp_path, {FLAVOR: "llama3_8b", "job.description": 'é = "#"', f"--{STEPS}": 12})
     printed = tomllib.loads(loaded.config.toml())
     assert Config.model_validate(printed) == loaded.config
-    assert [f"{section}.{key}" for section, keys in printed.items() for key in keys] == list(OPTIONS)
+    assert [*keys_of(printed)] == list(OPTIONS)
 
 
 def test_launcher_prints_help():
@@ -543,7 +560,7 @@ HELP = {
 def test_help_names_every_option_with_its_type_bounds_default_and_meaning():
     lines = help_text().splitlines()
     assert lines[0] == config.USAGE
-    assert [line for line in lines if line.startswith("[")] == [f"[{section}]" for section in Config.model_fields]
+    assert [line for line in lines if line.startswith("[")] == [f"[{section}]" for section in sections_of(Config)]
     shown = [number for number, line in enumerate(lines) if line.startswith("  --")]
     assert [lines[number].split()[0] for number in shown] == [f"--{key}" for key in OPTIONS]
     for number, (key, option) in zip(shown, OPTIONS.items(), strict=True):
@@ -554,7 +571,7 @@ def test_help_names_every_option_with_its_type_bounds_default_and_meaning():
 
 def test_reference_has_a_section_per_section_and_an_entry_per_option():
     lines = reference_markdown().splitlines()
-    assert [line[3:] for line in lines if line.startswith("## ")] == [f"[{section}]" for section in Config.model_fields]
+    assert [line[3:] for line in lines if line.startswith("## ")] == [f"[{section}]" for section in sections_of(Config)]
     entries = {entry.split("\n")[0]: entry for entry in reference_markdown().split("\n### ")[1:]}
     assert list(entries) == list(OPTIONS)
     for key, option in OPTIONS.items():

@@ -150,6 +150,13 @@ def read_toml(file: str) -> dict[str, Any]:
     raise ConfigError([f"{file}: {problem}"])
 
 
+def _split(kind: type[Section], name: str) -> tuple[str, str]:
+    """Return the section of `section.key`, the innermost that exists, and the key."""
+    inner = [section for section in sections_of(kind) if name.startswith(f"{section}.")]
+    section = max(inner, key=len, default=name.partition(".")[0])
+    return section, name[len(section) + 1 :]
+
+
 def _keys_in(kind: type[Section], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield `section.key` of every key that is set."""
     sections = sections_of(kind)
@@ -165,7 +172,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
     problems = []
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        section, _, key = name.rpartition(".")
+        section, key = _split(kind, name)
         option = options_of(kind).get(f"{section}.{key}")
         if not argument.startswith("--") or not section or not key:
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")

@@ -227,41 +227,10 @@ def _context_rules(config: Config, changed: set[str], reject: Rejections) -> Non
 
 
 def _expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    model, moe, tensor = config.model, config.model.moe, config.parallelism.tensor_parallel_degree
-    if not moe.n_experts:
-        return
-    if not any(model.has_experts(layer) for layer in range(model.n_layers)):
-        reads = ("model.n_layers", "model.moe.n_first_dense_layers", "model.moe.every_n_layers")
-        reject(EXPERTS, f"none of {model.n_layers} layers has experts; set {' or '.join(reads[1:])} lower", *reads)
-    if moe.n_experts_per_token > moe.n_experts:
-        reject("model.moe.n_experts_per_token", f"expected at most {EXPERTS} = {moe.n_experts}", EXPERTS)
-    _expert_group_rules(config, reject)
-    if model.mlp_bias:
-        reject("model.mlp_bias", "experts have no biases; set false", EXPERTS)
-    if moe.n_experts % config.parallelism.expert_parallel_degree:
-        reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
-    if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
-        message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
-        reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)
-    for key in ("compile.enable", "float8.enable"):
-        if value_of(config, key):
-            reject(key, "unsupported with experts, whose numbers of tokens change; set false", EXPERTS)
-    if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
-        reject(RESHARD, 'unsupported with experts; set "always" or "never"', EXPERTS)
+    if config.model.moe.n_experts:
+        from titanlite.config.moe_rules import expert_rules  # here, since a dense model needs none of them
 
-
-def _expert_group_rules(config: Config, reject: Rejections) -> None:
-    moe = config.model.moe
-    size, rest = divmod(moe.n_experts, moe.n_groups)
-    if rest:
-        reject("model.moe.n_groups", f"expected a divisor of {EXPERTS} = {moe.n_experts}", EXPERTS)
-    elif moe.n_groups_per_token > moe.n_groups:
-        reject("model.moe.n_groups_per_token", f"expected at most model.moe.n_groups = {moe.n_groups}", EXPERTS)
-    elif moe.n_groups_per_token < moe.n_groups and size < 2:
-        reject("model.moe.n_groups", "expected at least two experts in a group, whose scores rank the groups", EXPERTS)
-    elif moe.n_groups_per_token * size < moe.n_experts_per_token:
-        message = f"expected groups with at least model.moe.n_experts_per_token = {moe.n_experts_per_token} experts"
-        reject("model.moe.n_groups_per_token", message, "model.moe.n_experts_per_token", EXPERTS)
+        expert_rules(config, reject)
 
 
 def _split_backward_rules(config: Config, changed: set[str], reject: Rejections) -> None:

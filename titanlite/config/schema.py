@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args
 import tomli_w
 from pydantic import Field
 
-from titanlite.config.loader import Section
+from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import (
     Count,
     CountOrZero,
@@ -398,6 +398,9 @@ class Config(Section):
 
     def replace(self, **values: Any) -> Config:
         """Return a copy with other values, keyed `section__key`, which are not validated."""
+        for name in values:
+            if name.replace("__", ".") not in options_of(Config):
+                raise AttributeError(f"no option {name.replace('__', '.')}")
         return functools.reduce(_with_value, values.items(), self)
 
     def toml(self) -> str:
@@ -408,8 +411,6 @@ class Config(Section):
 def _with_value(section: Any, item: tuple[str, Any]) -> Any:
     """Return a copy of a section with another value of `key`, or of `key` in the section `name` for `name__key`."""
     (name, _, key), value = item[0].partition("__"), item[1]
-    if name not in type(section).model_fields:
-        raise AttributeError(f"no option {item[0].replace('__', '.')}")
     value = _with_value(getattr(section, name), (key, value)) if key else value
     return section.model_copy(update={name: value})
 

@@ -31,6 +31,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x_ND: Tensor) -> Tensor:
+        """Return [N, D]."""
         scores_NK, experts_NK = self.router(x_ND)
         order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
         counts_E = count(experts_NK, self.router.n_experts)

@@ -10,7 +10,7 @@ parallel, the layer: fsdp x tp = efsdp x ep. Of a mixture of experts
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,16 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from titanlite.model import Llama
 from titanlite.moe.layer import MixtureOfExperts, permute
 from titanlite.moe.router import local_weight
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
 
-def apply_expert_parallel(model: Llama, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
-    """Shard the mixtures of experts of a model or a pipeline stage over one-dimensional meshes, in place; None: there
-    is no such axis."""
-    for block in model.layers.values():
+def apply_expert_parallel(blocks: Iterable[nn.Module], tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
+    """Shard the mixtures of experts of these blocks over one-dimensional meshes, in place; None: there is no such
+    axis."""
+    for block in blocks:
         if isinstance(block.feed_forward, MixtureOfExperts):
             _shard(block.feed_forward, tensor, expert)
 

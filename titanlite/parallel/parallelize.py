@@ -40,7 +40,8 @@ def parallelize(
     if layout.expert_mesh:
         from titanlite.moe.parallel import apply_expert_parallel
 
-        apply_expert_parallel(stage, layout.mesh["tp"] if tensor_parallel else None, layout.expert_mesh["ep"])
+        tensor_mesh = layout.mesh["tp"] if tensor_parallel else None
+        apply_expert_parallel(stage.layers.values(), tensor_mesh, layout.expert_mesh["ep"])
     if training.attention_backend != "auto":
         groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
         apply_context_parallel(stage, *groups, training.attention_backend, window=window)

@@ -116,7 +116,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, shards_experts: boo
     if has_experts and shards_experts:
         from titanlite.moe.parallel import apply_expert_parallel
 
-        apply_expert_parallel(model, mesh, None)
+        apply_expert_parallel(model.layers.values(), mesh, None)
     model.tie()
     if model.tok_embeddings is not None:
         # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong
