@@ -11,7 +11,7 @@ import pytest
 
 from titanlite import config
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig
-from titanlite.config.loader import options_of, show
+from titanlite.config.loader import options_of, show, value_of
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = options_of(Config)
@@ -50,6 +50,10 @@ FFN_DIM, VOCABULARY, TIED = "model.ffn_dim", "model.vocab_size", "model.tie_embe
 ROPE_SCALING, ROPE_LOW, ROPE_HIGH = (f"model.rope_{key}_factor" for key in ("scaling", "low_freq", "high_freq"))
 ROPE_TYPE, ROPE_THETA = "model.rope_scaling_type", "model.rope_theta"
 ROPE_FAST, ROPE_SLOW = "model.rope_beta_fast", "model.rope_beta_slow"
+EXPERTS, PER_TOKEN, GROUPS, CHOSEN_GROUPS = (
+    f"model.moe.{key}" for key in ("n_experts", "n_experts_per_token", "n_groups", "n_groups_per_token")
+)
+EXPERT = "parallelism.expert_parallel_degree"
 SNAPSHOT = "profiling.enable_memory_snapshot"
 
 C4_STREAM = {DATASET: "c4", STREAMING: True, SHUFFLE: False}
@@ -104,8 +108,7 @@ def on(ranks: int, *, nodes: int = 1, devices: int = 0) -> Launch:
 
 
 def of(settings: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(settings, section), name)
+    return value_of(settings, key)
 
 
 def named(cases: list[tuple]) -> list[Any]:

@@ -26,6 +26,20 @@ REJECTED = [
     ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_SLOW: 32.0},
      {ROPE_SLOW: "expected a number below model.rope_beta_fast = 32.0"}),
     ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_THETA: 1.0}, {ROPE_THETA: "expected a number above 1"}),
+    # experts
+    ({EXPERTS: 8, PER_TOKEN: 9}, {PER_TOKEN: "expected at most model.moe.n_experts = 8"}),
+    ({EXPERTS: 8, "model.moe.n_first_dense_layers": 6}, {EXPERTS: "none of 6 layers has experts"}),
+    ({EXPERTS: 8, "model.moe.every_n_layers": 7}, {EXPERTS: "none of 6 layers has experts"}),
+    ({EXPERTS: 8, GROUPS: 3}, {GROUPS: "expected a divisor of model.moe.n_experts = 8"}),
+    ({EXPERTS: 8, GROUPS: 2, CHOSEN_GROUPS: 3}, {CHOSEN_GROUPS: "expected at most model.moe.n_groups = 2"}),
+    ({EXPERTS: 8, GROUPS: 8}, {GROUPS: "expected at least two experts in a group"}),
+    ({EXPERTS: 8, GROUPS: 4, PER_TOKEN: 3}, {CHOSEN_GROUPS: "model.moe.n_experts_per_token = 3 experts"}),
+    ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have no biases"}),
+    ({EXPERTS: 6, EXPERT: 4}, {EXPERT: "expected a divisor of model.moe.n_experts = 6"}),
+    ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
+    ({EXPERTS: 8, COMPILE: True}, {COMPILE: "unsupported with experts"}),
+    ({EXPERTS: 8, FLOAT8: True, EMULATE: True}, {FLOAT8: "unsupported with experts"}),
+    ({EXPERTS: 8, RESHARD: 2}, {RESHARD: "unsupported with experts"}),
     # data
     ({DATASET: "text"}, {PATH: 'training.dataset = "text" needs a file'}),
     ({DATASET: "json"}, {PATH: 'training.dataset = "json" needs a file'}),
@@ -345,6 +359,7 @@ def test_message(tmp_path: Path, settings: Settings, message: str):
 
 
 UNREAD = {
+    f"{EXPERTS} is above 0": {PER_TOKEN: 2, EXPERT: 2, "model.moe.expert_dim": 8, "model.moe.n_shared_experts": 1},
     f"{TENSOR} is above 1": {LOSS_PARALLEL: True, ASYNC: True},
     f"{PIPELINE} is above 1": {SCHEDULE: "GPipe", MICROBATCH: 3, STAGES: 2, BALANCE: "parameters"}
     | {FIRST: 0, LAST: 2, MODULES: TWO_STAGES},

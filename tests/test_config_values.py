@@ -75,7 +75,8 @@ WRONG_VALUES = {
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
     "-1, or an integer >= 1": [
-        "model.moe.expert_dim = 0", "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
+        "model.moe.expert_dim = 0",
+        "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
         "training.loss_chunks = 0", "training.loss_chunks = -2",
         "training.global_batch_size = 0", "training.global_batch_size = -2", "training.global_batch_size = 8.0",
         "training.global_batch_size = true", "lr_scheduler.total_steps = 0",
@@ -88,7 +89,8 @@ WRONG_VALUES = {
         "debug.seed = -1", "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
     "a finite number > 0": [
-        "model.moe.score_scaling = 0", "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
+        "model.moe.score_scaling = 0",
+        "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
         "model.rope_high_freq_factor = -4.0", "model.rope_beta_fast = 0.0", "model.rope_beta_slow = -1.0",
         "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",

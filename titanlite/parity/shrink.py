@@ -5,6 +5,8 @@ import math
 from typing import Any
 
 from titanlite.config import Config, LoadedConfig
+from titanlite.config.loader import value_of
+from titanlite.config.moe_schema import Moe
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
@@ -17,10 +19,10 @@ def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Confi
     config, changes = loaded.config, []
     sizes = _smaller_sizes(config)
     for option, size in sizes.items():
-        section, key = option.split("__")
-        old = getattr(getattr(config, section), key)
+        key = option.replace("__", ".")
+        old = value_of(config, key)
         if old != size:
-            changes.append(f"{section}.{key} {old} -> {size}")
+            changes.append(f"{key} {old} -> {size}")
     config = config.replace(**sizes, **_numeric_options(config, dtype))
     return dataclasses.replace(loaded, config=config), changes
 
@@ -55,6 +57,16 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "training__local_batch_size": local_batch_size,
         "training__global_batch_size": local_batch_size * parallelism.data_parallel_degree * accumulation_steps,
         "parallelism__pipeline_parallel_microbatch_size": 1,
+        **(_smaller_experts(config.model.moe, tensor) if model.moe.n_experts else {}),
+    }
+
+
+def _smaller_experts(moe: Moe, tensor: int) -> dict[str, Any]:
+    """Return the least sizes of experts, as keywords of `Config.replace`. The second layer has some."""
+    return {
+        "model__moe__expert_dim": 12 * max(tensor, 2),
+        "model__moe__n_first_dense_layers": min(moe.n_first_dense_layers, 1),
+        "model__moe__every_n_layers": min(moe.every_n_layers, 2),
     }
 
 
