@@ -10,7 +10,7 @@ import torch
 from tests.data_helpers import Assets, built_in_texts
 from titanlite.parity.process_pool import ProcessPool, RankDied
 
-MAX_CALLS_PER_POOL = 30
+MAX_CALLS_PER_POOL, MAX_CALLS_OF_AN_IDLE_POOL = 30, 10
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,6 +31,15 @@ def ranks() -> Iterator["RankPools"]:
     pools.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def idle_pools_are_closed(ranks: "RankPools") -> Iterator[None]:
+    """Close the pools that would slow down the tests of other files."""
+    yield
+    for pool in ranks.pools.values():
+        if pool.calls > MAX_CALLS_OF_AN_IDLE_POOL or pool.world_size > 4:
+            pool.close()
+
+
 class RankPools:
     """The pools of all world sizes: ranks(2) is that of two ranks, started when a test first asks for it."""
 
@@ -42,7 +51,10 @@ class RankPools:
 
     def pool(self, world_size: int) -> ProcessPool:
         """Return the pool of this world size, a new one after some calls: the process groups of all its layouts remain,
-        and gloo has a thread for each that wakes a hundred times a second."""
+        and gloo has a thread for each that wakes a hundred times a second. Of large pools there is one at a time."""
+        for other in self.pools.values():
+            if other.world_size not in (world_size, 1, 2, 4):
+                other.close()
         pool = self.pools.get(world_size)
         if pool and not pool.broken and pool.calls >= MAX_CALLS_PER_POOL:
             pool.close()
