@@ -25,17 +25,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator["RankPools"]:
+def rank_pools() -> Iterator["RankPools"]:
     pools = RankPools()
     yield pools
     pools.close()
 
 
+@pytest.fixture(scope="session")
+def ranks(rank_pools: "RankPools") -> "RankPools":
+    return rank_pools
+
+
 @pytest.fixture(scope="module", autouse=True)
-def idle_pools_are_closed(ranks: "RankPools") -> Iterator[None]:
+def idle_pools_are_closed(rank_pools: "RankPools") -> Iterator[None]:
     """Close the pools that would slow down the tests of other files."""
     yield
-    for pool in ranks.pools.values():
+    for pool in rank_pools.pools.values():
         if pool.calls > MAX_CALLS_OF_AN_IDLE_POOL or pool.world_size > 4:
             pool.close()
 

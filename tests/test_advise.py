@@ -124,7 +124,7 @@ FACTOR = 1.25
 @pytest.mark.parametrize(
     ("job", "layout"),
     [
-        (task("llama3_1b", 2048), candidate()),
+        pytest.param(task("llama3_1b", 2048), candidate(), marks=pytest.mark.nightly),
         (task("llama3_8b", 4096), candidate((1, 1, 2, 2, 1, 2), mode="full")),
         (task("llama2_7b", 2048), candidate((2, 1, 4, 1, 1, 1), local=8)),
     ],

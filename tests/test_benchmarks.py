@@ -187,6 +187,7 @@ def rows_of(summary: str) -> list[str]:
     return [row for row in rows if row not in ("step", "---")]
 
 
+@pytest.mark.nightly
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)

@@ -336,6 +336,7 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
     assert run(capsys, *drawn, "--top-k", 1, "abc") == one
 
 
+@pytest.mark.nightly
 def test_the_command_starts_the_ranks_of_tensor_parallel(hf_folder: Path, capsys):
     arguments = [str(hf_folder), "abc", "--tokenizer=bytes", "--max-new-tokens=5", "--dtype=float64"]
     degree = "--tensor-parallel-degree=2"

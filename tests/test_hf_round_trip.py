@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
 }
 CASES = [
-    pytest.param("llama", "shard 2 x tp 2"),
+    pytest.param("llama", "shard 2 x tp 2", marks=pytest.mark.nightly),
     pytest.param("qwen3", "shard 2 x tp 2"),
     pytest.param("llama", "pp 2 x shard 2", marks=pytest.mark.nightly),
     pytest.param("llama", "cp 2 x replicate 2", marks=pytest.mark.nightly),

@@ -61,6 +61,7 @@ def test_invalid_config_is_one_line():
     assert "expected a divisor of model.n_heads = 16" in error
 
 
+@pytest.mark.nightly
 def test_under_torchrun():
     arguments = ["--nproc-per-node=2", "-m", "titanlite.parity", DEBUG]
     done = subprocess.run(

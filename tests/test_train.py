@@ -404,7 +404,7 @@ def test_validation_does_not_change_the_training(runs):
     ]
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("reshard", ["always", pytest.param("never", marks=pytest.mark.nightly)])
 def test_validation_loss_is_the_same_on_any_number_of_ranks(runs, reshard):
     arguments = ["--validation.enable", "--validation.freq=3", "--training.dtype=float64"]
     arguments += [f"--parallelism.fsdp_reshard_after_forward={reshard}"]

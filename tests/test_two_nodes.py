@@ -29,10 +29,12 @@ ARGUMENTS = (
 class Training:
     """A run of the small config on two nodes."""
 
-    def __init__(self, nodes: TwoNodes, folder: Path, started: tuple[int, ...] = (0, 1), **environment: str):
+    def __init__(
+        self, nodes: TwoNodes, folder: Path, *arguments: str, started: tuple[int, ...] = (0, 1), **environment: str
+    ):
         self.nodes, self.run = nodes, folder / "two_nodes"
         command = [sys.executable, "-m", "titanlite", "train", str(folder / "small.toml")]
-        command += [f"--job.dump_folder={self.run}", *ARGUMENTS]
+        command += [f"--job.dump_folder={self.run}", *ARGUMENTS, *arguments]
         self.launchers = [nodes.start(node, *command, **environment) for node in started]
         self.join = lambda node: self.launchers.append(nodes.start(node, *command, **environment))
 
@@ -130,15 +132,21 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
-    """The ranks of the first node save, and all start anew from there."""
+    """The ranks of the first node save, and all start anew from there. The run is long enough for that."""
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    long = "--training.steps=100000", "--lr_scheduler.total_steps=100000"
     with TwoNodes() as nodes:
-        training = Training(nodes, tmp_path, started=(0,), NNODES="1:2", MAX_RESTARTS="1")
+        training = Training(nodes, tmp_path, *long, started=(0,), NNODES="1:2", MAX_RESTARTS="1")
         training.wait_for_step(5)
         training.join(1)
-        training.finish()
-    assert "data_parallel_shard_degree = 2" in (training.run / "config.toml").read_text()
-    assert [values["step"] for values in read_metrics(training.run)] == list(range(1, STEPS + 1))
+        file = training.run / "config.toml"
+        wait_until(lambda: "data_parallel_shard_degree = 2" in file.read_text(), "a run on both nodes", seconds=90)
+        training.wait_for_step(len(read_metrics(training.run)) + 5)
+        training.launchers[0].send_signal(signal.SIGTERM)
+        results = [(*launcher.communicate(timeout=60), launcher.returncode) for launcher in training.launchers]
+    assert [status for *_, status in results] == [0, 0], results
+    steps = [values["step"] for values in read_metrics(training.run)]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.nightly
