@@ -4,9 +4,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.chaos import runner
 from tests.chaos.faults import FAULTS, restore, tear, unmount
 from tests.chaos.moments import MOMENTS
 from tests.chaos.run import CURVE, curve
@@ -88,6 +90,17 @@ def test_what_is_left_is_found(completed, name):
     (completed / name).mkdir()
     (problem,) = final_problems(completed, curve(completed))
     assert Path(name).name in problem
+
+
+@pytest.mark.parametrize(("step", "problems"), [(12, []), (30, ["21 steps were taken after the signal"])])
+def test_a_stop_that_is_ignored_is_found(tmp_path, step, problems):
+    run = mock.MagicMock(folder=tmp_path)
+    run.launcher.returncode = 0
+    run.step.return_value, run.resumed_after.return_value, run.new_temporary_files.return_value = step, 9, []
+    record = runner.Round(1, "imports", "SIGINT twice", "async")
+    with mock.patch.object(runner, "saved_steps", return_value=[step]), mock.patch.object(runner, "rows"):
+        runner.Campaign.check_end(mock.Mock(), run, record, FAULTS[record.fault], 0.0)
+    assert record.problems == problems
 
 
 @pytest.mark.parametrize("seed", range(4))

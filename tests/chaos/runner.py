@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import FAULTS, Fault, disk_of_its_own, forget, restore, unmount
+from tests.chaos.faults import EARLY, FAULTS, Fault, disk_of_its_own, forget, restore, unmount
 from tests.chaos.moments import MOMENTS
 from tests.chaos.run import STEPS, Ended, Run, curve, rows, saved_steps
 
@@ -48,6 +48,8 @@ class Campaign:
 
     def __init__(self, folder: Path, seed: int):
         self.folder, self.draw, self.records = folder, random.Random(seed), []
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it in the background; a run inherits it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.log = folder / "chaos.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.n_folders = self.n_rounds = 0
@@ -110,6 +112,10 @@ class Campaign:
         record.outcome = "stopped" if status == 0 else "failed"
         if record.moment == "before ranks" and status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1):
             return  # the launcher had not begun to handle signals, and nothing had been started
+        if record.fault.startswith(("SIGINT", "SIGTERM")) and record.moment in EARLY:
+            n_steps = run.step() - (run.resumed_after() or 0)
+            if n_steps > 10:
+                record.problems.append(f"{n_steps} steps were taken after the signal")
         if fault.end == "stopped" and status != 0:
             record.problems.append(f"exit status {status}: {last_lines(run)}")
         if fault.end == "stopped" and (left := run.new_temporary_files()):

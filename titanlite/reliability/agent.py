@@ -48,7 +48,7 @@ class Agent(LocalElasticAgent):
     """torchrun's agent of one node.
 
     Private: the attributes _remaining_restarts, _worker_group and _pcontext, _bootstrap_store_info of the rendezvous,
-    and the methods that are overridden (tried on torch 2.13).
+    and the methods that are overridden (tried on torch 2.11 and 2.13).
     """
 
     signals: LauncherSignals
