@@ -378,10 +378,11 @@ def test_option_whose_feature_is_off(tmp_path: Path, key: str, value: Any, condi
     message = f"read only when {condition}; set that, or remove it"
     assert_rejected(lambda: load(tmp_path, {key: value}), {key: value}, {key: message})
     feature = condition.split()[0]
-    off, used = (False, True) if feature.endswith(".enable") else (1, 2)
+    off, used = (False, True) if feature.endswith(".enable") else (0, 8) if feature == EXPERTS else (1, 2)
+    n_ranks = value if key == EXPERT else 1
     for settings in {key: value, feature: off}, {key: value, feature: used, f"--{feature}": off}:
         loaded = load(tmp_path, settings)
-        assert of(config.check(loaded, on(1, devices=1)), key) == of(loaded.config, key) == value
+        assert of(config.check(loaded, on(n_ranks, devices=n_ranks)), key) == of(loaded.config, key) == value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

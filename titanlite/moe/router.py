@@ -6,7 +6,6 @@ Shapes: N tokens, D model width, E experts, K experts per token, G groups of exp
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.config.schema import Model
 
@@ -26,13 +25,17 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and the experts of each token, both [N, K]."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), local_weight(self.weight).to(wide))
+        logits_NE = F.linear(x_ND.to(wide), self.local_weight().to(wide))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
         experts_NK = self._choose(scores_NE.detach())
         scores_NK = scores_NE.gather(-1, experts_NK)
         if self.moe.normalize_scores:
             scores_NK = scores_NK / (scores_NK.sum(-1, keepdim=True) + 1e-20)
         return scores_NK * self.moe.score_scaling, experts_NK
+
+    def local_weight(self) -> Tensor:
+        """Return the weight as this process computes with it; parallelism replaces it."""
+        return self.weight
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         n_groups, n_chosen = self.moe.n_groups, self.moe.n_groups_per_token
@@ -42,13 +45,6 @@ class Router(nn.Module):
             allowed_NG = torch.zeros_like(scores_NGE[..., 0], dtype=torch.bool).scatter_(-1, best_NG, True)
             scores_NE = scores_NGE.where(allowed_NG.unsqueeze(-1), -torch.inf).flatten(-2)
         return _largest(scores_NE, self.moe.n_experts_per_token)
-
-
-def local_weight(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a weight. On ranks that all have a weight, its gradient is the sum over them."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
 
 
 def _largest(scores: Tensor, n: int) -> Tensor:

@@ -31,13 +31,14 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     option = parallelism.fsdp_reshard_after_forward
     reshard = option if isinstance(option, int) else option == "always"
     blocks = list(model.layers.values())
-    experts, expert_settings = [], settings
+    experts, expert_settings = {}, settings
     if layout.expert_mesh:
-        experts = [block.feed_forward.experts for block in blocks if hasattr(block.feed_forward, "experts")]
+        experts = {block: block.feed_forward.experts for block in blocks if hasattr(block.feed_forward, "experts")}
         expert_settings = settings | {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
-    for module in experts:
-        fully_shard(module, reshard_after_forward=reshard, **expert_settings)
     for block in blocks:
+        if block in experts:
+            fully_shard(experts[block], reshard_after_forward=reshard, **expert_settings)
+            _gather_with(block, experts[block])
         fully_shard(block, reshard_after_forward=reshard, **settings)
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.norm, model.output) if module is not None]
@@ -56,7 +57,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
         # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.
         module.set_force_sum_reduction_for_comms(True)
-        if (expert_settings if module in experts else settings)["mesh"].size() > 1:
+        if (expert_settings if module in experts.values() else settings)["mesh"].size() > 1:
             module.set_gradient_divide_factor(1.0)
         else:  # a factor, even of 1, is one more pass over the gradients
             module.set_custom_reduce_scatter(NothingToReduce())
@@ -66,6 +67,19 @@ def _mesh_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the axes that weights are sharded over and replicated over. Two axes are hybrid sharding (HSDP), of which
     the former may be of size 1."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+
+
+def _gather_with(block: nn.Module, module: nn.Module) -> None:
+    """Have FSDP gather the weights of a module of a block before the block and not before the module, so that neither
+    activation checkpointing, which would run FSDP's operators again, nor the compiler sees it.
+
+    Private: the handles of a module's two hooks (tried on torch 2.11 and 2.13).
+    """
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
 
 
 class NothingToReduce:
