@@ -1,4 +1,4 @@
-"""The options of the model, by which all other sections are measured, and the types that options have."""
+"""The options of the model, by which all other sections are measured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from pydantic import Field, model_validator
 
 from titanlite.config.loader import Section
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.moe_schema import Count, CountOrZero, Moe, Positive
-
-# Types that recur. An error message reads the bounds back, so it always names the true range.
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Precision = Literal["auto", "bfloat16", "float32", "float64"]
+from titanlite.config.moe_schema import Moe
+from titanlite.config.types import Count, CountOrZero, Positive
 
 
 class Model(Section):
@@ -87,7 +83,7 @@ class Model(Section):
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
         dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe"})
-        experts = self.moe.model_dump() if self.moe.n_experts else {}
+        experts = self.moe.identity() if self.moe.n_experts else {}
         return dimensions | {f"moe.{key}": value for key, value in experts.items()}
 
     @model_validator(mode="before")

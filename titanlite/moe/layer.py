@@ -32,9 +32,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return [N, D]."""
-        scores_NK, experts_NK = self.router(x_ND)
+        scores_NK, experts_NK, counts_E = self.router(x_ND)
         order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
-        counts_E = count(experts_NK, self.router.n_experts)
         y_MD = self.experts(_Dispatch.apply(x_ND, order_M), counts_E)
         y_NKD = permute(y_MD, order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
         out_ND = (y_NKD * scores_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
@@ -70,14 +69,6 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
     counts = counts_E.tolist()
     return lambda x, weight: torch.cat([F.linear(x_e, w_e) for x_e, w_e in zip(x.split(counts), weight, strict=True)])
-
-
-def count(experts_NK: Tensor, n_experts: int) -> Tensor:
-    """Return how many tokens chose each expert, [E] int64."""
-    chosen_M = experts_NK.flatten()
-    return torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device).scatter_add_(
-        0, chosen_M, torch.ones_like(chosen_M)
-    )
 
 
 class _Dispatch(torch.autograd.Function):

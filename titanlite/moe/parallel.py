@@ -48,6 +48,8 @@ def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMe
             layer = getattr(module.shared, name)
             _distribute(layer, "weight", tensor, Replicate() if expert else placement)
             layer.forward = functools.partial(_local_linear, layer)
+        # Without EP each rank routes all tokens. Then the auxiliary losses of one rank count.
+        module.router.contributes = expert is not None or tensor.get_local_rank() == 0
         module.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, module.forward, tensor)
 
 
