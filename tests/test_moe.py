@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.test_layouts import (
@@ -461,6 +463,41 @@ def test_what_activation_checkpointing_repeats(ranks, tmp_path):
     for name, in_forward in (("_grouped_mm", 3), ("all_to_all_single", 3)):
         assert none[name] == selective[name]
         assert full[name] == none[name] + in_forward * n_layers, name
+
+
+class Order(TorchDispatchMode):
+    """This mode lists the operators that are called, in order, and "wait" before one of what is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_flight = any(isinstance(each, AsyncCollectiveTensor) for each in args)
+        self.names += ["wait"] * in_flight + [str(function).split(".")[1]]
+        return function(*args, **(kwargs or {}))
+
+
+def order_of_a_layer(job: Config) -> list[str]:
+    """Return the operators of the forward of one mixture of experts, in order."""
+    layout = mesh.build_layout(job.parallelism, CPU)
+    model, _ = build.build_model(job, layout, CPU)
+    with torch.no_grad(), Order() as order:
+        model.layers["1"].unshard()
+        model.layers["1"].feed_forward.experts.unshard()
+        order.names.clear()
+        model.layers["1"].feed_forward(torch.ones(8, job.model.dim, dtype=torch.float64))
+    return order.names
+
+
+def test_rows_are_in_flight_while_shared_experts_are_computed(ranks, tmp_path):
+    """One exchange of counts, which the host waits for, and two of rows. Between the start of the first of these and
+    the wait for it are the three products of the shared experts."""
+    names, *_ = ranks(2).run(order_of_a_layer, job=resolve(tmp_path, 2, MODEL | EXPERTS | SHARD_EP))
+    names = [name for name in names if name in ("all_to_all_single", "wait", "mm")]
+    names = [name for name, before in zip(names, [None, *names], strict=False) if (name, before) != ("wait", "wait")]
+    counts, rows, shared, experts = "all_to_all_single wait", "all_to_all_single", "mm " * 3, "mm " * 3 * 2
+    assert names == f"mm {counts} {rows} {shared} wait {experts} {rows} wait".split()
 
 
 @pytest.mark.parametrize(

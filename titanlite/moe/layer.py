@@ -6,6 +6,8 @@ expert sees its tokens as neighbouring rows, however many they are.
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +36,16 @@ class MixtureOfExperts(nn.Module):
         """Return [N, D]."""
         scores_NK, experts_NK, counts_E = self.router(x_ND)
         order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
-        y_MD = self.experts(_Dispatch.apply(x_ND, order_M), counts_E)
-        y_NKD = permute(y_MD, order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
+        compute = self.dispatch(_Dispatch.apply(x_ND, order_M), counts_E)
+        shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows are sent to other ranks
+        y_NKD = permute(compute(), order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
         out_ND = (y_NKD * scores_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
-        return out_ND if self.shared is None else out_ND + self.shared(x_ND)
+        return out_ND if shared_ND is None else out_ND + shared_ND
+
+    def dispatch(self, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
+        """Return a function that computes the experts of all rows, [M, D]; expert parallel replaces this by one that
+        starts to send rows."""
+        return functools.partial(self.experts, x_MD, counts_E)
 
 
 class Experts(nn.Module):

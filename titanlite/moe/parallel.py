@@ -40,7 +40,7 @@ def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMe
         _distribute(experts, name, expert or tensor, placement)
     experts.weights = lambda: tuple(local_weight(weight) for weight in (experts.w1, experts.w2, experts.w3))
     if expert:
-        experts.forward = functools.partial(_exchange, experts.forward, expert.get_group())
+        module.dispatch = functools.partial(_exchange, experts, expert.get_group())
     if tensor:
         _distribute(module.router, "weight", tensor, Replicate())
         module.router.local_weight = lambda: local_weight(module.router.weight)
@@ -77,26 +77,28 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
     return F.linear(x_ND, local_weight(layer.weight))
 
 
-def _exchange(
-    forward: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup, x_MD: Tensor, counts_E: Tensor
-) -> Tensor:
-    """Send rows to the ranks that have their experts, compute there, and send the results back.
+def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
+    """Start to send rows to the ranks that have their experts. Return a function that waits for those of other ranks,
+    computes, and sends the results back.
 
     The rows of rank r's experts are neighbours, since experts are sharded in order. What arrives is sorted by rank, and
     within a rank by expert; it is sorted by expert before it is computed. The host waits for the device once.
     """
     n_ranks = group.size()
     received_RE = all_to_all_single(counts_E, None, None, group).view(n_ranks, -1)
-    sizes = torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))).tolist()
-    sent, received = sizes
-    arrived = _all_to_all(x_MD, received, sent, group)
-    n_experts = received_RE.shape[1]
-    of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
-    expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
-    order = expert_of_row.argsort(stable=True)
-    inverse = order.argsort()
-    y = permute(forward(permute(arrived, order, inverse), received_RE.sum(0)), inverse, order)
-    return _all_to_all(y, sent, received, group)
+    sent, received = torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))).tolist()
+    in_flight = _all_to_all(x_MD, received, sent, group)
+
+    def compute() -> Tensor:
+        n_experts = received_RE.shape[1]
+        of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
+        expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
+        order = expert_of_row.argsort(stable=True)
+        inverse = order.argsort()
+        y = permute(experts(permute(in_flight, order, inverse), received_RE.sum(0)), inverse, order)
+        return _all_to_all(y, sent, received, group)
+
+    return compute
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
