@@ -1,6 +1,7 @@
-"""Train transformers' LlamaForCausalLM in a plain PyTorch loop, as the second program of vs_transformers.py.
+"""Train a model of transformers in a plain PyTorch loop, as the second program of vs_transformers.py.
 
-python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]     (the last two under torchrun)
+python transformers_loop.py STEPS LOCAL_BATCH [ddp | fsdp]              Llama (the last two under torchrun)
+python transformers_loop.py STEPS LOCAL_BATCH eager | grouped_mm        Qwen3-MoE, its experts in this way
 """
 
 import os
@@ -10,29 +11,49 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SEQ_LEN = 512
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 2048,
+    "max_position_embeddings": SEQ_LEN,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+EXPERTS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def build(mode: str) -> nn.Module:
+    if mode not in ("eager", "grouped_mm"):
+        return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=768))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS))
+    model.set_experts_implementation(mode)
+    return model
 
 
 def main(steps: int, local_batch: int, mode: str) -> None:
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(42)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            num_hidden_layers=6,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            intermediate_size=768,
-            vocab_size=2048,
-            max_position_embeddings=SEQ_LEN,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    )
-    assert sum(p.numel() for p in model.parameters()) == 6_163_712
-    if mode != "alone":
+    model = build(mode)
+    if rank == 0:
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    is_distributed = mode in ("ddp", "fsdp")
+    if is_distributed:
         dist.init_process_group("gloo")
     if mode == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -59,7 +80,7 @@ def main(steps: int, local_batch: int, mode: str) -> None:
         value = loss.item()
         if rank == 0:
             print(f"step {step} loss {value:.4f} seconds {time.perf_counter() - start:.4f}", flush=True)
-    if mode != "alone":
+    if is_distributed:
         dist.barrier()
     os._exit(0)  # as titanlite does, because gloo can abort at exit
 

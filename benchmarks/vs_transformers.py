@@ -1,14 +1,15 @@
-"""Compare titanlite with a plain PyTorch loop over transformers' LlamaForCausalLM, on the CPU of this machine.
+"""Compare titanlite with a plain PyTorch loop over a model of transformers, on the CPU of this machine.
 
-Both train a model of the same 6.16 million parameters with the same sequence length, global batch, precision (float32)
-and optimizer (fused AdamW). interleaved.py has the method: each program is a separate process, and on a shared machine
-they take their steps alternately. A mode is a pair of programs:
+Both train a model of as many parameters (Llama: 6.16 million; Qwen3-MoE: 32.5 million) with the same sequence length,
+global batch, precision (float32) and optimizer (fused AdamW). interleaved.py has the method: each program is a separate
+process, and on a shared machine they take their steps alternately. A mode is a pair of programs:
 
     alone, ddp, fsdp         titanlite and the plain loop, in one process, or on two ranks: dp_replicate = 2 and DDP,
                              dp_shard = 2 and FSDP2
     tp, pp, cp, ulysses      titanlite with tensor, pipeline or context parallelism on two ranks, which the plain loop
                              does not have, and titanlite in one process with as many threads as both ranks
     tp-fsdp, ... (the same)  titanlite on the same two ranks, and the plain loop on two ranks of FSDP2
+    moe, moe-grouped         Qwen3-MoE in one process; transformers' experts are its loop, or grouped_mm
 
     python benchmarks/vs_transformers.py [--rounds N] [--steps N] [--modes alone ddp ...]     (default: all modes)
 
@@ -33,19 +34,26 @@ HERE = ROOT / "benchmarks"
 TOKENS = 8 * 512  # of the global batch
 
 
-def titanlite(steps: int, ranks: int, folder: str, local_batch: int, **parallelism: int | str) -> Program:
+def titanlite(
+    steps: int,
+    ranks: int,
+    folder: str,
+    local_batch: int,
+    config: str = "vs_transformers.toml",
+    **parallelism: int | str,
+) -> Program:
     """Return the command of train.py, which writes to a folder of its own."""
     options = {"training.steps": steps, "training.local_batch_size": local_batch}
     options |= {"job.dump_folder": f"./outputs/vs_transformers/{folder}"}
     options |= {f"parallelism.{key}": value for key, value in parallelism.items()}
-    script = [str(ROOT / "train.py"), str(HERE / "vs_transformers.toml")]
+    script = [str(ROOT / "train.py"), str(HERE / config)]
     return program("titanlite", ranks, script, options, python=sys.executable)
 
 
 def plain_loop(steps: int, kind: str) -> Program:
-    """Return the command of transformers_loop.py; `kind` is alone, ddp or fsdp."""
-    ranks = 1 if kind == "alone" else 2
-    script = [str(HERE / "transformers_loop.py"), str(steps), str(8 // ranks), *([] if ranks == 1 else [kind])]
+    """Return the command of transformers_loop.py; `kind` is alone, ddp, fsdp, eager or grouped_mm."""
+    ranks = 2 if kind in ("ddp", "fsdp") else 1
+    script = [str(HERE / "transformers_loop.py"), str(steps), str(8 // ranks), kind]
     return program("plain loop", ranks, script, {}, python=sys.executable)
 
 
@@ -54,6 +62,7 @@ def modes(steps: int) -> dict[str, tuple[Program, Program]]:
     replicate = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
     pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}  # four microbatches, 1F1B
     alone = titanlite(steps, 1, "alone", 8)
+    experts = titanlite(steps, 1, "moe", 8, config="vs_transformers_moe.toml")
     fsdp = plain_loop(steps, "fsdp")
     layouts = {
         "tp": titanlite(steps, 2, "tp", 8, tensor_parallel_degree=2),
@@ -70,6 +79,8 @@ def modes(steps: int) -> dict[str, tuple[Program, Program]]:
         "fsdp": (titanlite(steps, 2, "fsdp", 4, data_parallel_shard_degree=2), fsdp),
         **{name: (layout, alone._replace(name="one process")) for name, layout in layouts.items()},
         **{f"{name}-fsdp": (layout, fsdp) for name, layout in layouts.items()},
+        "moe": (experts, plain_loop(steps, "eager")),
+        "moe-grouped": (experts, plain_loop(steps, "grouped_mm")),
     }
 
 

@@ -36,10 +36,11 @@ class MixtureOfExperts(nn.Module):
         """Return [N, D]."""
         scores_NK, experts_NK, counts_E = self.router(x_ND)
         order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
-        compute = self.dispatch(_Dispatch.apply(x_ND, order_M), counts_E)
+        inverse_M = inverse(order_M)
+        compute = self.dispatch(_Dispatch.apply(x_ND, order_M, inverse_M), counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows are sent to other ranks
-        y_NKD = permute(compute(), order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
-        out_ND = (y_NKD * scores_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+        y_NKD = permute(compute(), inverse_M, order_M).unflatten(0, experts_NK.shape)
+        out_ND = torch.bmm(scores_NK.unsqueeze(1).to(y_NKD.dtype), y_NKD).squeeze(1)
         return out_ND if shared_ND is None else out_ND + shared_ND
 
     def dispatch(self, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
@@ -84,15 +85,20 @@ class _Dispatch(torch.autograd.Function):
     indexing does not on CUDA."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor) -> Tensor:
-        ctx.save_for_backward(order_M)
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_M)
         ctx.n_tokens = len(x_ND)
         return x_ND[order_M // (len(order_M) // len(x_ND))] if len(x_ND) else x_ND[order_M]
 
     @staticmethod
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
-        (order_M,) = ctx.saved_tensors
-        return gradient_MD[order_M.argsort()].unflatten(0, (ctx.n_tokens, -1)).sum(1), None
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_M,) = ctx.saved_tensors
+        return gradient_MD[inverse_M].unflatten(0, (ctx.n_tokens, -1)).sum(1), None, None
+
+
+def inverse(order_M: Tensor) -> Tensor:
+    """Return the permutation that undoes another."""
+    return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
 def permute(x_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:

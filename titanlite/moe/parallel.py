@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from titanlite.moe.layer import MixtureOfExperts, permute
+from titanlite.moe.layer import MixtureOfExperts, inverse, permute
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
@@ -94,8 +94,8 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
         of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
         expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
         order = expert_of_row.argsort(stable=True)
-        inverse = order.argsort()
-        y = permute(experts(permute(in_flight, order, inverse), received_RE.sum(0)), inverse, order)
+        back = inverse(order)
+        y = permute(experts(permute(in_flight, order, back), received_RE.sum(0)), back, order)
         return _all_to_all(y, sent, received, group)
 
     return compute
