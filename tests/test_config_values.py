@@ -477,9 +477,12 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     loaded = load(tmp_path, settings)
     model = loaded.config.model.model_dump()
     size = {**SIZES[flavor]}
-    experts = size.pop("moe", {})
-    assert {key: model["moe"][key] for key in experts} == experts
-    if size["head_dim"] == -1:
+    for section in ("moe", "mla"):
+        options = size.pop(section, {})
+        assert {key: model[section][key] for key in options} == options
+    if flavor == "deepseek_v3_671b":
+        size["head_dim"] = 128 + 64
+    elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]
     assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again

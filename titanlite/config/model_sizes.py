@@ -34,6 +34,21 @@ def _qwen3_moe(expert_dim: int) -> dict[str, Any]:
     return {**_QWEN3, "moe": experts}
 
 
+_DEEPSEEK_V3: dict[str, Any] = {
+    **{"norm_eps": 1e-6, "rope_theta": 10_000.0, "rope_scaling_type": "yarn", "rope_scaling_factor": 40.0},
+    **{"rope_original_seq_len": 4096, "rope_attention_factor": 1.0},  # mscale / mscale_all_dim
+    "mla": {
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mscale_all_dim": 1.0},
+    },
+    "moe": {
+        **{"n_experts": 256, "n_experts_per_token": 8, "expert_dim": 2048, "n_shared_experts": 1},
+        **{"n_first_dense_layers": 3, "n_groups": 8, "n_groups_per_token": 4},
+        **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5},
+    },
+}
+
+
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
@@ -77,6 +92,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # Mixtral v0.1, arXiv:2401.04088 and https://huggingface.co/mistralai/Mixtral-8x22B-v0.1
     "mixtral_8x7b":  _size( 4096,   32,   32,   8, 14336,  32000, **_MIXTRAL),
     "mixtral_8x22b": _size( 6144,   56,   48,   8, 16384,  32000, **_MIXTRAL),
+    # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
+    "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
     # SmolLM2, arXiv:2502.02737 and https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B
     "smollm2_135m":  _size(  576,   30,    9,   3,  1536,  49152, tie_embeddings=True, rope_theta=100_000.0),
     "smollm2_360m":  _size(  960,   32,   15,   5,  2560,  49152, tie_embeddings=True, rope_theta=100_000.0),
