@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from python_path import ROOT
 
 from titanlite.data import token_files
+from titanlite.reliability.files import checksum
 from titanlite.reliability.folder_lock import FolderLock
 from titanlite.sdc import hash_of_bits
 
@@ -93,10 +93,8 @@ def time_hash() -> None:
 
 def time_checksums() -> None:
     tokens = np.random.default_rng(0).integers(0, 300, BYTES // 2, dtype=np.uint16)
-    split = token_files.Split(
-        bytes=BYTES, xxh3_64=xxhash.xxh3_64_hexdigest(tokens.tobytes()), largest_token=int(tokens.max())
-    )
-    empty = token_files.Split(bytes=0, xxh3_64=xxhash.xxh3_64_hexdigest(b""), largest_token=-1)
+    split = token_files.Split(bytes=BYTES, xxh3_64=checksum(tokens.tobytes()), largest_token=int(tokens.max()))
+    empty = token_files.Split(bytes=0, xxh3_64=checksum(b""), largest_token=-1)
     summary = token_files.Summary(
         dtype="uint16", documents=1, tokens=BYTES // 2, sha256="0" * 64, train=split, validation=empty
     )

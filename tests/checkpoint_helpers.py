@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.files import write_file
-from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest, checksum
+from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.reliability.files import checksum
 
 STATE_CONTENT = {"step": 7, "identity": {"seed": 1, "dim": 4}, "skipped": 0, "loss_scale": [1.0, 0], "data": {}}
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")

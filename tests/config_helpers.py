@@ -53,7 +53,7 @@ ROPE_FAST, ROPE_SLOW = "model.rope_beta_fast", "model.rope_beta_slow"
 EXPERTS, PER_TOKEN, GROUPS, CHOSEN_GROUPS = (
     f"model.moe.{key}" for key in ("n_experts", "n_experts_per_token", "n_groups", "n_groups_per_token")
 )
-EXPERT = "parallelism.expert_parallel_degree"
+EXPERT, BIAS_RATE = "parallelism.expert_parallel_degree", "model.moe.balance_bias_rate"
 SNAPSHOT = "profiling.enable_memory_snapshot"
 
 C4_STREAM = {DATASET: "c4", STREAMING: True, SHUFFLE: False}

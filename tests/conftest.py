@@ -25,22 +25,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator["RankPools"]:
+def ranks() -> Iterator["RankPools"]:
     pools = RankPools()
     yield pools
     pools.close()
 
 
-@pytest.fixture(scope="session")
-def ranks(rank_pools: "RankPools") -> "RankPools":
-    return rank_pools
-
-
 @pytest.fixture(scope="module", autouse=True)
-def idle_pools_are_closed(rank_pools: "RankPools") -> Iterator[None]:
+def idle_pools_are_closed(ranks: "RankPools") -> Iterator[None]:
     """Close the pools that would slow down the tests of other files."""
     yield
-    for pool in rank_pools.pools.values():
+    for pool in ranks.pools.values():
         if pool.calls > MAX_CALLS_OF_AN_IDLE_POOL or pool.world_size > 4:
             pool.close()
 
@@ -75,8 +70,8 @@ class RankPools:
 class Retrying:
     """This class runs a call of a pool again, once and with a warning, if a rank's process died in it.
 
-    About one call in three hundred of a long-lived pool ends with a process killed by a corrupted heap, in a thread of
-    gloo, under heavy load only (docs/support.md). A wrong result or an exception never leads to a retry.
+    Under heavy load, a process of a long-lived pool has died of a corrupted heap in a thread of gloo
+    (docs/support.md). A wrong result or an exception never leads to a retry.
     """
 
     def __init__(self, pools: RankPools, world_size: int):

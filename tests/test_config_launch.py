@@ -373,7 +373,7 @@ def test_wrong_torchrun_environment(name: str, value: str, least: int):
 
 
 @pytest.mark.parametrize(
-    ("settings", "environment", "n_devices", "ranks"),
+    ("settings", "environment", "n_devices", "n_ranks"),
     [
         pytest.param({}, {}, 0, 1, id="CPU: one"),
         pytest.param({}, {}, 8, 8, id="GPUs: one each"),
@@ -397,10 +397,10 @@ def test_wrong_torchrun_environment(name: str, value: str, least: int):
         pytest.param({PIPELINE: 2, SHARD: 8}, {"NNODES": "2"}, 8, 8, id="a pipeline over two nodes"),
     ],
 )
-def test_ranks_per_node(tmp_path: Path, settings: Settings, environment: dict[str, str], n_devices: int, ranks: int):
+def test_ranks_per_node(tmp_path: Path, settings: Settings, environment: dict[str, str], n_devices: int, n_ranks: int):
     loaded, nodes = load(tmp_path, settings), int(environment.get("NNODES") or 1)
-    assert launcher.ranks_per_node(loaded, environment, n_devices) == ranks
-    assert launcher.ranks_wanted(loaded, environment, n_devices) == ranks * nodes
+    assert launcher.ranks_per_node(loaded, environment, n_devices) == n_ranks
+    assert launcher.ranks_wanted(loaded, environment, n_devices) == n_ranks * nodes
 
 
 UNEVEN = "ranks cannot be divided evenly among NNODES ="

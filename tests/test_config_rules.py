@@ -34,6 +34,7 @@ REJECTED = [
     ({EXPERTS: 8, GROUPS: 2, CHOSEN_GROUPS: 3}, {CHOSEN_GROUPS: "expected at most model.moe.n_groups = 2"}),
     ({EXPERTS: 8, GROUPS: 8}, {GROUPS: "expected at least two experts in a group"}),
     ({EXPERTS: 8, GROUPS: 4, PER_TOKEN: 3}, {CHOSEN_GROUPS: "model.moe.n_experts_per_token = 3 experts"}),
+    ({EXPERTS: 8, BIAS_RATE: 0.1}, {BIAS_RATE: "read only when model.moe.balance_bias is true"}),
     ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have no biases"}),
     ({EXPERTS: 6, EXPERT: 4}, {EXPERT: "expected a divisor of model.moe.n_experts = 6"}),
     ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
@@ -378,10 +379,11 @@ def test_option_whose_feature_is_off(tmp_path: Path, key: str, value: Any, condi
     message = f"read only when {condition}; set that, or remove it"
     assert_rejected(lambda: load(tmp_path, {key: value}), {key: value}, {key: message})
     feature = condition.split()[0]
-    off, used = (False, True) if feature.endswith(".enable") else (1, 2)
+    off, used = (False, True) if feature.endswith(".enable") else (0, 8) if feature == EXPERTS else (1, 2)
+    n_ranks = value if key == EXPERT else 1
     for settings in {key: value, feature: off}, {key: value, feature: used, f"--{feature}": off}:
         loaded = load(tmp_path, settings)
-        assert of(config.check(loaded, on(1, devices=1)), key) == of(loaded.config, key) == value
+        assert of(config.check(loaded, on(n_ranks, devices=n_ranks)), key) == of(loaded.config, key) == value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
-        "model.moe.normalize_scores = 1", "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
+        "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1",
+        "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
@@ -97,7 +98,9 @@ WRONG_VALUES = {
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2"],
-    "a finite number >= 0": ["optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
+    "a finite number >= 0": [
+        "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
+        "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
     "a finite number >= 1": ["model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf"],
     "a finite number >= 0 and < 1": [

@@ -4,11 +4,13 @@ import json
 import os
 import time
 
+import datasets
 import numpy as np
 import pytest
 
-from tests.data_helpers import rejections, source, texts_of, write
+from tests.data_helpers import open_stream, rejections, source, texts_of, write
 from titanlite.data.documents import load_documents, load_stream
+from titanlite.errors import TrainingError
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -111,3 +113,29 @@ def test_the_hub_without_a_network_is_one_clear_line(dataset, path, named):
         assert line.startswith(f"{named}: cannot be loaded: ")
         assert "without a network, download its files elsewhere" in line
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionResetError("reset by peer"), "ConnectionResetError: reset by peer"),
+        (ValueError("expected\na list"), "ValueError: expected a list"),
+        (FileNotFoundError(), "FileNotFoundError: FileNotFoundError"),
+    ],
+    ids=["transient", "two lines", "no text"],
+)
+def test_errors_of_the_hub_while_streaming_are_training_errors(monkeypatch, error, reason):
+    """Whatever the error is, another start may succeed: the dataset was there when it was opened."""
+
+    def documents():
+        yield {"text": "longer than one sequence"}
+        raise RuntimeError("what wraps the reason") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: datasets.IterableDataset.from_generator(documents))
+    sequences = open_stream("hub", "some/thing").read(0, 1, {})
+    next(sequences)
+    with pytest.raises(TrainingError) as raised:
+        next(sequences)
+    message = str(raised.value)
+    assert message.startswith(f'training.dataset_path = "some/thing": cannot be read: {reason}; without a network, ')
+    assert "\n" not in message

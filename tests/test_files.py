@@ -12,7 +12,16 @@ from pydantic import Field
 from titanlite.config.loader import ConfigError
 from titanlite.errors import TrainingError
 from titanlite.reliability import files
-from titanlite.reliability.files import Record, cannot_read, is_transient, parse, replace_file
+from titanlite.reliability.files import (
+    Checksum,
+    Count,
+    Record,
+    cannot_read,
+    checksum,
+    is_transient,
+    parse,
+    replace_file,
+)
 
 TRANSIENT = {
     "disk": OSError(errno.EIO, "Input/output error"),
@@ -85,3 +94,28 @@ def test_the_first_problem_of_a_record_is_named(content, problem):
     with pytest.raises(ConfigError) as raised:
         parse(Counts, content, "some.json")
     assert str(raised.value) == problem
+
+
+class Entry(Record):
+    """What a file must be."""
+
+    bytes: Count
+    xxh3_64: Checksum
+
+
+def test_a_checksum_is_that_of_other_programs():
+    """XXH3 of no bytes is this value in every implementation."""
+    assert checksum(b"") == checksum(memoryview(b"")) == "2d06800538d394c2"
+    assert parse(Entry, {"bytes": 2**63 - 1, "xxh3_64": checksum(b"")}, "some.json").bytes == 2**63 - 1
+
+
+@pytest.mark.parametrize("count", [-1, 2**63])
+def test_a_count_out_of_range_is_rejected(count):
+    with pytest.raises(ConfigError, match=r"^some\.json: bytes: Input should be (greater|less) than"):
+        parse(Entry, {"bytes": count, "xxh3_64": "0" * 16}, "some.json")
+
+
+@pytest.mark.parametrize("text", ["", "0" * 15, "0" * 17, "A" * 16, "0" * 16 + "\n"])
+def test_a_text_that_is_no_checksum_is_rejected(text):
+    with pytest.raises(ConfigError, match=r"^some\.json: xxh3_64: String should match pattern"):
+        parse(Entry, {"bytes": 0, "xxh3_64": text}, "some.json")

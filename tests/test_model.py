@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
-from titanlite import init, model
+from titanlite import init, model, moe
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
@@ -453,8 +453,12 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 
 def test_model_knows_no_parallelism():
-    """Its section of the config is all of titanlite that it imports."""
-    assert list(distributed_uses(Path(model.__file__).read_text())) == ["titanlite.config.schema.Model"]
+    """Its section of the config and its layers of experts are all of titanlite that it imports, and they no more."""
+    section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
+    mixture, router = "titanlite.moe.layer.MixtureOfExperts", "titanlite.moe.router.Router"
+    assert list(distributed_uses(Path(model.__file__).read_text())) == [section, mixture]
+    assert list(distributed_uses((experts / "layer.py").read_text())) == [section, router]
+    assert list(distributed_uses((experts / "router.py").read_text())) == [section]
 
 
 @pytest.mark.parametrize(

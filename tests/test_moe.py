@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.test_layouts import (
     CP,
@@ -32,6 +33,7 @@ from titanlite.config.schema import Model
 from titanlite.init import init_weights
 from titanlite.model import FeedForward, Llama, flops_per_token
 from titanlite.moe import layer, parallel
+from titanlite.moe.balance import LoadBalance
 from titanlite.moe.layer import MixtureOfExperts
 from titanlite.parallel import fsdp
 
@@ -47,6 +49,13 @@ def mixture(dtype: torch.dtype, **options: Any) -> MixtureOfExperts:
     for index, parameter in enumerate(module.parameters()):
         nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(index))
     return module
+
+
+def routing(module: MixtureOfExperts) -> layer.Router:
+    """Return the router of a mixture, whose loads of the last step are not equal."""
+    module.router.load = torch.tensor([7, 0, 1, 30, 2, 2, 5, 3])
+    module.router.tokens_per_step = 4 * TOKENS
+    return module.router
 
 
 def tokens(dtype: torch.dtype) -> Tensor:
@@ -132,7 +141,7 @@ def test_all_tokens_may_choose_one_expert(dtype):
         x_ND.abs_()
         module.router.weight.fill_(-1)
         module.router.weight[3] = 1
-    _, experts_NK = module.router(x_ND)
+    _, experts_NK, _ = module.router(x_ND)
     assert set(experts_NK.flatten().tolist()) == {3}
     gradients = outputs_and_gradients(module, x_ND, dict(module.named_parameters()))
     for name in ("experts.w1", "experts.w2", "experts.w3"):
@@ -143,8 +152,88 @@ def test_of_equal_scores_the_first_expert_is_chosen():
     module = mixture(torch.float64)
     with torch.no_grad():
         module.router.weight[:] = module.router.weight[0]
-    _, experts_NK = module.router(tokens(torch.float64))
+    _, experts_NK, _ = module.router(tokens(torch.float64))
     assert (experts_NK == torch.arange(3)).all()
+
+
+# The balance of the load ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_auxiliary_losses_have_the_gradients_of_their_definition(score_function, scale):
+    weights = {"balance_loss_weight": 0.3, "z_loss_weight": 0.2}
+    with_losses = mixture(torch.float64, score_function=score_function, **weights)
+    without, x_ND = mixture(torch.float64, score_function=score_function), tokens(torch.float64)
+    router = routing(with_losses)
+    router.loss_scale = scale
+    logits_NE = x_ND @ router.weight.T
+    scores_NE = logits_NE.softmax(-1) if score_function == "softmax" else logits_NE.sigmoid()
+    means_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0) / (4 * TOKENS)  # of the global batch
+    balance_loss = 8 * (router.load.double() / 50 * means_E).sum()
+    z_loss = logits_NE.exp().sum(-1).log().square().sum() / (4 * TOKENS)
+    expected = torch.autograd.grad(scale * (0.3 * balance_loss + 0.2 * z_loss), [x_ND, router.weight])
+    plain = outputs_and_gradients(without, x_ND, {"weight": without.router.weight})
+    actual = outputs_and_gradients(with_losses, x_ND, {"weight": router.weight})
+    assert torch.equal(actual["output"], plain["output"])
+    for key, gradient in zip(("x", "weight"), expected, strict=True):
+        torch.testing.assert_close(actual[key] - plain[key], gradient, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(router.record[8:16], (means_E * 4 * TOKENS).detach())
+    torch.testing.assert_close(router.record[16], (z_loss * 4 * TOKENS).detach())
+
+
+def test_a_backward_counts_tokens_once():
+    module, x_ND = mixture(torch.float64), tokens(torch.float64)
+    _, experts_NK, counts_E = module.router(x_ND)
+    assert counts_E.tolist() == experts_NK.flatten().bincount(minlength=8).tolist()
+    with torch.no_grad():
+        module(x_ND)
+    assert not module.router.record.any()
+    checkpoint(module, x_ND, use_reentrant=False).sum().backward()
+    assert module.router.record[:8].tolist() == counts_E.tolist()
+
+
+def test_the_bias_changes_the_choice_and_not_the_scores():
+    module, x_ND = mixture(torch.float64, balance_bias=True), tokens(torch.float64)
+    expected_NE = (x_ND @ module.router.weight.T).softmax(-1)
+    module.router.balance_bias[2] = 1
+    scores_NK, experts_NK, _ = module.router(x_ND)
+    assert (experts_NK[:, 0] == 2).all()
+    torch.testing.assert_close(scores_NK, expected_NE.gather(-1, experts_NK))
+
+
+def test_an_update_adjusts_the_biases_by_the_sign_of_the_load():
+    module = llama(n_experts=4, n_experts_per_token=2, balance_bias=True, balance_bias_rate=0.5)
+    module.materialize(torch.device("cpu"))
+    balance = LoadBalance(module, SMALL, tokens_per_step=10, device=torch.device("cpu"))
+    router = module.layers["3"].feed_forward.router
+    for expected in ([-0.5, 0.0, 0.5, 0.5], [-1.0, 0.0, 1.0, 1.0]):
+        balance.begin_step(1.0)
+        for block in module.layers.values():
+            block.feed_forward.router.record[:4] = torch.tensor([9, 5, 4, 2])
+        balance.update(torch.tensor(True), all_reduce=False)
+        assert router.balance_bias.tolist() == expected
+        assert router.load.tolist() == [9, 5, 4, 2]
+    router.record[:4] = 7
+    balance.update(torch.tensor(False), all_reduce=False)  # a step that was skipped
+    assert router.balance_bias.tolist() == expected
+    assert router.load.tolist() == [9, 5, 4, 2]
+
+
+def test_metrics_of_the_load():
+    module = llama(n_experts=4, n_experts_per_token=2, balance_bias=True, balance_bias_rate=0.5)
+    module.materialize(torch.device("cpu"))
+    balance = LoadBalance(module, SMALL, tokens_per_step=10, device=torch.device("cpu"))
+    for block in module.layers.values():
+        block.feed_forward.router.record[:] = torch.tensor([10, 10, 0, 0, 4, 4, 1, 1, 0])
+    balance.update(torch.tensor(True), all_reduce=False)
+    values = balance.metrics()
+    assert values["moe/tokens_per_expert_min"] == 0
+    assert values["moe/tokens_per_expert_max"] == 2
+    assert values["moe/load_entropy"] == pytest.approx(0.5)
+    assert values["moe/balance_loss"] == pytest.approx(4 * (0.5 * 0.4 + 0.5 * 0.4))
+    assert values["moe/dropped_tokens"] == 0
+    assert balance.relative_loads() == [2, 2, 0, 0] * 4
 
 
 # The layer against transformers --------------------------------------------------------------------------------------
@@ -197,6 +286,9 @@ def test_the_layer_equals_that_of_transformers(family: Callable[[], tuple[nn.Mod
 
 
 # The model -----------------------------------------------------------------------------------------------------------
+
+
+SMALL = Model(flavor="debug", n_layers=4, moe={"n_experts": 4, "n_experts_per_token": 2, "balance_bias_rate": 0.5})
 
 
 def llama(**moe: Any) -> Llama:
@@ -254,6 +346,8 @@ EP, EP_4, SHARD_4 = ({key: n} for key, n in (
     ("expert_parallel_degree", 2), ("expert_parallel_degree", 4), ("data_parallel_shard_degree", 4)
 ))  # fmt: skip
 SHARD_EP = SHARD | EP
+BIAS = {"model__moe__balance_bias": True, "model__moe__balance_bias_rate": 0.05}
+LOSSES = {"model__moe__balance_loss_weight": 0.1, "model__moe__z_loss_weight": 0.01}
 LAYOUTS = {
     "shard": SHARD,
     "tp": TP,
@@ -271,6 +365,10 @@ LAYOUTS = {
     "pp x shard, ep": PP | SHARD_EP,
     "shard, ep, full AC": SHARD_EP | FULL,
     "shard, ep, selective AC": SHARD_EP | SELECTIVE,
+    "shard, ep, balanced by bias": SHARD_EP | BIAS,
+    "tp, balanced by losses": TP | LOSSES,
+    "tp, ep, balanced by losses, full AC": TP | EP | LOSSES | FULL,
+    "pp, balanced by bias and losses": PP | BIAS | LOSSES,
 }
 NIGHTLY = {
     "cp": CP,
@@ -287,6 +385,13 @@ NIGHTLY = {
     "tp, selective AC, every second mm": TP | EVERY_SECOND_MM,
     "pp x shard x tp, ep 4": PP | SHARD | TP | EP_4,
     "replicate x shard x tp, ep 4": REPLICATE | SHARD | TP | EP_4,
+    "tp, balanced by bias": TP | BIAS,
+    "cp, balanced by losses": CP | LOSSES,
+    "ulysses, ep, balanced by losses": ULYSSES | EP | LOSSES,
+    "replicate x shard, ep, balanced by bias and losses": REPLICATE | SHARD_EP | BIAS | LOSSES,
+    "shard x tp, ep 4, balanced by bias and losses, selective AC": SHARD | TP | EP_4 | BIAS | LOSSES | SELECTIVE,
+    "pp x shard, ep, balanced by losses": PP | SHARD_EP | LOSSES,
+    "zero bubble, balanced by bias and losses": schedule("InterleavedZeroBubble") | SHARD_EP | BIAS | LOSSES,
     "shard x cp x tp, ep 8": SHARD | CP | TP | {"expert_parallel_degree": 8, "model__moe__n_experts": 8},
     **{
         f"{name}, shard, ep": schedule(name) | SHARD_EP
@@ -300,6 +405,7 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     layout = EXPERTS | (LAYOUTS | NIGHTLY)[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
+    assert len([name for name in actual if name.endswith(".router.load")]) >= 1
     assert len([name for name in actual if name.startswith("step 1") and ".experts." in name]) >= 3
 
 
@@ -317,7 +423,12 @@ def _rows_are_not_sorted_by_expert(rank: int) -> Any:
 
 def _no_gradient_of_the_router(rank: int) -> Any:
     real = layer.Router.forward
-    return mock.patch.object(layer.Router, "forward", lambda self, x: tuple(y.detach() for y in real(self, x)))
+
+    def forward(self: layer.Router, x_ND: Tensor) -> tuple[Tensor, ...]:
+        scores_NK, *rest = real(self, x_ND)
+        return scores_NK.detach() + 0 * scores_NK, *rest
+
+    return mock.patch.object(layer.Router, "forward", forward)
 
 
 def _shared_experts_counted_twice(rank: int) -> Any:
@@ -331,7 +442,17 @@ def _gradients_are_not_summed_over_shards(rank: int) -> Any:
 
 
 def _router_gradient_is_not_summed(rank: int) -> Any:
-    return mock.patch("titanlite.moe.router.local_weight", lambda weight: weight.to_local())
+    return mock.patch.object(parallel, "local_weight", lambda weight: weight.to_local())
+
+
+def _load_is_not_summed_over_ranks(rank: int) -> Any:
+    real = LoadBalance.update
+    return mock.patch.object(LoadBalance, "update", lambda self, taken: real(self, taken, all_reduce=False))
+
+
+def _auxiliary_losses_of_every_tensor_parallel_rank(rank: int) -> Any:
+    always = property(lambda self: True, lambda self, value: None)
+    return mock.patch.object(layer.Router, "contributes", always, create=True)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +464,9 @@ def _router_gradient_is_not_summed(rank: int) -> Any:
         (_shared_experts_counted_twice, TP, "step 1 loss"),
         (_router_gradient_is_not_summed, TP | EP, "step 1 norm"),
         (_gradients_are_not_summed_over_shards, SHARD_4 | EP, "step 1 norm"),
+        (_load_is_not_summed_over_ranks, SHARD_EP | LOSSES, "step 2 norm"),
+        (_load_is_not_summed_over_ranks, SHARD_EP | BIAS, "step 2 loss"),
+        (_auxiliary_losses_of_every_tensor_parallel_rank, TP | LOSSES, "step 1 norm"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

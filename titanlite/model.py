@@ -250,6 +250,9 @@ class Llama(nn.Module):
         self.tie()
         dtype, magnitude = next(self.parameters()).dtype, self.rope_magnitude
         self.rope = rope_table(self.rope_frequencies, self.max_seq_len, dtype, magnitude=magnitude).to(device)
+        for block in self.layers.values():
+            if hasattr(block.feed_forward, "router"):
+                block.feed_forward.router.reset_buffers(device)
 
     def forward(
         self,

@@ -111,7 +111,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         )
     meter = metrics.ThroughputMeter(
         device,
-        tokens_per_step=training.global_batch_size * training.seq_len / launch.world_size,
+        tokens_per_step=config.tokens_per_step / launch.world_size,
         flops_per_token=flops_per_token(sizes, config.model, training.seq_len),
         peak=peak,
     )
@@ -153,6 +153,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             if outliers:
                 taken = outliers.taken(norm, taken)
             clipped_step(optimizer, clip_factor(norm, training.max_norm), taken)
+            if train_step.balance:
+                train_step.balance.update(taken)
             loss, norm_value, stopping, saving = numbers.tolist()
             overflowed = loss_scale.dynamic and math.isfinite(loss) and not math.isfinite(norm_value)
             if overflowed and loss_scale.value > 1:
@@ -197,6 +199,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
                 if outliers:
                     values["skipped_steps"] = outliers.n_skipped
+                if train_step.balance:
+                    values |= train_step.balance.metrics()
             with meter.paused():
                 if validation is not None and (step % config.validation.freq == 0 or is_last) and not stopping:
                     mark("validation")

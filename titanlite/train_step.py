@@ -46,6 +46,8 @@ class TrainStep:
     device: torch.device
     contributes_loss: bool
     """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
+    balance: Any = None
+    """The LoadBalance of a model with experts, to be updated after each optimizer step; None: there are none."""
 
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global loss in the parameters.
@@ -62,6 +64,8 @@ class TrainStep:
             Sum of this rank's token losses (nats; 0 if it does not contribute them) and the global number of valid
             tokens, float64 scalars on the device.
         """
+        if self.balance:
+            self.balance.begin_step(loss_scale)
         valid = count_valid([batch.targets for batch in batches], self.device) * self.contributes_loss
         dist.all_reduce(valid)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

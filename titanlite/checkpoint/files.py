@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored, checksum, file_size
+from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored, file_size
 from titanlite.config.loader import ConfigError
-from titanlite.reliability.files import cannot_read, safetensors_header, sync
+from titanlite.reliability.files import cannot_read, checksum, safetensors_header, sync
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""

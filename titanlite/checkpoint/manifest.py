@@ -10,15 +10,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
-from titanlite.reliability.files import Record, cannot_read, parse
+from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
@@ -34,9 +33,6 @@ DTYPES = {  # by their names in safetensors files
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_GRID = 10_000_000
 """Cells of the grid in which slices are checked; 4096 ranks need at most 4096 of them."""
-
-Length = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 class Slice(NamedTuple):
@@ -61,14 +57,14 @@ class Slice(NamedTuple):
 class FileEntry(Record):
     """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
 
-    bytes: Length
+    bytes: Count
     xxh3_64: Checksum
 
 
 class TensorEntry(Record):
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
-    shape: list[Length]
-    layout: Length
+    shape: list[Count]
+    layout: Count
     """Index in Manifest.layouts."""
 
 
@@ -78,7 +74,7 @@ class Manifest(Record):
     format: Literal["titanlite checkpoint"]
     version: Literal[1]
     files: dict[str, FileEntry]
-    layouts: list[list[tuple[Length, list[Length], list[Length]]]]
+    layouts: list[list[tuple[Count, list[Count], list[Count]]]]
     """Ways in which tensors are split into slices: of each slice its file, counted in the order of `files`, offset and
     size. Tensors share them: 80 layers of a model are split alike."""
     tensors: dict[str, TensorEntry]
@@ -120,11 +116,6 @@ class Manifest(Record):
         for name, entry in self.tensors.items():
             of_layouts[entry.layout].append(name)
         return of_layouts
-
-
-def checksum(data: bytes | memoryview) -> str:
-    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not what an attacker made."""
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 class Stored(NamedTuple):

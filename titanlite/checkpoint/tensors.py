@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.checkpoint.reader import plain_shard, shard_slice
 from titanlite.optimizer import local_shard, n_replicas
@@ -46,8 +46,22 @@ def is_on_first_rank(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    # detach shares the memory, so that loading fills the parameters themselves
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and the buffers that a checkpoint has: those of the routers of experts. They share
+    the memory of the model's own, so that loading fills those."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        for key in ("balance_bias", "load") if name.endswith(".router") else ():
+            buffer = getattr(module, key)
+            if buffer is not None and isinstance(module.weight, DTensor):
+                mesh = module.weight.device_mesh  # every rank of it has the buffer
+                buffer = DTensor.from_local(buffer, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            if buffer is not None:
+                tensors[f"{name}.{key}"] = buffer
+    return tensors
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from titanlite.config.loader import Section
-from titanlite.config.moe_schema import Count, CountOrZero
+from titanlite.config.types import Count, CountOrZero, NotNegative
 
 
 class Mla(Section):
@@ -25,7 +25,7 @@ class Mla(Section):
     """Channels of a head of queries and keys with rotary embedding; those of keys are the same in all heads."""
     v_head_dim: Count = 128
     """Channels of a head of values."""
-    mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    mscale_all_dim: NotNegative = 0.0
     """yarn: the scores of attention are multiplied by (0.1 mscale_all_dim ln(rope_scaling_factor) + 1)^2, so that it is
     as sharp as before the scaling."""
 

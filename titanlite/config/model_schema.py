@@ -1,4 +1,4 @@
-"""The options of the model, by which all other sections are measured, and the types that options have."""
+"""The options of the model, by which all other sections are measured."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from pydantic import Field, model_validator
 from titanlite.config.loader import Section
 from titanlite.config.mla_schema import Mla, implied_head_dim
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.moe_schema import Count, CountOrZero, Moe, Positive
-
-# Types that recur. An error message reads the bounds back, so it always names the true range.
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Precision = Literal["auto", "bfloat16", "float32", "float64"]
+from titanlite.config.moe_schema import Moe
+from titanlite.config.types import Count, CountOrZero, Positive
 
 
 class Model(Section):
@@ -99,9 +95,9 @@ class Model(Section):
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
         dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
-        experts = self.moe.model_dump() if self.moe.n_experts else {}
         latents = self.mla.model_dump() if self.mla.kv_lora_rank else {}
         dimensions |= {f"mla.{key}": value for key, value in latents.items()}
+        experts = self.moe.identity() if self.moe.n_experts else {}
         return dimensions | {f"moe.{key}": value for key, value in experts.items()}
 
     @model_validator(mode="before")

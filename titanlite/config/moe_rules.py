@@ -16,7 +16,8 @@ def expert_rules(config: Config, reject: Rejections) -> None:
         reject(EXPERTS, f"none of {model.n_layers} layers has experts; set {' or '.join(reads[1:])} lower", *reads)
     if moe.n_experts_per_token > moe.n_experts:
         reject("model.moe.n_experts_per_token", f"expected at most {EXPERTS} = {moe.n_experts}", EXPERTS)
-    _group_rules(moe, reject)
+    else:
+        _group_rules(moe, reject)
     if model.mlp_bias:
         reject("model.mlp_bias", "experts have no biases; set false", EXPERTS)
     if moe.n_experts % config.parallelism.expert_parallel_degree:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
-
-from pydantic import Field
+from typing import Any, Literal, Union
 
 from titanlite.config.loader import Section
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from titanlite.config.types import Count, CountOrZero, NotNegative, Positive
 
 
 class Moe(Section):
@@ -41,3 +36,20 @@ class Moe(Section):
     """Groups of experts for routing that is limited to some of them (DeepSeek-V3's node-limited routing)."""
     n_groups_per_token: Count = 1
     """Number of groups that a token's experts may be in: those with the largest sum of their two best scores."""
+    balance_bias: bool = False
+    """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
+    bias is added. The biases are saved in checkpoints."""
+    balance_bias_rate: NotNegative = 0.001
+    """What an optimizer step adds to the bias of an expert with less than the mean load, and takes from one with
+    more."""
+    balance_loss_weight: NotNegative = 0.0
+    """Weight of the auxiliary loss of each layer with experts, E times the sum over the E experts of share of the load
+    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Shares are those of the global batch of the
+    step before, mean scores those of this one."""
+    z_loss_weight: NotNegative = 0.0
+    """Weight of the router z-loss of each layer with experts (ST-MoE, arXiv:2202.08906): the mean over the global batch
+    of the squared log-sum-exp of a token's logits."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the one that saved, as plain JSON."""
+        return self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})

@@ -30,6 +30,7 @@ ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.loca
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
+READ_OTHERWISE = ("n_experts", "balance_bias_rate")
 PROMPTS, OUTLIER_SIGMA = "validation.generate_prompts", "training.skip_outlier_sigma"
 
 FILES = ("text", "json", "parquet")
@@ -53,7 +54,8 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
-    ([f"model.moe.{key}" for key in Moe.model_fields if key != "n_experts"], EXPERTS, ABOVE_0, (0,)),
+    (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
+    ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
     ([f"model.mla.{key}" for key in Mla.model_fields if key != "kv_lora_rank"], LATENT, ABOVE_0, (0,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),

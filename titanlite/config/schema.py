@@ -13,17 +13,9 @@ import tomli_w
 from pydantic import Field
 
 from titanlite.config.loader import Section, options_of
-from titanlite.config.model_schema import (
-    Count,
-    CountOrZero,
-    Fraction,
-    Model,
-    NotNegative,
-    Positive,
-    Precision,
-    layer_parameters,
-)
+from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
+from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive, Precision
 
 
 class Job(Section):
@@ -383,6 +375,11 @@ class Config(Section):
     def n_microbatches(self) -> int:
         """Number of microbatches that a pipeline splits a per-device batch into."""
         return self.training.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens of the global batch."""
+        return self.training.global_batch_size * self.training.seq_len
 
     @property
     def windowed(self) -> bool:

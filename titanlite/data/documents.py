@@ -100,8 +100,9 @@ def read_items(source: Source, items: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from items
     except Exception as error:  # every file format, the file system and the network raise their own
-        problem = _problem(source, "cannot be read", error)
-        if is_transient(_root(error)) or not source.is_files:
+        root = _root(error)
+        problem = _problem(source, "cannot be read", root)
+        if is_transient(root) or not source.is_files:
             raise TrainingError(problem) from None
         raise ConfigError([problem]) from None
 
@@ -114,7 +115,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _problem(source: Source, what: str, error: BaseException) -> str:
-    error = _root(error)
+    """Return the line that says what is wrong with a dataset, with the error that has the reason."""
     reason = " ".join(str(error).split()) or type(error).__name__
     reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
     problem = f"{source}: {what}: {type(error).__name__}: {reason}"
@@ -145,7 +146,7 @@ def _load(source: Source, *, streaming: bool) -> tuple[Any, str]:
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own
-        raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
+        raise ConfigError([_problem(source, "cannot be loaded", _root(error))]) from None
     if column not in columns:
         names = ", ".join(columns)
         raise ConfigError([f"{source}: no column {show(column)}; set training.dataset_text_key to one of {names}"])

@@ -19,16 +19,13 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError
-from titanlite.reliability.files import Record, first_problem
+from titanlite.reliability.files import Checksum, Count, Record, checksum, first_problem
 
 FORMAT = 4  # part of a cache's name; raised when the names or the content of its files change
 TOKENS, VERIFIED = "tokens.json", "verified.json"
 FILES = {"train": "train.bin", "validation": "validation.bin"}
 LARGEST_JSON = 2**16  # bytes
 CHUNK = 2**26  # bytes that are read at a time
-
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Checksum = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 class DamagedCacheError(Exception):
@@ -57,7 +54,7 @@ class Summary(Record):
 
     def checksum(self) -> str:
         """Return what `xxh3_64` must be."""
-        return xxhash.xxh3_64_hexdigest(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
+        return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
     def encode(self) -> bytes:
         """Return the file, with its checksum."""

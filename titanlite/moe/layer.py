@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import Model
-from titanlite.moe.router import Router, local_weight
+from titanlite.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
 """Data types with which torch's grouped_mm multiplies the rows of all experts in one call, by device. Others, and rows
@@ -32,9 +32,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return [N, D]."""
-        scores_NK, experts_NK = self.router(x_ND)
+        scores_NK, experts_NK, counts_E = self.router(x_ND)
         order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
-        counts_E = count(experts_NK, self.router.n_experts)
         y_MD = self.experts(_Dispatch.apply(x_ND, order_M), counts_E)
         y_NKD = permute(y_MD, order_M.argsort(), order_M).unflatten(0, experts_NK.shape)
         out_ND = (y_NKD * scores_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
@@ -50,9 +49,13 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, expert_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
 
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return w1, w2, w3 as this process computes with them; parallelism replaces it."""
+        return self.w1, self.w2, self.w3
+
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on."""
-        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        w1, w2, w3 = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
         return product(F.silu(product(x_MD, w1)) * product(x_MD, w3), w2)
 
@@ -66,14 +69,6 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
     counts = counts_E.tolist()
     return lambda x, weight: torch.cat([F.linear(x_e, w_e) for x_e, w_e in zip(x.split(counts), weight, strict=True)])
-
-
-def count(experts_NK: Tensor, n_experts: int) -> Tensor:
-    """Return how many tokens chose each expert, [E] int64."""
-    chosen_M = experts_NK.flatten()
-    return torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device).scatter_add_(
-        0, chosen_M, torch.ones_like(chosen_M)
-    )
 
 
 class _Dispatch(torch.autograd.Function):

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titanlite.moe.layer import MixtureOfExperts, permute
-from titanlite.moe.router import local_weight
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
@@ -39,20 +38,29 @@ def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMe
     outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
     for name, placement in (("w1", outputs), ("w2", inputs), ("w3", outputs)):
         _distribute(experts, name, expert or tensor, placement)
+    experts.weights = lambda: tuple(local_weight(weight) for weight in (experts.w1, experts.w2, experts.w3))
     if expert:
         experts.forward = functools.partial(_exchange, experts.forward, expert.get_group())
     if tensor:
         _distribute(module.router, "weight", tensor, Replicate())
+        module.router.local_weight = lambda: local_weight(module.router.weight)
         for name, placement in (("w1", Shard(0)), ("w2", Shard(1)), ("w3", Shard(0))) if module.shared else ():
             layer = getattr(module.shared, name)
             _distribute(layer, "weight", tensor, Replicate() if expert else placement)
             layer.forward = functools.partial(_local_linear, layer)
+        # Without EP each rank routes all tokens. Then the auxiliary losses of one rank count.
+        module.router.contributes = expert is not None or tensor.get_local_rank() == 0
         module.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, module.forward, tensor)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     weight = distribute_tensor(getattr(module, name), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(weight))
+
+
+def local_weight(weight: DTensor) -> Tensor:
+    """Return this rank's shard of a weight. On ranks that all have a weight, its gradient is the sum over them."""
+    return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
 
 
 def _on_own_tokens(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_ND: Tensor) -> Tensor:

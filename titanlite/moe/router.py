@@ -3,36 +3,76 @@
 Shapes: N tokens, D model width, E experts, K experts per token, G groups of experts.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.config.schema import Model
 
 
 class Router(nn.Module):
-    """Returns a token's experts and their scores.
+    """Returns a token's experts and their scores, and balances the experts' load.
 
     Of equal scores, the expert with the smaller number is chosen: torch.topk promises no order, and a layout must not
     change the choice.
+
+    A backward also adds to `record` what moe/balance.py needs: by expert the number of tokens and the sum of their
+    scores, and the sum of the z-loss. A forward that activation checkpointing repeats thus counts once, and validation
+    does not count.
     """
 
     def __init__(self, model: Model):
         super().__init__()
         self.moe, self.n_experts = model.moe, model.moe.n_experts
         self.weight = nn.Parameter(torch.empty(self.n_experts, model.dim))
+        self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
+        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # of the last optimizer step
+        self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.contributes = True  # of the ranks that route the same tokens, one contributes
+        self.tokens_per_step, self.loss_scale = 1.0, 1.0
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores and the experts of each token, both [N, K]."""
+    def reset_buffers(self, device: torch.device) -> None:
+        """Set the buffers to zero, each with its own data type, which is not that of the weights."""
+        if self.balance_bias is not None:
+            self.balance_bias = torch.zeros(self.n_experts, device=device)
+        self.load = torch.zeros(self.n_experts, dtype=torch.int64, device=device)
+        self.record = torch.zeros(2 * self.n_experts + 1, dtype=torch.float64, device=device)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scores and the experts of each token, both [N, K], and how many tokens chose each expert, [E]."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), local_weight(self.weight).to(wide))
+        logits_NE = F.linear(x_ND.to(wide), self.local_weight().to(wide))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
-        experts_NK = self._choose(scores_NE.detach())
+        chosen_by_NE = scores_NE.detach()
+        experts_NK = self._choose(chosen_by_NE if self.balance_bias is None else chosen_by_NE + self.balance_bias)
+        counts_E = _count(experts_NK, self.n_experts)
+        if torch.is_grad_enabled() and self.contributes:
+            scores_NE = self._balanced(scores_NE, logits_NE, counts_E)
         scores_NK = scores_NE.gather(-1, experts_NK)
         if self.moe.normalize_scores:
             scores_NK = scores_NK / (scores_NK.sum(-1, keepdim=True) + 1e-20)
-        return scores_NK * self.moe.score_scaling, experts_NK
+        return scores_NK * self.moe.score_scaling, experts_NK, counts_E
+
+    def local_weight(self) -> Tensor:
+        """Return the weight as this process computes with it; parallelism replaces it."""
+        return self.weight
+
+    def _balanced(self, scores_NE: Tensor, logits_NE: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the scores, whose backward records the load and adds the gradients of the auxiliary losses. These are
+        divided by the tokens of the global batch, as gradients are only summed over ranks."""
+        sums_E = (scores_NE / scores_NE.sum(-1, keepdim=True)).sum(0)  # each token's scores sum to 1
+        loss = z_loss = sums_E.new_zeros(())
+        if self.moe.balance_loss_weight:
+            load_E = self.load.where(self.load.any(), 1).to(sums_E.dtype)  # before the first step: alike
+            shares_E = load_E / load_E.sum()
+            loss = loss + self.moe.balance_loss_weight * self.n_experts * (shares_E * sums_E).sum()
+        if self.moe.z_loss_weight:
+            z_loss = logits_NE.logsumexp(-1).square().sum()
+            loss = loss + self.moe.z_loss_weight * z_loss
+        record = torch.cat([each.detach().to(torch.float64) for each in (counts_E, sums_E, z_loss.unsqueeze(0))])
+        return _Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         n_groups, n_chosen = self.moe.n_groups, self.moe.n_groups_per_token
@@ -44,13 +84,28 @@ class Router(nn.Module):
         return _largest(scores_NE, self.moe.n_experts_per_token)
 
 
-def local_weight(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a weight. On ranks that all have a weight, its gradient is the sum over them."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
-
-
 def _largest(scores: Tensor, n: int) -> Tensor:
     """Return the indices of the n largest scores of each row, the largest first and of equal ones the first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+
+
+def _count(experts_NK: Tensor, n_experts: int) -> Tensor:
+    """Return how many tokens chose each expert, [E] int64."""
+    chosen_M = experts_NK.flatten()
+    return torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device).scatter_add_(
+        0, chosen_M, torch.ones_like(chosen_M)
+    )
+
+
+class _Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_NE: Tensor, loss: Tensor, record: Tensor, router: Router) -> Tensor:
+        ctx.save_for_backward(record)
+        ctx.router, ctx.loss_dtype = router, loss.dtype
+        return scores_NE.view_as(scores_NE)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_NE: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (record,), router = ctx.saved_tensors, ctx.router
+        router.record += record
+        return gradient_NE, torch.full((), router.loss_scale, dtype=ctx.loss_dtype, device=record.device), None, None

@@ -4,6 +4,7 @@ docs/data_parallel.md has the table from those names to the options. One rank ta
 the mixed precision.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -31,14 +32,16 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     option = parallelism.fsdp_reshard_after_forward
     reshard = option if isinstance(option, int) else option == "always"
     blocks = list(model.layers.values())
-    experts, expert_settings = [], settings
-    if layout.expert_mesh:
-        experts = [block.feed_forward.experts for block in blocks if hasattr(block.feed_forward, "experts")]
-        expert_settings = settings | {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
-    for module in experts:
-        fully_shard(module, reshard_after_forward=reshard, **expert_settings)
+    units: list[list[nn.Module]] = []
+    mesh_of = {}
     for block in blocks:
+        own_settings = _own_settings(block, layout, training)
+        for module, changed in own_settings.items():
+            fully_shard(module, reshard_after_forward=reshard, **settings | changed)
+            _gather_with(block, module)
         fully_shard(block, reshard_after_forward=reshard, **settings)
+        units.append([*own_settings, block])
+        mesh_of |= {module: changed["mesh"] for module, changed in own_settings.items() if "mesh" in changed}
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.norm, model.output) if module is not None]
     if model.tied:
@@ -50,13 +53,14 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     fully_shard(model, reshard_after_forward=reshard, **settings)
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
-        block.set_modules_to_backward_prefetch(blocks[max(index - backward, 0) : index][::-1])
+        later, earlier = units[index + 1 : index + 1 + forward], units[max(index - backward, 0) : index][::-1]
+        block.set_modules_to_forward_prefetch([*itertools.chain(*later)])
+        block.set_modules_to_backward_prefetch([*itertools.chain(*earlier)])
     for module in _units(model):
         # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
         # sums, since gloo lacks NCCL's pre-multiplied ones.
         module.set_force_sum_reduction_for_comms(True)
-        if (expert_settings if module in experts else settings)["mesh"].size() > 1:
+        if mesh_of.get(module, settings["mesh"]).size() > 1:
             module.set_gradient_divide_factor(1.0)
         else:  # a factor, even of 1, is one more pass over the gradients
             module.set_custom_reduce_scatter(NothingToReduce())
@@ -66,6 +70,31 @@ def _mesh_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the axes that weights are sharded over and replicated over. Two axes are hybrid sharding (HSDP), of which
     the former may be of size 1."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+
+
+def _own_settings(block: nn.Module, layout: Layout, training: Training) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules of a block that are not sharded with it, and their settings of fully_shard: experts under
+    expert parallel are on another mesh, and a router's weight is not rounded to the precision of mixed precision."""
+    modules, changed = dict(block.feed_forward.named_children()), {}
+    if "experts" in modules and layout.expert_mesh:
+        changed[modules["experts"]] = {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
+    if "router" in modules and training.mixed_precision_param != training.dtype:
+        wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+        changed[modules["router"]] = {"mp_policy": wide}
+    return changed
+
+
+def _gather_with(block: nn.Module, module: nn.Module) -> None:
+    """Have FSDP gather the weights of a module of a block before the block and not before the module, so that neither
+    activation checkpointing, which would run FSDP's operators again, nor the compiler sees it.
+
+    Private: the handles of a module's two hooks (tried on torch 2.11 and 2.13).
+    """
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
 
 
 class NothingToReduce:

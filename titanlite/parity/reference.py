@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite import build
+from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config
 from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
@@ -21,8 +22,8 @@ from titanlite.progress import progress
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
-"step N loss", "step N norm" and "step N gradient NAME", both before clipping, of every step; "final weight NAME";
-"validation loss", of the batch after the last step."""
+"step N loss", "step N norm" and "step N gradient NAME", both before clipping, of every step; "final weight NAME", also
+of buffers that checkpoints have; "validation loss", of the batch after the last step."""
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
@@ -70,6 +71,11 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
+    balance = None
+    if config.model.moe.n_experts:
+        from titanlite.moe.balance import LoadBalance
+
+        balance = LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
     sequences, batch_size = RandomSequences(config), training.global_batch_size
     compute_dtype, scale = getattr(torch, training.mixed_precision_param), build_loss_scale(training).value
     parameters = dict(model.named_parameters())
@@ -80,7 +86,10 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
         masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
-        weights = {name: parameter.to(compute_dtype) for name, parameter in parameters.items()}
+        weights = {
+            name: parameter if name.endswith(".router.weight") else parameter.to(compute_dtype)
+            for name, parameter in parameters.items()
+        }
         logits = torch.func.functional_call(model, weights, (tokens, *masked))
         return cross_entropy_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORED).sum()
 
@@ -90,13 +99,17 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
             set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
             loss = loss_of_step(step)
             optimizer.zero_grad()
+            if balance:
+                balance.begin_step(scale)
             (loss * scale).backward()
             scale_gradients(parameters.values(), 1 / scale)
             gradients = trace_of(f"step {step} gradient", {name: p.grad for name, p in parameters.items()})
             norm = nn.utils.clip_grad_norm_(parameters.values(), training.max_norm)
             trace |= trace_of(f"step {step}", {"loss": loss, "norm": norm}) | gradients
             optimizer.step()
+            if balance:
+                balance.update(norm.isfinite(), all_reduce=False)
             advance(1)
-    trace |= trace_of("final weight", parameters)
+    trace |= trace_of("final weight", named_tensors(model))
     with torch.no_grad():
         return trace | trace_of("validation", {"loss": loss_of_step(steps + 1)})

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from titanlite import build
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config, Launch
 from titanlite.data import Batch
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
@@ -39,6 +40,8 @@ class TrainingRun:
     def update(self, norm: Tensor) -> None:
         """Clip the gradients, whose norm is `norm`, and update the weights."""
         clipped_step(self.optimizer, clip_factor(norm, self.max_norm), norm.isfinite())
+        if self.train_step.balance:
+            self.train_step.balance.update(norm.isfinite())
         self.optimizer.zero_grad()
 
     def trace_of_all_stages(self, kind: str, tensors: dict[str, Tensor]) -> Trace:
@@ -68,7 +71,7 @@ def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Chec
             trace |= run.trace_of_all_stages(f"step {step} gradient", gradients)
             run.update(norm)
             advance(1)
-    trace |= run.trace_of_all_stages("final weight", run.parameters)
+    trace |= run.trace_of_all_stages("final weight", named_tensors(run.model))
     if checkpointer:
         checkpointer.save(last_step, run.model, run.optimizer, {"data": run.loader.state()})
     trace["validation loss"] = torch.tensor(run.train_step.validate(run.loader.next()), dtype=torch.float64)

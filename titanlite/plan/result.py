@@ -76,7 +76,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
-        return self.config.training.global_batch_size * self.config.training.seq_len
+        return self.config.tokens_per_step
 
     @property
     def tokens_per_second(self) -> float:

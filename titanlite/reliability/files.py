@@ -1,14 +1,19 @@
-"""Files that must survive a crash, and JSON records of which nothing is believed before it is checked."""
+"""Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.config.loader import ConfigError
 from titanlite.errors import TrainingError
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A count, a size or an index that a record has, at most what an int64 holds."""
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 class Record(BaseModel):
@@ -32,6 +37,11 @@ def first_problem(error: ValidationError) -> str:
     """Return the place of the first problem, as `files.state.bytes`, and what is wrong there."""
     first = error.errors()[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not what an attacker made."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def is_transient(error: BaseException) -> bool:
