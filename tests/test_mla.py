@@ -47,7 +47,6 @@ from tests.test_model import (
     SMALL,
     TOLERANCE,
     build,
-    distributed_uses,
     draw_tokens,
     gradients,
     parameter_sizes,
@@ -674,12 +673,6 @@ def test_a_parity_test_shrinks_the_latents(tmp_path: Path):
 
 
 # The model's file ----------------------------------------------------------------------------------------------------
-
-
-def test_latent_attention_knows_no_parallelism():
-    """Its section of the config is all of titanlite that it imports, as with model.py."""
-    source = Path(latent_attention.__file__).read_text()
-    assert list(distributed_uses(source)) == ["titanlite.config.schema.Model"]
 
 
 def test_a_plain_llama_imports_nothing_of_it():

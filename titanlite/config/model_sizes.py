@@ -44,7 +44,7 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "moe": {
         **{"n_experts": 256, "n_experts_per_token": 8, "expert_dim": 2048, "n_shared_experts": 1},
         **{"n_first_dense_layers": 3, "n_groups": 8, "n_groups_per_token": 4},
-        **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5},
+        **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5, "balance_bias": True},
     },
 }
 
