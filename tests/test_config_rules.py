@@ -38,8 +38,7 @@ REJECTED = [
     ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have no biases"}),
     ({EXPERTS: 6, EXPERT: 4}, {EXPERT: "expected a divisor of model.moe.n_experts = 6"}),
     ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
-    ({EXPERTS: 8, COMPILE: True}, {COMPILE: "unsupported with experts"}),
-    ({EXPERTS: 8, FLOAT8: True, EMULATE: True}, {FLOAT8: "unsupported with experts"}),
+    ({EXPERTS: 8, COMPILE: True, AC_MODE: "memory_budget"}, {AC_MODE: "unsupported with experts"}),
     ({EXPERTS: 8, RESHARD: 2}, {RESHARD: "unsupported with experts"}),
     # data
     ({DATASET: "text"}, {PATH: 'training.dataset = "text" needs a file'}),

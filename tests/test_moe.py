@@ -1,6 +1,7 @@
 """Mixture of experts: the layer against transformers and against a loop, and every layout with experts against one
 process in float64."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.test_layouts import (
+    COMPILED,
     CP,
     DOCUMENTS,
     EVERY_SECOND_MM,
+    FLOAT8,
     FULL,
+    MODEL,
     OFFLOAD,
     PP,
     REPLICATE,
@@ -24,18 +28,27 @@ from tests.test_layouts import (
     TP,
     ULYSSES,
     USP,
+    final_weights,
+    graphs,
+    local_fractions,
     schedule,
+    two_steps,
+    values_of_steps,
     with_batches,
     world_size,
 )
-from tests.test_parity import compare
+from tests.test_parity import CPU, CountCalls, compare, forward_backward, resolve
+from titanlite import build
+from titanlite.config import Config
 from titanlite.config.schema import Model
 from titanlite.init import init_weights
 from titanlite.model import FeedForward, Llama, flops_per_token
 from titanlite.moe import layer, parallel
 from titanlite.moe.balance import LoadBalance
 from titanlite.moe.layer import MixtureOfExperts
-from titanlite.parallel import fsdp
+from titanlite.parallel import fsdp, mesh
+from titanlite.parity.compare import differences
+from titanlite.parity.reference import run_reference
 
 DIM, TOKENS = 32, 50
 
@@ -358,6 +371,7 @@ LAYOUTS = {
     "ulysses, ep": ULYSSES | EP,
     "shard 4, ep": SHARD_4 | EP,
     "shard 4, ep 4": SHARD_4 | EP_4,
+    "shard 4, fewer experts than ranks": SHARD_4 | {"model__moe__n_experts": 2},
     "replicate x shard, ep": REPLICATE | SHARD_EP,
     "shard x tp": SHARD | TP,
     "shard x tp, ep": SHARD | TP | EP,
@@ -369,6 +383,8 @@ LAYOUTS = {
     "tp, balanced by losses": TP | LOSSES,
     "tp, ep, balanced by losses, full AC": TP | EP | LOSSES | FULL,
     "pp, balanced by bias and losses": PP | BIAS | LOSSES,
+    "compiled, shard, ep, balanced by losses": COMPILED | SHARD_EP | LOSSES,
+    "compiled, tp, selective AC": COMPILED | TP | SELECTIVE,
 }
 NIGHTLY = {
     "cp": CP,
@@ -385,6 +401,12 @@ NIGHTLY = {
     "tp, selective AC, every second mm": TP | EVERY_SECOND_MM,
     "pp x shard x tp, ep 4": PP | SHARD | TP | EP_4,
     "replicate x shard x tp, ep 4": REPLICATE | SHARD | TP | EP_4,
+    "compiled, pp, full AC": COMPILED | PP | FULL,
+    "compiled, cp x tp, ep 4": COMPILED | CP | TP | EP_4,
+    "compiled, shard x tp, ep, selective AC": COMPILED | SHARD | TP | EP | SELECTIVE,
+    "shard 4 x tp, fewer experts than ranks": SHARD_4 | TP | {"model__moe__n_experts": 2},
+    "shard 4 x tp, ep, fewer experts than ranks": SHARD_4 | TP | EP | {"model__moe__n_experts": 2},
+    "replicate x shard 4, fewer experts than ranks": REPLICATE | SHARD_4 | {"model__moe__n_experts": 2},
     "tp, balanced by bias": TP | BIAS,
     "cp, balanced by losses": CP | LOSSES,
     "ulysses, ep, balanced by losses": ULYSSES | EP | LOSSES,
@@ -407,6 +429,86 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
     assert len([name for name in actual if name.endswith(".router.load")]) >= 1
     assert len([name for name in actual if name.startswith("step 1") and ".experts." in name]) >= 3
+
+
+# What a layout does --------------------------------------------------------------------------------------------------
+
+
+def test_attention_of_blocks_with_experts_is_compiled_once(ranks, tmp_path):
+    counts = []
+    for n_layers in (2, 4):
+        only_experts = {"model__moe__n_first_dense_layers": 0, "compile__components": '["model"]'}
+        job = resolve(tmp_path, 1, MODEL | EXPERTS | COMPILED | only_experts | {"model__n_layers": n_layers})
+        counts += ranks(1).run(graphs, job=job)
+    assert counts[0] == counts[1] > 0
+
+
+def calls(job: Config) -> Counter[str]:
+    """Count the calls of aten's operators, and of the collectives that DTensor makes, in a forward and backward."""
+    operators, collectives = CountCalls("aten"), CountCalls("_c10d_functional")
+    with operators:
+        forward_backward(job, collectives)
+    return operators.calls + collectives.calls
+
+
+def test_what_activation_checkpointing_repeats(ranks, tmp_path):
+    """Full AC repeats products and all-to-alls of the forward, and selective AC none."""
+    float32 = MODEL | EXPERTS | SHARD_EP | {"training__dtype": "float32"}
+    none, selective, full = (
+        ranks(2).run(calls, job=resolve(tmp_path, 2, float32 | mode))[0] for mode in ({}, SELECTIVE, FULL)
+    )
+    n_layers = MODEL["model__n_layers"] - 1
+    for name, in_forward in (("_grouped_mm", 3), ("all_to_all_single", 3)):
+        assert none[name] == selective[name]
+        assert full[name] == none[name] + in_forward * n_layers, name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SHARD_4 | {"model__moe__n_experts": 2}, SHARD | TP | EP, SHARD | TP | EP_4, SHARD_4 | EP],
+    ids=["fewer experts than ranks", "shard x tp, ep", "shard x tp, ep 4", "shard 4, ep"],
+)
+def test_each_rank_has_one_shard_of_every_expert_weight(ranks, tmp_path, layout):
+    for fractions in ranks(4).run(local_fractions, job=resolve(tmp_path, 4, MODEL | EXPERTS | layout)):
+        assert {fraction for name, fraction in fractions.items() if ".experts." in name} == {1 / 4}
+
+
+def converted(job: Config) -> list[str]:
+    """Return the names of the layers that float8 converts."""
+    layout = mesh.build_layout(job.parallelism, CPU)
+    model, _ = build.build_model(job, layout, CPU)
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def test_float8_converts_all_but_experts(ranks, tmp_path):
+    ((*names,),) = ranks(1).run(converted, job=resolve(tmp_path, 1, MODEL | EXPERTS | FLOAT8))
+    attention = [f"layers.{n}.attention.w{name}" for n in range(MODEL["model__n_layers"]) for name in "qkvo"]
+    assert sorted(names) == sorted(attention + [f"layers.0.feed_forward.w{n}" for n in "123"])
+
+
+RESUMED = {
+    "ep 4 on tp": SHARD | TP | EP_4,
+    "no ep, tp": TP,
+    "pp x ep": PP | SHARD_EP,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "ep 4 on tp")) for name in RESUMED]
+)
+def test_resume_under_another_expert_parallel_degree(ranks, tmp_path, name):
+    """Biases and loads of the last step are in the checkpoint: steps after it match those of the reference."""
+    experts, folder = EXPERTS | BIAS | LOSSES, tmp_path / "checkpoint"
+    _, before = two_steps(ranks, tmp_path, experts | SHARD_EP, folder)
+    job, after = two_steps(ranks, tmp_path, experts | RESUMED[name], folder)
+    reference = run_reference(job, CPU, steps=4)
+    resumed = values_of_steps(before, "loss") + values_of_steps(after, "loss")
+    assert resumed == pytest.approx(values_of_steps(reference, "loss"), abs=TOLERANCE)
+    actual = differences(final_weights(reference), final_weights(after))
+    assert {name: difference for name, difference in actual.items() if difference > TOLERANCE} == {}
+    biases = [tensor for name, tensor in final_weights(after).items() if name.endswith(".balance_bias")]
+    assert len(biases) == 3
+    assert any(bias.any() for bias in biases)
 
 
 # Injected bugs -------------------------------------------------------------------------------------------------------
@@ -437,8 +539,8 @@ def _shared_experts_counted_twice(rank: int) -> Any:
 
 
 def _gradients_are_not_summed_over_shards(rank: int) -> Any:
-    real = fsdp._mesh_of
-    return mock.patch.object(fsdp, "_mesh_of", lambda mesh, axis: real(mesh, "pp" if axis == "efsdp" else axis))
+    real = fsdp._mesh_settings
+    return mock.patch.object(fsdp, "_mesh_settings", lambda mesh, axis: real(mesh, "pp" if axis == "efsdp" else axis))
 
 
 def _router_gradient_is_not_summed(rank: int) -> Any:

@@ -10,7 +10,9 @@ import platform
 import time
 from pathlib import Path
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -39,6 +41,16 @@ class EventFile:
         """Write the values of a step by tag."""
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def add_histogram(self, tag: str, values: list[float], step: int) -> None:
+        """Write the distribution of some numbers, in 30 intervals of the same width."""
+        counts, bounds = np.histogram(values, bins=30)
+        squares = sum(value * value for value in values)
+        histogram = HistogramProto(
+            min=min(values), max=max(values), num=len(values), sum=sum(values), sum_squares=squares,
+            bucket_limit=bounds[1:].tolist(), bucket=counts.tolist(),
+        )  # fmt: skip
+        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
         """Write a text, which is shown as Markdown."""

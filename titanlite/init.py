@@ -1,7 +1,8 @@
 """Weight initialization from (seed, parameter name): bit for bit the same for every layout of the model over ranks.
 
-Every rank draws the full parameter from a generator of its own and keeps its shard, so nothing is communicated and
-nothing depends on which rank owns what. (DTensor's random operators give every rank the same numbers on a CPU.)
+Every rank draws the full parameter, of stacked experts those that it has a shard of, from a generator of its own and
+keeps its shard, so nothing is communicated and nothing depends on which rank owns what. (DTensor's random operators
+give every rank the same numbers on a CPU.)
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
+from titanlite.shards import local_shard, shard_slice
 
 # GPT-2's initialization (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
 # standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the
@@ -24,6 +26,10 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(parameter_seed(seed, name))
+
+
 @torch.no_grad()
 def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device) -> None:
     """Fill every parameter, a plain tensor or a DTensor of any placement, of a materialized model or stage.
@@ -32,15 +38,19 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
     and CUDA generators differ, so runs that are to be compared must draw on the same kind of device.
     """
     for name, parameter in model.named_parameters():
+        std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
+        if parameter.dim() > 2:  # experts: what one draws does not depend on how many there are
+            (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
+            part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            for index in range(n_local):
+                full = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
+                full.normal_(0.0, std, generator=_generator(seed, f"{name}.{first + index}", device))
+                local_shard(parameter)[index].copy_(full[part])
+            continue
         start = 0.0 if name.endswith(".bias") else 1.0  # the scale of a norm
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
-        if parameter.dim() > 1:
-            std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
-            parts = (
-                [(name, full)] if full.dim() == 2 else [(f"{name}.{index}", part) for index, part in enumerate(full)]
-            )
-            for part_name, part in parts:  # an expert's weights do not depend on how many there are
-                part.normal_(0.0, std, generator=torch.Generator(device).manual_seed(parameter_seed(seed, part_name)))
+        if parameter.dim() == 2:
+            full.normal_(0.0, std, generator=_generator(seed, name, device))
         if isinstance(parameter, DTensor):
             # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

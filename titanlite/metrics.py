@@ -157,6 +157,11 @@ class MetricsLogger:
         if self.tensorboard:
             self.tensorboard.add_scalars(values, step)
 
+    def log_histogram(self, step: int, tag: str, values: list[float]) -> None:
+        """Write the distribution of some numbers to TensorBoard."""
+        if self.tensorboard:
+            self.tensorboard.add_histogram(tag, values, step)
+
     def log_samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
         """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -196,8 +196,11 @@ class Block(nn.Module):
         self.feed_forward = feed_forward(model, layer)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
-        x_ND = x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
+        x_ND = self.attend(x_ND, rope_TK2, documents)
         return x_ND + self.feed_forward(self.ffn_norm(x_ND))
+
+    def attend(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
+        return x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
 
 
 class Output(nn.Linear):

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import LRScheduler, Optimizer, Training
 from titanlite.model import Llama
+from titanlite.shards import local_shard, n_replicas
 
 
 def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer:
@@ -69,20 +69,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
         squares += norms.square().sum() / replicas  # each of n replicas of a shard counts 1/n of its square
     dist.all_reduce(squares)
     return squares.sqrt()
-
-
-def n_replicas(tensor: Tensor) -> int:
-    """Return the number of ranks that have the same shard of a tensor. Raises ValueError for partial sums."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"expected sharded or replicated tensors, got partial sums: {tensor.placements}")
-    return math.prod(tensor.device_mesh.size(axis) for axis, p in enumerate(tensor.placements) if p.is_replicate())
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -43,6 +43,10 @@ def family_summary(model: Model) -> str:
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
     words += [key for key in ("mlp_bias", "qk_norm") if getattr(model, key)]
     words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []
+    if model.moe.n_experts:
+        shared = f" and {model.moe.n_shared_experts} shared" if model.moe.n_shared_experts else ""
+        words += [f"{model.moe.n_experts} experts of width {model.expert_dim}"]
+        words += [f"{model.moe.n_experts_per_token}{shared} per token"]
     return "".join(f"{word}, " for word in words)
 
 
@@ -51,10 +55,12 @@ def describe_mesh(config: Config) -> str:
     parallelism = config.parallelism
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
+    degree = parallelism.expert_parallel_degree
+    experts = f"; experts over {degree} of dp_shard x cp x tp" if degree > 1 else ""
     return (
         f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
-        f"tp {parallelism.tensor_parallel_degree}"
+        f"tp {parallelism.tensor_parallel_degree}{experts}"
     )
 
 

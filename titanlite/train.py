@@ -218,6 +218,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 mark("saving a checkpoint")
                 if logger and values:
                     logger.log(step, values, meter.seconds_per_step)
+                    if train_step.balance:
+                        logger.log_histogram(step, "moe/tokens_per_expert", train_step.balance.relative_loads())
                 if checkpointer:
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or is_last or saving:

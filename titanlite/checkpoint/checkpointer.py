@@ -50,9 +50,9 @@ from titanlite.checkpoint.tensors import (
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.errors import TrainingError
-from titanlite.optimizer import local_shard
 from titanlite.progress import alive, progress
 from titanlite.reliability.files import sync_folder, write_synced
+from titanlite.shards import local_shard
 
 GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
 training.nonfinite_steps_allowed"""

@@ -8,15 +8,13 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
-from titanlite.optimizer import local_shard
 from titanlite.reliability.files import Record, parse
+from titanlite.shards import local_shard, shard_slice
 
 
 class _Outliers(Record):
@@ -94,7 +92,7 @@ class CheckpointReader:
         """Fill the shards of these tensors on this rank, converted to their data types. Only files that have some of
         their elements are opened. Nothing is filled unless all of it exists."""
         self.check(tensors)
-        shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
+        shards = {name: (plain_shard(tensor), Slice(*shard_slice(tensor))) for name, tensor in tensors.items()}
         for name, (_, wanted) in shards.items():
             self._open(name, wanted)
         for name, (local, wanted) in shards.items():
@@ -121,15 +119,6 @@ class CheckpointReader:
             expected = {each: (self.manifest.tensors[each].dtype, stored) for each, stored in tensors.items()}
             self._files[index] = CheckedFile(self.path / name, self.manifest.files[name], expected)
         return self._files[index]
-
-
-def shard_slice(tensor: Tensor) -> Slice:
-    """Return which slice of the full tensor this rank has (private to torch: compute_local_shape_and_global_offset,
-    tried on torch 2.11, 2.13 and 2.15). A plain tensor is its own slice."""
-    if not isinstance(tensor, DTensor):
-        return Slice((0,) * tensor.dim(), tuple(tensor.shape))
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Slice(tuple(offset), tuple(size))
 
 
 def plain_shard(tensor: Tensor) -> Tensor:

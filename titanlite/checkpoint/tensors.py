@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.checkpoint.reader import plain_shard, shard_slice
-from titanlite.optimizer import local_shard, n_replicas
+from titanlite.checkpoint.reader import plain_shard
+from titanlite.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
 """What a rank saves: by name its slice of a tensor, the slice's offset and the full tensor's shape."""

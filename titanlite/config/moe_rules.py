@@ -1,10 +1,11 @@
 """The rules between the options of a mixture of experts and others."""
 
-from titanlite.config.loader import Rejections, value_of
+from titanlite.config.loader import Rejections
 from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Config
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
+AC_MODE = "activation_checkpoint.mode"
 TENSOR, RESHARD = "parallelism.tensor_parallel_degree", "parallelism.fsdp_reshard_after_forward"
 
 
@@ -25,9 +26,8 @@ def expert_rules(config: Config, reject: Rejections) -> None:
     if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
         message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
         reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)
-    for key in ("compile.enable", "float8.enable"):
-        if value_of(config, key):
-            reject(key, "unsupported with experts, whose numbers of tokens change; set false", EXPERTS)
+    if config.activation_checkpoint.mode == "memory_budget":
+        reject(AC_MODE, 'unsupported with experts, which are not compiled; set "full", "selective" or "none"', EXPERTS)
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         reject(RESHARD, 'unsupported with experts; set "always" or "never"', EXPERTS)
 

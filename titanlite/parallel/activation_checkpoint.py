@@ -20,7 +20,7 @@ from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
 
 PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)]
-PRODUCTS.append(torch.ops.aten._scaled_mm.default)
+PRODUCTS += [torch.ops.aten._scaled_mm.default, torch.ops.aten._grouped_mm.default]
 
 
 def _saved_operators() -> list[Any]:
@@ -33,8 +33,8 @@ def _saved_operators() -> list[Any]:
     attention = [aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu]
     attention += [aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention]
     attention += [aten._scaled_dot_product_attention_math, torch.ops.titanlite.context_attention]
-    reductions = [collectives.reduce_scatter_tensor, collectives.all_reduce]
-    return PRODUCTS + [operator.default for operator in attention + reductions]
+    others = [collectives.reduce_scatter_tensor, collectives.all_reduce, collectives.all_to_all_single]
+    return PRODUCTS + [operator.default for operator in attention + others]
 
 
 def _every_second_product() -> Any:
@@ -66,7 +66,11 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
         contexts = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
         recompute = functools.partial(recompute, context_fn=contexts if option == "op" else _every_second_product)
     for number, block in model.layers.items():
-        if mode == "full" or by_operator or int(number) % option == 0:
+        if by_operator and hasattr(block.feed_forward, "experts"):
+            # In two halves, since the compiler gets the first, and it has to see what is recomputed.
+            block.attend = _checkpointed(recompute, block.attend)
+            block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
+        elif mode == "full" or by_operator or int(number) % option == 0:
             block.forward = _checkpointed(recompute, block.forward)
 
 

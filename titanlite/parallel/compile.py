@@ -35,8 +35,10 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
         enable_symm_mem_for_group(async_tensor_parallel_group.group_name)
     if "model" in compile.components:
         for block in model.layers.values():
-            # Its forward and not the block, around which FSDP has its hooks, which cannot be traced.
-            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+            # Its forward and not the block, around which FSDP has its hooks, which cannot be traced. Of a block with
+            # experts all but these, whose numbers of tokens are on the device and change with each call.
+            name = "attend" if hasattr(block.feed_forward, "experts") else "forward"
+            setattr(block, name, torch.compile(getattr(block, name), backend=compile.backend, fullgraph=True))
     if model.output is not None and "loss" in compile.components:
         compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)
         model.output.loss = functools.partial(model.output.loss, chunk_loss=compiled)

@@ -21,7 +21,8 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
-    has, on a rank, a side that is not a multiple of 16: the hardware's product takes no other (torch._scaled_mm).
+    has, on a rank, a side that is not a multiple of 16: the hardware's product takes no other (torch._scaled_mm). Nor
+    is a mixture of experts, with the shared ones.
     Raise ConfigError if the device has no float8, or no layer is converted.
     """
     if not float8.emulate and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -30,6 +31,8 @@ def convert_to_float8(stage: Llama, float8: Float8, *, tensor_parallel_degree: i
 
     def converts(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in float8.filter_fqns):
+            return False
+        if ".feed_forward.shared." in name:
             return False
         return all(side % (16 * tensor_parallel_degree) == 0 for side in module.weight.shape)
 

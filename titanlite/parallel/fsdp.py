@@ -4,6 +4,7 @@ docs/data_parallel.md has the table from those names to the options. One rank ta
 the mixed precision.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
+from titanlite.shards import local_shard
 
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
@@ -24,7 +27,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
-        "mesh": _mesh_of(layout.mesh, "fsdp"),
+        **_mesh_settings(layout.mesh, "fsdp"),
         # Inputs are not cast: activations have the weights' dtype already, and the rotary table keeps its precision.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
@@ -66,10 +69,22 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
             module.set_custom_reduce_scatter(NothingToReduce())
 
 
-def _mesh_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return the axes that weights are sharded over and replicated over. Two axes are hybrid sharding (HSDP), of which
-    the former may be of size 1."""
-    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+def _mesh_settings(mesh: DeviceMesh, axis: str) -> dict[str, Any]:
+    """Return the axes that weights are sharded over and replicated over, as an argument of fully_shard, and which
+    dimension is sharded. Two axes are hybrid sharding (HSDP), of which the former may be of size 1."""
+    both = mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+    return {"mesh": both, "shard_placement_fn": functools.partial(_dimension_of_experts, mesh[axis].size())}
+
+
+def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension to shard over the ranks if the experts, which are stacked, cannot be divided among them. By
+    default it is the first, as that of every matrix."""
+    if parameter.dim() < 3:
+        return None
+    sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
+    n_experts, *sides = local_shard(parameter).shape
+    fits = [dim for dim, side in enumerate(sides, 1) if dim not in sharded and side % n_ranks == 0]
+    return Shard(fits[0]) if n_experts % n_ranks and fits else None
 
 
 def _own_settings(block: nn.Module, layout: Layout, training: Training) -> dict[nn.Module, dict[str, Any]]:
@@ -77,7 +92,7 @@ def _own_settings(block: nn.Module, layout: Layout, training: Training) -> dict[
     expert parallel are on another mesh, and a router's weight is not rounded to the precision of mixed precision."""
     modules, changed = dict(block.feed_forward.named_children()), {}
     if "experts" in modules and layout.expert_mesh:
-        changed[modules["experts"]] = {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
+        changed[modules["experts"]] = _mesh_settings(layout.expert_mesh, "efsdp")
     if "router" in modules and training.mixed_precision_param != training.dtype:
         wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
         changed[modules["router"]] = {"mp_policy": wide}
