@@ -19,8 +19,8 @@ FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
     '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
     '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
-    '"mixtral_8x7b", "mixtral_8x22b", "deepseek_v3_671b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", '
-    '"tinyllama_1.1b", "gpt_175b", "from_hf"'
+    '"mixtral_8x7b", "mixtral_8x22b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
+    '"deepseek_v3_671b", "gpt_175b", "from_hf"'
 )
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ from tests.test_model import (
 from tests.test_parity import CPU, STEPS, compare, forward_backward, resolve, trace
 from titanlite import config, latent_attention, model
 from titanlite.build import meta_model
+from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import model_options
 from titanlite.config import ConfigError
 from titanlite.config.hf_config import hf_config
@@ -65,7 +66,6 @@ from titanlite.generate.cache import CachedAttention
 from titanlite.generate.folder import ModelFolder
 from titanlite.generate.generator import Generator
 from titanlite.generate.sampling import Sampling, choose
-from titanlite.hf.names import hf_names
 from titanlite.init import init_weights
 from titanlite.latent_attention import LatentAttention
 from titanlite.model import ScaledDotProductAttention, flops_per_token
@@ -282,6 +282,7 @@ NIGHTLY: dict[str, dict[str, Any]] = {
     "tied, tp": TIED | TP,
     "CPU offload, tp": OFFLOAD | TP,
     "experts, tp": TP | WITH_EXPERTS,
+    "experts, compiled, selective AC, shard x tp, ep": COMPILED | SELECTIVE | SHARD | TP | EP | WITH_EXPERTS,
     "experts, pp x shard, ep": PP | SHARD | EP | WITH_EXPERTS,
 }
 N_WEIGHTS = {True: 7, False: 5}
@@ -656,11 +657,12 @@ def test_a_checkpoint_has_the_options_and_a_plain_one_has_none():
         assert again == options.model_copy(update={"flavor": again.flavor})
 
 
-def test_hugging_face_folders_are_rejected():
+def test_hugging_face_folders_are_rejected(tmp_path: Path):
     with pytest.raises(ConfigError, match="latent attention cannot be exported"):
         hf_config(section(SIZE), max_seq_len=8, torch_dtype="float32", bos=None, eos=None)
-    with pytest.raises(ConfigError, match="latent attention"):
-        hf_names(section(SIZE))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="those of models with latent attention are not read"):
+        load_weights(tmp_path, empty_model(section(SIZE)), section(SIZE))
 
 
 def test_a_parity_test_shrinks_the_latents(tmp_path: Path):

@@ -117,12 +117,12 @@ PARAMETERS = {
     "mistral_7b": 7_241_732_096,
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
-    # 671,026,419,200 without the module for multi-token prediction, less 58 x 256 biases that balance the experts
-    "deepseek_v3_671b": 671_026_404_352,
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
     "tinyllama_1.1b": 1_100_048_384,
+    # 671,026,419,200 without the module for multi-token prediction, less 58 x 256 biases that balance the experts
+    "deepseek_v3_671b": 671_026_404_352,
     "gpt_175b": 175_184_818_176,
 }
 

@@ -278,6 +278,9 @@ def hf_config(
     Raises:
         ConfigError: if transformers has no family with this combination of options.
     """
+    if model.mla.kv_lora_rank:
+        problem = f"model.mla.kv_lora_rank = {model.mla.kv_lora_rank}: models with latent attention cannot be exported"
+        raise ConfigError([problem])
     model_type = _model_type(model)
     windowed = model.sliding_window > 0
     config: dict[str, Any] = {
@@ -322,9 +325,6 @@ def _model_type(model: Section) -> str:
         "qwen2": not model.qk_norm and bias == "qkv" and not model.mlp_bias,
         "qwen3": model.qk_norm and bias != "qkv" and not model.mlp_bias,
     }
-    if model.mla.kv_lora_rank:
-        problem = f"model.mla.kv_lora_rank = {model.mla.kv_lora_rank}: models with latent attention cannot be exported"
-        raise ConfigError([problem])
     if model.moe.n_experts:
         raise ConfigError([f"model.moe.n_experts = {model.moe.n_experts}: models with experts cannot be exported"])
     found = [name for name, fit in fits.items() if fit]

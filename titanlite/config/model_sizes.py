@@ -92,14 +92,14 @@ SIZES: dict[str, dict[str, Any]] = {
     # Mixtral v0.1, arXiv:2401.04088 and https://huggingface.co/mistralai/Mixtral-8x22B-v0.1
     "mixtral_8x7b":  _size( 4096,   32,   32,   8, 14336,  32000, **_MIXTRAL),
     "mixtral_8x22b": _size( 6144,   56,   48,   8, 16384,  32000, **_MIXTRAL),
-    # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
-    "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
     # SmolLM2, arXiv:2502.02737 and https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B
     "smollm2_135m":  _size(  576,   30,    9,   3,  1536,  49152, tie_embeddings=True, rope_theta=100_000.0),
     "smollm2_360m":  _size(  960,   32,   15,   5,  2560,  49152, tie_embeddings=True, rope_theta=100_000.0),
     "smollm2_1.7b":  _size( 2048,   24,   32,  32,  8192,  49152, tie_embeddings=True, rope_theta=130_000.0),
     # TinyLlama, arXiv:2401.02385
     "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
+    # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
+    "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),

@@ -8,7 +8,6 @@ that computes the channels of q and k: the rows of wq and wk, their biases, and 
 import torch
 from torch import Tensor
 
-from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.model import Llama
 
@@ -52,10 +51,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_names(model: Model) -> dict[str, str]:
-    """Return the name in transformers of each parameter of the full model. Raises ConfigError if there is none."""
-    if model.mla.kv_lora_rank:
-        problem = f"model.mla.kv_lora_rank = {model.mla.kv_lora_rank}: models with latent attention have no names there"
-        raise ConfigError([problem])
+    """Return the name in transformers of each parameter of the full model."""
     return {name: hf_name(name) for name in parameter_shapes(model)}
 
 
