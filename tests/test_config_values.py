@@ -20,7 +20,7 @@ FLAVORS = (
     '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
     '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
     '"mixtral_8x7b", "mixtral_8x22b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
-    '"gpt_175b", "from_hf"'
+    '"deepseek_v3_671b", "gpt_175b", "from_hf"'
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,11 +63,13 @@ WRONG_VALUES = {
         "parallelism.context_parallel_degree = 0", "parallelism.context_parallel_degree = true",
         "parallelism.context_parallel_ulysses_degree = 0", 'parallelism.context_parallel_ulysses_degree = "all"',
         "parallelism.expert_parallel_degree = 0", "model.moe.n_experts_per_token = 0", "model.moe.n_groups = 0",
-        "model.moe.n_groups_per_token = 0", "model.moe.every_n_layers = 0",
+        "model.moe.n_groups_per_token = 0", "model.moe.every_n_layers = 0", "model.mla.qk_nope_head_dim = 0",
+        "model.mla.qk_rope_head_dim = 0", "model.mla.v_head_dim = -1",
         "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
         "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
+        "model.mla.kv_lora_rank = -1", "model.mla.q_lora_rank = 1.5",
         "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
         "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1",
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
@@ -99,6 +101,7 @@ WRONG_VALUES = {
     ],
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2"],
     "a finite number >= 0": [
+        "model.mla.mscale_all_dim = -1",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
@@ -480,14 +483,17 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     loaded = load(tmp_path, settings)
     model = loaded.config.model.model_dump()
     size = {**SIZES[flavor]}
-    experts = size.pop("moe", {})
-    assert {key: model["moe"][key] for key in experts} == experts
-    if size["head_dim"] == -1:
+    for section in ("moe", "mla"):
+        options = size.pop(section, {})
+        assert {key: model[section][key] for key in options} == options
+    if flavor == "deepseek_v3_671b":
+        size["head_dim"] = 128 + 64
+    elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]
     assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
-    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 3}).config.model
-    assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 3}
+    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 5}).config.model
+    assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 5}
 
 
 def test_head_dim_is_the_quotient_unless_it_is_set(tmp_path: Path):

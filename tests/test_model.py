@@ -121,6 +121,8 @@ PARAMETERS = {
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
     "tinyllama_1.1b": 1_100_048_384,
+    # 671,026,419,200 without the module for multi-token prediction, less 58 x 256 biases that balance the experts
+    "deepseek_v3_671b": 671_026_404_352,
     "gpt_175b": 175_184_818_176,
 }
 
@@ -453,10 +455,13 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 
 def test_model_knows_no_parallelism():
-    """Its section of the config and its layers of experts are all of titanlite that it imports, and they no more."""
+    """Its section of the config, its layers of experts and its latent attention are all of titanlite that it imports,
+    and they no more."""
     section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
     mixture, router = "titanlite.moe.layer.MixtureOfExperts", "titanlite.moe.router.Router"
-    assert list(distributed_uses(Path(model.__file__).read_text())) == [section, mixture]
+    latent, folder = "titanlite.latent_attention.LatentAttention", Path(model.__file__).parent
+    assert list(distributed_uses((folder / "model.py").read_text())) == [section, latent, mixture]
+    assert list(distributed_uses((folder / "latent_attention.py").read_text())) == [section]
     assert list(distributed_uses((experts / "layer.py").read_text())) == [section, router]
     assert list(distributed_uses((experts / "router.py").read_text())) == [section]
 

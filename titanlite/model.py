@@ -32,8 +32,8 @@ def rope_frequencies(model: Model) -> Tensor:
     and those between are blended (Llama 3.1 model card and reference code). "yarn": as llama3 with rope_beta_slow and
     rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
     """
-    head_dim, scaling = model.head_dim, model.rope_scaling_factor
-    frequency = model.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    dim, scaling = model.rope_dim, model.rope_scaling_factor
+    frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling == 1:
         return frequency
     if model.rope_scaling_type == "linear":
@@ -53,11 +53,11 @@ def _yarn_ramp(model: Model) -> Tensor:
 
     def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
         wavelength = model.rope_original_seq_len / periods
-        return model.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+        return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     begin = max(math.floor(pair_with(model.rope_beta_fast)), 0)
-    end = min(math.ceil(pair_with(model.rope_beta_slow)), model.head_dim - 1)
-    pairs = torch.arange(model.head_dim // 2, dtype=torch.float64, device="cpu")
+    end = min(math.ceil(pair_with(model.rope_beta_slow)), model.rope_dim - 1)
+    pairs = torch.arange(model.rope_dim // 2, dtype=torch.float64, device="cpu")
     return ((pairs - begin) / (end - begin or 0.001)).clamp(0, 1)
 
 
@@ -155,6 +155,15 @@ class Attention(nn.Module):
         return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))
 
 
+def attention(model: Model) -> nn.Module:
+    """Return the attention of a block, which may be latent."""
+    if not model.mla.kv_lora_rank:
+        return Attention(model)
+    from titanlite.latent_attention import LatentAttention  # here, since few models need it
+
+    return LatentAttention(model, ScaledDotProductAttention(model.sliding_window), apply_rotary_emb)
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x)."""
 
@@ -182,7 +191,7 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = attention(model)
         self.ffn_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
         self.feed_forward = feed_forward(model, layer)
 
@@ -284,10 +293,12 @@ def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int
 
     N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
     (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T is
-    attention without a causal mask, where T is at most the sliding window. Recomputed activations do not count.
+    attention without a causal mask, where T is at most the sliding window; 6 L H (K + V) T if value heads have another
+    width V (latent attention). Recomputed activations do not count.
     """
     counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
     experts = sum(n for name, n in sizes.items() if ".experts." in name)
     inactive = experts - experts * model.moe.n_experts_per_token // max(model.moe.n_experts, 1)
     attended = min(seq_len, model.sliding_window or seq_len)
-    return 6 * (sum(counted) - inactive) + 12 * model.n_layers * model.n_heads * model.head_dim * attended
+    channels = model.n_heads * (model.head_dim + model.v_head_dim)
+    return 6 * (sum(counted) - inactive) + 6 * model.n_layers * channels * attended

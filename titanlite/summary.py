@@ -17,6 +17,7 @@ def run_summary(
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model = config.training, config.model
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
+    attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     window = f", where T is the window {model.sliding_window}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
@@ -38,6 +39,7 @@ def run_summary(
 def family_summary(model: Model) -> str:
     """Return the options that a plain Llama has not; empty for one, else with a comma at the end."""
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
+    words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
     words += [key for key in ("mlp_bias", "qk_norm") if getattr(model, key)]
     words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []

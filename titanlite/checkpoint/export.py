@@ -95,14 +95,18 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
     """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
     identity = state.get("identity")
     identity = identity if isinstance(identity, dict) else {}
-    expected = Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe"}
+    expected = Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
     missing = sorted(expected - identity.keys())
     if missing:
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
         raise ConfigError([problem])
     try:
-        moe = {key.removeprefix("moe."): value for key, value in identity.items() if key.startswith("moe.")}
-        return Model.model_validate({key: identity[key] for key in expected} | {"moe": moe})
+        sections: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
+        for key, value in identity.items():
+            section, _, name = key.partition(".")
+            if name and section in sections:
+                sections[section][name] = value
+        return Model.model_validate({key: identity[key] for key in expected} | sections)
     except ValidationError as error:
         key, value = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["input"]
         raise ConfigError([f"{path}: model.{key} = {show(value)}: {error.errors()[0]['msg']}"]) from None

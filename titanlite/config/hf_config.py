@@ -278,6 +278,9 @@ def hf_config(
     Raises:
         ConfigError: if transformers has no family with this combination of options.
     """
+    if model.mla.kv_lora_rank:
+        problem = f"model.mla.kv_lora_rank = {model.mla.kv_lora_rank}: models with latent attention cannot be exported"
+        raise ConfigError([problem])
     model_type = _model_type(model)
     windowed = model.sliding_window > 0
     config: dict[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from titanlite.config.loader import Section
+from titanlite.config.mla_schema import Mla, implied_head_dim
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.moe_schema import Moe
 from titanlite.config.types import Count, CountOrZero, Positive
@@ -30,7 +31,7 @@ class Model(Section):
     n_kv_heads: Count
     """Number of KV heads; fewer than n_heads is grouped-query attention."""
     head_dim: Union[Literal[-1], Count]
-    """Channels of a query, key or value head; -1: dim / n_heads."""
+    """Channels of a query, key or value head; -1: dim / n_heads, or what [model.mla] says."""
     ffn_dim: Count
     """Width of the SwiGLU feed-forward layer."""
     vocab_size: Count
@@ -69,6 +70,7 @@ class Model(Section):
     rope_original_seq_len: Count
     """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
     moe: Moe = Moe()
+    mla: Mla = Mla()
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
@@ -80,9 +82,21 @@ class Model(Section):
         """Width of an expert."""
         return self.ffn_dim if self.moe.expert_dim == -1 else self.moe.expert_dim
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head of queries and keys with rotary embedding."""
+        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Channels of a head of values."""
+        return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_dim
+
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
-        dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe"})
+        dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
+        latents = self.mla.model_dump() if self.mla.kv_lora_rank else {}
+        dimensions |= {f"mla.{key}": value for key, value in latents.items()}
         experts = self.moe.identity() if self.moe.n_experts else {}
         return dimensions | {f"moe.{key}": value for key, value in experts.items()}
 
@@ -98,8 +112,12 @@ class Model(Section):
         elif isinstance(flavor, str):
             defaults = SIZES.get(flavor, defaults)
         options = {**defaults, **values}
-        if isinstance(values.get("moe"), dict):
-            options["moe"] = {**defaults.get("moe", {}), **values["moe"]}
+        for name in ("moe", "mla"):
+            if isinstance(values.get(name), dict):
+                options[name] = {**defaults.get(name, {}), **values[name]}
+        latent_head_dim = implied_head_dim(options.get("mla", {}))
+        if latent_head_dim and values.get("head_dim", -1) == -1:
+            options["head_dim"] = latent_head_dim
         dim, n_heads = options["dim"], options["n_heads"]
         if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and 0 < n_heads <= dim and not dim % n_heads:
             options["head_dim"] = dim // n_heads
@@ -110,6 +128,8 @@ def layer_parameters(model: Model, layer: int) -> int:
     """Return the number of parameters of a layer."""
     q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     matrices = 2 * model.dim * (q_dim + kv_dim)
+    if model.mla.kv_lora_rank:
+        matrices = model.mla.parameters(model.dim, model.n_heads)
     if model.has_experts(layer):
         moe = model.moe
         matrices += model.dim * (moe.n_experts + 3 * model.expert_dim * (moe.n_experts + moe.n_shared_experts))

@@ -34,6 +34,21 @@ def _qwen3_moe(expert_dim: int) -> dict[str, Any]:
     return {**_QWEN3, "moe": experts}
 
 
+_DEEPSEEK_V3: dict[str, Any] = {
+    **{"norm_eps": 1e-6, "rope_theta": 10_000.0, "rope_scaling_type": "yarn", "rope_scaling_factor": 40.0},
+    **{"rope_original_seq_len": 4096, "rope_attention_factor": 1.0},  # mscale / mscale_all_dim
+    "mla": {
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mscale_all_dim": 1.0},
+    },
+    "moe": {
+        **{"n_experts": 256, "n_experts_per_token": 8, "expert_dim": 2048, "n_shared_experts": 1},
+        **{"n_first_dense_layers": 3, "n_groups": 8, "n_groups_per_token": 4},
+        **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5, "balance_bias": True},
+    },
+}
+
+
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
@@ -83,6 +98,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm2_1.7b":  _size( 2048,   24,   32,  32,  8192,  49152, tie_embeddings=True, rope_theta=130_000.0),
     # TinyLlama, arXiv:2401.02385
     "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
+    # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
+    "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),

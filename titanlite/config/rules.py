@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from titanlite.config.loader import Rejections, show, value_of
+from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Config, Float8, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
+LATENT = "model.mla.kv_lora_rank"
 TENSOR, PIPELINE = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 CONTEXT, ULYSSES = "parallelism.context_parallel_degree", "parallelism.context_parallel_ulysses_degree"
@@ -55,6 +57,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
+    ([f"model.mla.{key}" for key in Mla.model_fields if key != "kv_lora_rank"], LATENT, ABOVE_0, (0,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),
     ([SCHEDULE, MICROBATCH, STAGES_PER_RANK, BALANCE, *END_LAYERS, STAGE_MODULES], PIPELINE, ABOVE_1, (1,)),
 ]
@@ -86,7 +89,11 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
 
 def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     model = config.model
-    if model.head_dim == -1:  # of a model that can be loaded, it is a number
+    if model.mla.kv_lora_rank:
+        from titanlite.config.mla_rules import latent_attention_rules  # here, since few models need them
+
+        latent_attention_rules(config, reject)
+    elif model.head_dim == -1:  # of a model that can be loaded, it is a number
         message = f"expected a divisor of model.dim = {model.dim}; the quotient is head_dim, unless that is set"
         reject("model.n_heads", message, "model.dim", "model.head_dim")
     elif model.head_dim % 2 and model.head_dim * model.n_heads == model.dim and "model.head_dim" not in changed:
@@ -95,7 +102,7 @@ def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject("model.n_heads", message, "model.dim", "model.head_dim")
     elif model.head_dim % 2:
         reject("model.head_dim", "expected an even number; rotary embedding acts on pairs of channels")
-    if model.n_heads % model.n_kv_heads:
+    if model.n_heads % model.n_kv_heads and not model.mla.kv_lora_rank:
         message = f"expected a divisor of model.n_heads = {model.n_heads}; each KV head serves a group of query heads"
         reject("model.n_kv_heads", message, "model.n_heads")
     scaling = model.rope_scaling_type if model.rope_scaling_factor > 1 else ""

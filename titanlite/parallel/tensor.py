@@ -112,6 +112,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, shards_experts: boo
         if "feed_forward.experts" in modules:
             del modules["feed_forward"]  # moe/parallel.py shards it
             has_experts = True
+        if "attention.wkv_a" in modules:
+            from titanlite.parallel.latent_attention import shard_latent_attention
+
+            shard_latent_attention(block.attention, mesh)
+            modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
         parallelize_module(block, mesh, {name: style for name, style in BLOCK.items() if name in modules})
     if has_experts and shards_experts:
         from titanlite.moe.parallel import apply_expert_parallel

@@ -6,6 +6,7 @@ from typing import Any
 
 from titanlite.config import Config, LoadedConfig
 from titanlite.config.loader import value_of
+from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
 
 
@@ -58,6 +59,19 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "training__global_batch_size": local_batch_size * parallelism.data_parallel_degree * accumulation_steps,
         "parallelism__pipeline_parallel_microbatch_size": 1,
         **(_smaller_experts(config.model.moe, tensor) if model.moe.n_experts else {}),
+        **(_smaller_latents(config.model.mla, width) if model.mla.kv_lora_rank else {}),
+    }
+
+
+def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:
+    """Return the least sizes of latent attention, as keywords of `Config.replace`. Those that differ still do."""
+    return {
+        "model__head_dim": 2 * width,
+        "model__mla__qk_nope_head_dim": width,
+        "model__mla__qk_rope_head_dim": width,
+        "model__mla__v_head_dim": width if mla.v_head_dim < mla.qk_head_dim else 2 * width,
+        "model__mla__kv_lora_rank": 2 * width,
+        "model__mla__q_lora_rank": 4 * width if mla.q_lora_rank else 0,
     }
 
 

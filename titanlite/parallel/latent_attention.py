@@ -1,0 +1,52 @@
+"""Tensor parallelism of latent attention: heads are sharded, and latents, which all heads share, are not.
+
+Each rank computes the latents of its own shard of the sequence, with weights that every rank has. They are gathered
+over the sequence in one collective, instead of the wider residual stream. From there on each rank has its own heads.
+Without a latent of queries, these are computed from the residual stream, which is gathered then.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+SEQUENCE = Shard(0)  # of an activation [N, D]: each rank has a shard of the tokens
+
+# fmt: off
+PLAN: dict[str, ParallelStyle] = {
+    "wq":      ColwiseParallel(input_layouts=SEQUENCE),
+    "wq_a":    SequenceParallel(sequence_dim=0),
+    "q_norm":  SequenceParallel(sequence_dim=0),
+    "wq_b":    ColwiseParallel(),
+    "wkv_a":   SequenceParallel(sequence_dim=0),
+    "kv_norm": SequenceParallel(sequence_dim=0),
+    "wkv_b":   ColwiseParallel(),
+    "wo":      RowwiseParallel(output_layouts=SEQUENCE),
+}
+# fmt: on
+
+
+def shard_latent_attention(attention: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a latent_attention.LatentAttention over a one-dimensional mesh, in place."""
+    plan = {name: style for name, style in PLAN.items() if getattr(attention, name) is not None}
+    parallelize_module(attention, mesh, plan)
+    attention.latents = functools.partial(_gathered, attention.latents)
+
+
+def _gathered(latents: Callable[[DTensor], list[DTensor]], x_ND: DTensor) -> list[Tensor]:
+    """Return the latents of all tokens. Their gradients are of each rank's heads: they are summed over ranks as they
+    are scattered over the sequence, in one collective."""
+    shards = latents(x_ND)
+    full = torch.cat(shards, dim=-1).redistribute(placements=[Replicate()])
+    *for_weights, k_NR = full.split([shard.shape[-1] for shard in shards], dim=-1)
+    return [*for_weights, k_NR.to_local(grad_placements=[Partial()])]
