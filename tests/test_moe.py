@@ -360,6 +360,7 @@ EXPERTS = {
 EP, EP_4, SHARD_4 = ({key: n} for key, n in (
     ("expert_parallel_degree", 2), ("expert_parallel_degree", 4), ("data_parallel_shard_degree", 4)
 ))  # fmt: skip
+EP_8 = {"expert_parallel_degree": 8, "model__moe__n_experts": 8}
 SHARD_EP = SHARD | EP
 BIAS = {"model__moe__balance_bias": True, "model__moe__balance_bias_rate": 0.05}
 LOSSES = {"model__moe__balance_loss_weight": 0.1, "model__moe__z_loss_weight": 0.01}
@@ -409,6 +410,12 @@ NIGHTLY = {
     "shard 4 x tp, fewer experts than ranks": SHARD_4 | TP | {"model__moe__n_experts": 2},
     "shard 4 x tp, ep, fewer experts than ranks": SHARD_4 | TP | EP | {"model__moe__n_experts": 2},
     "replicate x shard 4, fewer experts than ranks": REPLICATE | SHARD_4 | {"model__moe__n_experts": 2},
+    "replicate x cp, ep": REPLICATE | CP | EP,
+    "pp x replicate x shard, ep": PP | REPLICATE | SHARD_EP,
+    "pp x shard x cp x tp, ep 4": PP | SHARD | CP | TP | EP_4 | BIAS | LOSSES,
+    "pp x shard x cp x tp, ep 8": PP | SHARD | CP | TP | EP_8,
+    "all five axes, ep 8": PP | REPLICATE | SHARD | CP | TP | EP_8 | BIAS | LOSSES,
+    "all five axes, ep 4, ZBVZeroBubble": schedule("ZBVZeroBubble") | REPLICATE | SHARD | CP | TP | EP_4,
     "tp, balanced by bias": TP | BIAS,
     "cp, balanced by losses": CP | LOSSES,
     "ulysses, ep, balanced by losses": ULYSSES | EP | LOSSES,
@@ -416,7 +423,7 @@ NIGHTLY = {
     "shard x tp, ep 4, balanced by bias and losses, selective AC": SHARD | TP | EP_4 | BIAS | LOSSES | SELECTIVE,
     "pp x shard, ep, balanced by losses": PP | SHARD_EP | LOSSES,
     "zero bubble, balanced by bias and losses": schedule("InterleavedZeroBubble") | SHARD_EP | BIAS | LOSSES,
-    "shard x cp x tp, ep 8": SHARD | CP | TP | {"expert_parallel_degree": 8, "model__moe__n_experts": 8},
+    "shard x cp x tp, ep 8": SHARD | CP | TP | EP_8,
     **{
         f"{name}, shard, ep": schedule(name) | SHARD_EP
         for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -431,6 +438,22 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
     assert len([name for name in actual if name.endswith(".router.load")]) >= 1
     assert len([name for name in actual if name.startswith("step 1") and ".experts." in name]) >= 3
+
+
+def _all_tokens_to_the_first(rank: int) -> Any:
+    def choose(router: layer.Router, scores_NE: Tensor) -> Tensor:
+        return torch.arange(router.moe.n_experts_per_token).expand(len(scores_NE), -1)
+
+    return mock.patch.object(layer.Router, "_choose", choose)
+
+
+@pytest.mark.parametrize("layout", [SHARD_4 | EP_4, TP | EP, SHARD], ids=["shard 4, ep 4", "tp, ep", "shard"])
+def test_all_tokens_may_choose_the_experts_of_one_rank(ranks, tmp_path, layout):
+    """The other ranks of the layer get no row."""
+    with _all_tokens_to_the_first(0):
+        options = with_batches(EXPERTS | {"model__moe__n_experts_per_token": 1} | layout)
+        actual = compare(ranks, tmp_path, world_size(layout), options, _all_tokens_to_the_first)
+    assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
 
 
 # What a layout does --------------------------------------------------------------------------------------------------
