@@ -4,6 +4,7 @@ what one process does."""
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ from titanlite.model import (
     rope_magnitude,
     rope_table,
 )
+from titanlite.moe.router import local_weight
 from titanlite.optimizer import build_optimizer
+from titanlite.parallel import tensor
 from titanlite.parallel.attention import PACKED_ATTENTION
 from titanlite.plan.op_trace import recording
 
@@ -262,6 +265,7 @@ def test_the_plan_counts_what_a_window_leaves(window, pairs):
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 QWEN3 = {"model__qk_norm": True, "model__head_dim": 6}
+OLMOE = {"model__qk_norm": "all_heads", "model__head_dim": 6}
 BIASES = {"model__attention_bias": "all", "model__mlp_bias": True}
 WINDOW = {"model__sliding_window": 5}
 ALL = QWEN3 | BIASES | WINDOW
@@ -271,6 +275,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp x tp": ALL | PP | TP,
     "cp": ALL | CP,
     "window not reached, cp": CP | {"model__sliding_window": 16},
+    "norms of all heads, shard x tp": OLMOE | SHARD | TP,
 }
 NIGHTLY: dict[str, dict[str, Any]] = {
     "shard": ALL | SHARD,
@@ -286,6 +291,22 @@ NIGHTLY: dict[str, dict[str, Any]] = {
     "full AC, pp": ALL | FULL | PP,
     "qkv biases, tp": {"model__attention_bias": "qkv"} | TP,
     "q and k norms, shard x tp": QWEN3 | SHARD | TP,
+    **{
+        f"norms of all heads, {name}": OLMOE | BIASES | layout
+        for name, layout in {
+            "shard": SHARD,
+            "tp 4": {"tensor_parallel_degree": 4},
+            "pp x tp": PP | TP,
+            "cp x tp": CP | TP,
+            "ulysses x tp": ULYSSES | TP,
+            "document mask, cp": CP | DOCUMENTS,
+            "compiled, tp": COMPILED | TP,
+            "selective AC, tp": SELECTIVE | TP,
+            "full AC, tp": FULL | TP,
+            "zero-bubble x tp": schedule("InterleavedZeroBubble") | TP,
+            "CPU offload, tp": OFFLOAD | TP,
+        }.items()
+    },
     "window, shard": WINDOW | SHARD,
     "biases, CPU offload, tp": BIASES | OFFLOAD | TP,
 }
@@ -299,9 +320,30 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
     assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
     of_a_layer = 9 + {"all": 4, "qkv": 3, "none": 0}[options.get("model__attention_bias", "none")]
-    of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * options.get("model__qk_norm", False)
+    of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * bool(options.get("model__qk_norm"))
     n_parameters = 2 + options["model__n_layers"] * of_a_layer + (not options.get("model__tie_embeddings"))
     assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+
+
+def _mean_of_own_heads(rank: int) -> Any:
+    def norm(module: nn.Module, mesh: Any, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], local_weight(module.weight), module.eps)
+
+    return mock.patch.object(tensor.NormOverHeads, "_norm", staticmethod(norm))
+
+
+def _no_gradient_of_the_mean(rank: int) -> Any:
+    real = Tensor.rsqrt
+    return mock.patch.object(tensor.torch, "rsqrt", lambda x: real(x.detach()))
+
+
+@pytest.mark.parametrize(
+    ("bug", "first"), [(_mean_of_own_heads, "step 1 loss"), (_no_gradient_of_the_mean, "step 1 norm")]
+)
+def test_injected_bug_in_the_norm_of_all_heads_fails(ranks, tmp_path, bug, first):
+    layout = OLMOE | TP
+    actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout), bug)
+    assert next(name for name, d in actual.items() if d > 10 * LAYOUT_TOLERANCE) == first
 
 
 def test_window_changes_what_is_computed(tmp_path):
