@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.test_model import draw_weights
 from titanlite.config.schema import Model
-from titanlite.hf.names import from_hf
+from titanlite.hf.names import from_hf, hf_names, to_hf
 from titanlite.model import Llama
 
 CPU = torch.device("cpu")
@@ -53,8 +53,33 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "attention_bias": True},
     ),
+    "mixtral": (
+        {"moe": {"n_experts": 4, "n_experts_per_token": 2, "normalize_scores": True}},
+        "mixtral",
+        {"num_local_experts": 4},
+    ),
+    "qwen3_moe": (
+        {
+            **{"qk_norm": True, "head_dim": 16},
+            "moe": {
+                **{"n_experts": 6, "n_experts_per_token": 3, "expert_dim": 24, "normalize_scores": True},
+                "n_first_dense_layers": 1,
+            },
+        },
+        "qwen3_moe",
+        {
+            **{"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{"norm_topk_prob": True, "mlp_only_layers": [0]},
+        },
+    ),
+    "olmoe": (
+        {"qk_norm": "all_heads", "moe": {"n_experts": 8, "n_experts_per_token": 3}},
+        "olmoe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
 }
 """Our options that differ from OURS, transformers' model type, and its settings that differ from THEIRS."""
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 
 
 def model_options(family: str = "llama", **options: Any) -> Model:
@@ -67,7 +92,9 @@ def build_hf(family: str = "llama", dtype: torch.dtype = torch.float32, **settin
 
     _, kind, different = FAMILIES[family]
     config = AutoConfig.for_model(kind, **{**THEIRS, **different, **settings})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    # Of experts, transformers' own choices differ between devices and lack float64: "eager" is a loop over them.
+    loop = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **loop).eval()
     draw_weights(model)
     return model
 
@@ -90,12 +117,41 @@ def empty_model(options: Model, dtype: torch.dtype = torch.float32) -> Llama:
     return model
 
 
+def released(hf: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights or gradients of transformers' model by the names that released files have, as views: in memory,
+    transformers stacks experts, the first two layers of each one on the other."""
+    result = {}
+    for name, tensor in tensors.items():
+        start, _, kind = name.rpartition("experts.")
+        stacked = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind if start else "")
+        if stacked is None:
+            result[name] = tensor
+            continue
+        for layer, of_layer in zip(stacked, tensor.chunk(len(stacked), dim=1), strict=True):
+            result |= {f"{start}experts.{e}.{layer}.weight": of_expert for e, of_expert in enumerate(of_layer)}
+    if hf.config.model_type != "mixtral":
+        return result
+    for theirs, mixtral in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        result = {name.replace(theirs, mixtral): tensor for name, tensor in result.items()}
+    return result
+
+
+def ours(name: str, tensors: dict[str, Tensor], options: Model) -> Tensor:
+    """Return what a parameter of ours is of tensors that have the names of released files."""
+    parts = [from_hf(name, tensors[each], options) for each in hf_names(name, options)]
+    return torch.stack(parts) if ".experts." in name else parts[0]
+
+
+def theirs(name: str, tensor: Tensor, options: Model) -> dict[str, Tensor]:
+    """Return what a parameter of ours, or its gradient, is by the names of released files."""
+    tensors = tensor if ".experts." in name else [to_hf(name, tensor, options)]
+    return dict(zip(hf_names(name, options), tensors, strict=True))
+
+
 def expected_weights(hf: Any, model: Llama, options: Model) -> dict[str, Tensor]:
     """Return what each of our parameters must be, from transformers' model in memory."""
-    from titanlite.hf.names import hf_name
-
-    theirs = hf.state_dict()
-    return {name: from_hf(name, theirs[hf_name(name)], options) for name, _ in model.named_parameters()}
+    tensors = released(hf, hf.state_dict())
+    return {name: ours(name, tensors, options) for name, _ in model.named_parameters()}
 
 
 def draw_tokens(n_sequences: int = 2) -> Tensor:

@@ -19,7 +19,7 @@ FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
     '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
     '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
-    '"mixtral_8x7b", "mixtral_8x22b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
+    '"mixtral_8x7b", "mixtral_8x22b", "olmoe_1b_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
     '"deepseek_v3_671b", "gpt_175b", "from_hf"'
 )
 
@@ -37,8 +37,8 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
-        "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1",
-        "model.tie_embeddings = 1", "model.mlp_bias = 0", 'model.qk_norm = "true"',
+        "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1", "model.tie_embeddings = 1",
+        "model.mlp_bias = 0",
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
@@ -48,6 +48,7 @@ WRONG_VALUES = {
         "optimizer.stochastic_rounding = 1", "float8.enable = 1", 'float8.emulate = "on"',
         "float8.enable_fsdp_float8_all_gather = 1", "float8.precompute_float8_dynamic_scale_for_fsdp = 1",
     ],
+    'true or false, or "all_heads"': ["model.qk_norm = 1", 'model.qk_norm = "true"'],
     "an integer >= 1": [
         "model.dim = 0", "model.n_layers = 0", "model.n_heads = 0", "model.n_kv_heads = 0", "model.ffn_dim = 0",
         "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0",
@@ -417,6 +418,8 @@ def test_list_of_lists_in_a_file_and_on_the_command_line(tmp_path: Path):
         ("--optimizer.lr=1e-4", 1e-4),
         ("--training.shuffle=false", False),
         ("--checkpoint.enable", True),
+        ("--model.qk_norm", True),
+        ("--model.qk_norm=all_heads", "all_heads"),
         ("--optimizer.name=Adam", "Adam"),
         ("--parallelism.fsdp_reshard_after_forward=never", "never"),
         ("--job.description=a word, or = more", "a word, or = more"),

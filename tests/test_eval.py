@@ -50,7 +50,7 @@ def loss_of_transformers(hf: Any, texts: list[str], *, document_mask: bool) -> t
 
 
 @pytest.mark.parametrize("document_mask", [False, True], ids=["packed", "document mask"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "olmoe"])
 def test_the_loss_is_that_of_transformers(family: str, document_mask: bool, ranks, tmp_path: Path):
     """transformers' norms and rotary tables are in float32, so the losses differ by rounding of that size."""
     hf = build_hf(family, **FAMILY)

@@ -4,11 +4,13 @@ what one process does."""
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.hf_helpers import released, theirs
 from tests.test_layouts import (
     COMPILED,
     CP,
@@ -30,7 +32,7 @@ from tests.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
 from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on_meta, relative, section
 from tests.test_parity import STEPS, compare, resolve
 from titanlite.config.hf_config import hf_config
-from titanlite.hf.names import hf_name, to_hf
+from titanlite.config.schema import Model
 from titanlite.init import init_weights
 from titanlite.model import (
     Documents,
@@ -41,7 +43,9 @@ from titanlite.model import (
     rope_magnitude,
     rope_table,
 )
+from titanlite.moe.router import local_weight
 from titanlite.optimizer import build_optimizer
+from titanlite.parallel import tensor
 from titanlite.parallel.attention import PACKED_ATTENTION
 from titanlite.plan.op_trace import recording
 
@@ -50,6 +54,7 @@ LINEAR = {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
 YARN = {"rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_original_seq_len": 64, "rope_beta_fast": 8.0}
 """With head_dim 16 and theta 10,000, pairs 0 and 7 have 10.2 and 0.0032 periods within 64 positions: the ramp from
 beta_fast to beta_slow (8 to 1) begins at pair 0 and ends at pair 3."""
+EXPERTS = {"n_experts": 6, "n_experts_per_token": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama, biases": {"attention_bias": "all", "mlp_bias": True},
     "llama, heads wider than the model": {"head_dim": 24},
@@ -62,7 +67,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2, window": {"attention_bias": "qkv", "sliding_window": 9},
     "qwen3": {"qk_norm": True, "head_dim": 24, "tie_embeddings": True},
     "qwen3, all": {"qk_norm": True, "head_dim": 24, "attention_bias": "all", "sliding_window": 9} | YARN,
-}
+    "mixtral": {"moe": EXPERTS | {"normalize_scores": True}},
+    "mixtral, all": {"head_dim": 24, "sliding_window": 9, "tie_embeddings": True}
+    | {"moe": EXPERTS | {"normalize_scores": True, "expert_dim": 40}} | LINEAR,
+    "qwen3moe": {"qk_norm": True, "head_dim": 24, "moe": EXPERTS | {"expert_dim": 40}},
+    "qwen3moe, all": {"qk_norm": True, "head_dim": 24, "attention_bias": "all", "sliding_window": 9, "n_layers": 4}
+    | {"moe": EXPERTS | {"expert_dim": 40, "normalize_scores": True, "n_first_dense_layers": 1, "every_n_layers": 2}},
+    "olmoe": {"qk_norm": "all_heads", "moe": EXPERTS},
+    "olmoe, all": {"qk_norm": "all_heads", "attention_bias": "all", "n_kv_heads": 4, "tie_embeddings": True}
+    | {"moe": EXPERTS | {"expert_dim": 40, "normalize_scores": True}} | YARN,
+}  # fmt: skip
 
 
 def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
@@ -71,19 +85,22 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
 
     tokens = {"max_seq_len": size["max_seq_len"], "torch_dtype": "float32", "bos": None, "eos": None}
     exported = hf_config(section(size), **tokens)
+    loop = {"experts_implementation": "eager"} if "moe" in size else {}
     hf = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype
+        AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype, **loop
     )
-    ours = {hf_name(name): to_hf(name, p.detach(), section(size)) for name, p in llama.named_parameters()}
-    missing, unexpected = hf.load_state_dict(ours, strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
+    weights = released(hf, dict(hf.named_parameters()))
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            for their_name, our_weight in theirs(name, parameter, section(size)).items():
+                weights.pop(their_name).copy_(our_weight)
+    assert not weights
     return hf
 
 
 def in_float64(hf: Any, llama: Llama) -> None:
-    """Have transformers compute its norms in float64, and take our rotary table, which
-    test_rotary_angles_are_those_of_transformers compares with its own: both are in float32 whatever the dtype."""
+    """Have transformers compute its norms and scores of experts in float64, and take our rotary table, which
+    test_rotary_angles_are_those_of_transformers compares with its own: all are in float32 whatever the dtype."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
@@ -91,6 +108,14 @@ def in_float64(hf: Any, llama: Llama) -> None:
     def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.cat((half, half), -1) for half in llama.rope[position_ids].unbind(-1))
 
+    def router(module: Any, divides: bool, x: Tensor) -> tuple[Tensor, ...]:
+        logits = nn.functional.linear(x.flatten(0, -2), module.weight)
+        scores, experts = logits.softmax(-1).topk(module.top_k)
+        return logits, scores / scores.sum(-1, keepdim=True) if divides else scores, experts
+
+    for module in hf.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = functools.partial(router, module, getattr(module, "norm_topk_prob", True))
     norms = [module for module in hf.modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(norms) >= 7
     for module in norms:
@@ -105,14 +130,22 @@ def test_logits_and_gradients_equal_transformers(family):
     hf = build_hf(llama, size, "sdpa")
     assert type(hf).__name__.lower().startswith(family.split(",")[0])
     in_float64(hf, llama)
-    tokens, targets = draw_tokens(2, 41)[:, :40], draw_tokens(2, 41)[:, 1:]
-    ours, theirs = llama(tokens), hf(tokens, use_cache=False).logits
-    assert ours.dtype == theirs.dtype == torch.float64
-    differences, expected = {"logits": relative(ours, theirs)}, gradients(hf, theirs, targets)
-    for name, gradient in gradients(llama, ours, targets).items():
-        differences[name] = relative(to_hf(name, gradient, section(size)), expected.pop(hf_name(name)))
-    assert not expected
+    differences = compare_with_hf(llama, hf, section(size))
     assert {name: d for name, d in differences.items() if not d < TOLERANCE} == {}
+
+
+def compare_with_hf(llama: Llama, hf: Any, model: Model) -> dict[str, float]:
+    """Return the relative differences of the logits and of every gradient."""
+    tokens, targets = draw_tokens(2, 41)[:, :40], draw_tokens(2, 41)[:, 1:]
+    our_logits, their_logits = llama(tokens), hf(tokens, use_cache=False).logits
+    assert our_logits.dtype == their_logits.dtype == next(llama.parameters()).dtype
+    differences = {"logits": relative(our_logits, their_logits)}
+    expected = released(hf, gradients(hf, their_logits, targets))
+    for name, gradient in gradients(llama, our_logits, targets).items():
+        for their_name, our_gradient in theirs(name, gradient, model).items():
+            differences[their_name] = relative(our_gradient, expected.pop(their_name))
+    assert not expected
+    return differences
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,9 +154,8 @@ def test_unchanged_transformers_in_float32(family):
     2^29 times larger rounding of float32."""
     size = {**SMALL, **FAMILIES[family]}
     llama = build(torch.float32, **size)
-    tokens = draw_tokens(2, 48)
-    theirs = build_hf(llama, size, "eager")(tokens, use_cache=False).logits
-    assert relative(llama(tokens), theirs) < TOLERANCE * 2**29
+    differences = compare_with_hf(llama, build_hf(llama, size, "eager"), section(size))
+    assert {name: d for name, d in differences.items() if not d < TOLERANCE * 2**29} == {}
 
 
 def test_a_plain_llama_has_no_new_parameters():
@@ -262,6 +294,7 @@ def test_the_plan_counts_what_a_window_leaves(window, pairs):
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 QWEN3 = {"model__qk_norm": True, "model__head_dim": 6}
+OLMOE = {"model__qk_norm": "all_heads", "model__head_dim": 6}
 BIASES = {"model__attention_bias": "all", "model__mlp_bias": True}
 WINDOW = {"model__sliding_window": 5}
 ALL = QWEN3 | BIASES | WINDOW
@@ -271,6 +304,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp x tp": ALL | PP | TP,
     "cp": ALL | CP,
     "window not reached, cp": CP | {"model__sliding_window": 16},
+    "norms of all heads, shard x tp": OLMOE | SHARD | TP,
 }
 NIGHTLY: dict[str, dict[str, Any]] = {
     "shard": ALL | SHARD,
@@ -286,6 +320,22 @@ NIGHTLY: dict[str, dict[str, Any]] = {
     "full AC, pp": ALL | FULL | PP,
     "qkv biases, tp": {"model__attention_bias": "qkv"} | TP,
     "q and k norms, shard x tp": QWEN3 | SHARD | TP,
+    **{
+        f"norms of all heads, {name}": OLMOE | BIASES | layout
+        for name, layout in {
+            "shard": SHARD,
+            "tp 4": {"tensor_parallel_degree": 4},
+            "pp x tp": PP | TP,
+            "cp x tp": CP | TP,
+            "ulysses x tp": ULYSSES | TP,
+            "document mask, cp": CP | DOCUMENTS,
+            "compiled, tp": COMPILED | TP,
+            "selective AC, tp": SELECTIVE | TP,
+            "full AC, tp": FULL | TP,
+            "zero-bubble x tp": schedule("InterleavedZeroBubble") | TP,
+            "CPU offload, tp": OFFLOAD | TP,
+        }.items()
+    },
     "window, shard": WINDOW | SHARD,
     "biases, CPU offload, tp": BIASES | OFFLOAD | TP,
 }
@@ -299,9 +349,30 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
     assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
     of_a_layer = 9 + {"all": 4, "qkv": 3, "none": 0}[options.get("model__attention_bias", "none")]
-    of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * options.get("model__qk_norm", False)
+    of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * bool(options.get("model__qk_norm"))
     n_parameters = 2 + options["model__n_layers"] * of_a_layer + (not options.get("model__tie_embeddings"))
     assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+
+
+def _mean_of_own_heads(rank: int) -> Any:
+    def norm(module: nn.Module, mesh: Any, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], local_weight(module.weight), module.eps)
+
+    return mock.patch.object(tensor.NormOverHeads, "_norm", staticmethod(norm))
+
+
+def _no_gradient_of_the_mean(rank: int) -> Any:
+    real = Tensor.rsqrt
+    return mock.patch.object(tensor.torch, "rsqrt", lambda x: real(x.detach()))
+
+
+@pytest.mark.parametrize(
+    ("bug", "first"), [(_mean_of_own_heads, "step 1 loss"), (_no_gradient_of_the_mean, "step 1 norm")]
+)
+def test_injected_bug_in_the_norm_of_all_heads_fails(ranks, tmp_path, bug, first):
+    layout = OLMOE | TP
+    actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout), bug)
+    assert next(name for name, d in actual.items() if d > 10 * LAYOUT_TOLERANCE) == first
 
 
 def test_window_changes_what_is_computed(tmp_path):

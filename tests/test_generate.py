@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.config_helpers import python
-from tests.hf_helpers import CPU, FAMILIES, build_hf, empty_model, save_hf
+from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
 from titanlite.config import ConfigError, Launch
+from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Parallelism
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.generate import command, sampling
@@ -97,7 +98,7 @@ def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("case", ["llama, llama3 scaling", "mistral", "qwen3, biases"])
+@pytest.mark.parametrize("case", ["llama, llama3 scaling", "mistral", "qwen3, biases", "qwen3_moe", "olmoe"])
 def test_logits_are_those_of_the_full_model(case: str, dtype: torch.dtype, tmp_path: Path):
     """The tolerances are rounding: of sums over at most 48 terms in other orders, through three layers."""
     save(tmp_path, case)
@@ -177,11 +178,22 @@ def test_a_gpu_generates_the_same(tmp_path: Path):
 # Tensor parallel -----------------------------------------------------------------------------------------------------
 
 
-def generate_on_a_rank(path: Path, prompts: list[list[int]], degree: int, **settings: Any) -> list[list[int]]:
+def generate_on_a_rank(
+    path: Path,
+    prompts: list[list[int]],
+    degree: int,
+    *,
+    expert_parallel: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> list[list[int]]:
     parallelism = Parallelism(tensor_parallel_degree=degree, data_parallel_shard_degree=1)
     axis = mesh.build_layout(parallelism, CPU).mesh["tp"]
     random, generators = Sampling(**settings), prompt_generators([str(prompt) for prompt in prompts], 1)
-    generator = build(open_folder(path), prompts, 5, mesh=axis)
+    generator = build(open_folder(path), prompts, 5, mesh=axis, expert_parallel=expert_parallel, dtype=dtype)
+    if expert_parallel:
+        weight = generator.model.layers["2"].feed_forward.experts.w1
+        assert weight.to_local().shape == (len(weight) // degree, *weight.shape[1:])
 
     def draw(logits: Tensor, batch: range) -> list[int]:
         return choose(logits, random, generators[batch.start : batch.stop])
@@ -189,13 +201,47 @@ def generate_on_a_rank(path: Path, prompts: list[list[int]], degree: int, **sett
     return list(generator.generate(prompts, {EOS}, draw))
 
 
-@pytest.mark.parametrize("case", ["llama, tied", "mistral", "qwen3, biases"])
+@pytest.mark.parametrize("case", ["llama, tied", "mistral", "qwen3, biases", "mixtral", "qwen3_moe", "olmoe"])
 def test_tensor_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
     """Prompts and batches are no multiples of the ranks."""
     save(tmp_path, case)
     prompts = draw_prompts()
     first, second = ranks(2).run(generate_on_a_rank, path=tmp_path, prompts=prompts, degree=2)
     assert first == second == generate(tmp_path, prompts)
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+def test_expert_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
+    """With one prompt, each rank adds one token at a time, and most experts have none."""
+    save(tmp_path, case)
+    arguments = {"path": tmp_path, "degree": 2, "expert_parallel": True}
+    for prompts in (draw_prompts(), draw_prompts((5,))):
+        first, second = ranks(2).run(generate_on_a_rank, prompts=prompts, **arguments)
+        assert first == second == generate(tmp_path, prompts)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_experts_over_four_ranks(expert_parallel: bool, case: str, ranks, tmp_path: Path):
+    """Qwen3-MoE's 6 experts are not divided by 4, and KV heads are as many as ranks."""
+    experts = {"num_experts": 8} if case == "qwen3_moe" else {}
+    save(tmp_path, case, num_key_value_heads=4, **experts)
+    prompts, arguments = draw_prompts(), {"path": tmp_path, "degree": 4, "expert_parallel": expert_parallel}
+    results = ranks(4).run(generate_on_a_rank, prompts=prompts, **arguments)
+    assert results == [generate(tmp_path, prompts)] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_rank_whose_experts_get_no_token(dtype: torch.dtype, ranks, tmp_path: Path):
+    """Of equal scores the first two of four experts are chosen, which the first rank has."""
+    hf = save(tmp_path, "mixtral").float()
+    for layer in hf.model.layers:
+        torch.nn.init.zeros_(layer.mlp.gate.weight)
+    hf.save_pretrained(tmp_path)
+    arguments = {"path": tmp_path, "prompts": draw_prompts(), "dtype": dtype}
+    first, second = ranks(2).run(generate_on_a_rank, degree=2, expert_parallel=True, **arguments)
+    assert first == second == generate(**arguments)
 
 
 def test_tensor_parallel_ranks_draw_the_same(ranks, tmp_path: Path):
@@ -307,8 +353,8 @@ def hf_folder(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def save_hf_of_bytes(folder: Path) -> None:
-    build_hf("llama", vocab_size=258, bos_token_id=256, eos_token_id=257).save_pretrained(folder)
+def save_hf_of_bytes(folder: Path, family: str = "llama") -> None:
+    build_hf(family, vocab_size=258, bos_token_id=256, eos_token_id=257).save_pretrained(folder)
 
 
 def run(capsys: Any, *arguments: Any) -> tuple[int, str, list[str]]:
@@ -337,11 +383,13 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_the_command_starts_the_ranks_of_tensor_parallel(hf_folder: Path, capsys):
-    arguments = [str(hf_folder), "abc", "--tokenizer=bytes", "--max-new-tokens=5", "--dtype=float64"]
+@pytest.mark.parametrize(("family", "more"), [("llama", []), ("olmoe", []), ("olmoe", ["--expert-parallel"])])
+def test_the_command_starts_the_ranks_of_tensor_parallel(family: str, more: list[str], tmp_path: Path, capsys):
+    save_hf_of_bytes(tmp_path, family)
+    arguments = [str(tmp_path), "abc", "--tokenizer=bytes", "--max-new-tokens=5", "--dtype=float64"]
     degree = "--tensor-parallel-degree=2"
     variables = {"PATH": str(Path(sys.executable).parent), "CUDA_VISIBLE_DEVICES": ""}
-    status, output, errors = python("-m", "titanlite", "generate", *arguments, degree, **variables)
+    status, output, errors = python("-m", "titanlite", "generate", *arguments, degree, *more, **variables)
     assert status == 0, errors
     assert output == run(capsys, *arguments)[1]
 
@@ -410,6 +458,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("hf", "a", *BYTES, "--prompts", "nowhere"): "--prompts nowhere: cannot be read",
     ("hf", "--prompts", "wrong.jsonl"): 'wrong.jsonl: line 2: expected a JSON object with a string "prompt"',
     ("hf", "a", *BYTES, "--tensor-parallel-degree", "3"): "= 3: expected a divisor of model.n_heads = 4",
+    ("hf", "a", *BYTES, "--expert-parallel"): "--expert-parallel: the model has no experts",
     (): "the following arguments are required: FOLDER",
 }
 
@@ -440,11 +489,29 @@ def test_an_empty_prompt_needs_a_bos(assets, tmp_path: Path, capsys):
 
 
 def test_a_launch_of_another_size_is_rejected():
-    options = mock.Mock(n_heads=4, n_kv_heads=4, ffn_dim=8, vocab_size=12)
-    check = functools.partial(command.check_degree, options, 4)
+    options = mock.Mock(n_heads=4, n_kv_heads=4, ffn_dim=8, vocab_size=12, moe=Moe())
+    check = functools.partial(command.check_degree, options, 4, expert_parallel=False)
     check(Launch(0, 0, 1, 1, 0))
     check(Launch(0, 0, 4, 4, 4))
     with pytest.raises(ConfigError, match="at most the 2 devices"):
         check(Launch(0, 0, 1, 1, 2))
     with pytest.raises(ConfigError, match="torchrun has started 2 ranks"):
         check(Launch(0, 0, 2, 2, 0))
+
+
+def test_experts_that_cannot_be_sharded_are_rejected():
+    sizes = {"n_heads": 4, "n_kv_heads": 4, "ffn_dim": 8, "vocab_size": 12, "expert_dim": 8}
+
+    def check(degree: int, expert_parallel: bool, **changes: Any) -> None:
+        options = mock.Mock(**{**sizes, "moe": Moe(n_experts=changes.pop("n_experts", 6)), **changes})
+        command.check_degree(options, degree, Launch(0, 0, degree, degree, 0), expert_parallel=expert_parallel)
+
+    check(4, False)
+    check(2, True)
+    check(4, True, n_experts=8, expert_dim=9)
+    with pytest.raises(ConfigError, match=r"= 4: expected a divisor of model.moe.n_experts = 6"):
+        check(4, True)
+    with pytest.raises(ConfigError, match=r"= 4: expected a divisor of model.moe.expert_dim = 9"):
+        check(4, False, expert_dim=9)
+    with pytest.raises(ConfigError, match="--expert-parallel: only with --tensor-parallel-degree above 1"):
+        check(1, True)

@@ -12,6 +12,7 @@ import pytest
 from tests.config_helpers import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
 from titanlite.config.hf_config import LARGEST_FILE, hf_config, model_options
 from titanlite.config.model_sizes import SIZES
+from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Model
 
 LLAMA: dict[str, Any] = {
@@ -24,6 +25,9 @@ LLAMA: dict[str, Any] = {
 }
 """A config.json as small as one can be."""
 QWEN2, QWEN3, MISTRAL = ({**LLAMA, "model_type": name} for name in ("qwen2", "qwen3", "mistral"))
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
+OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts_per_tok": 2, "num_experts": 8}
+QWEN3_MOE = {**OLMOE, "model_type": "qwen3_moe", "moe_intermediate_size": 24}
 ASSETS = "model.hf_assets_path"
 
 
@@ -106,6 +110,37 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                             {"attention_bias": "all", "sliding_window": 0}),
     "qwen3, layer types":  ({**QWEN3, "use_sliding_window": True, "sliding_window": 7, "layer_types": SLIDING},
                             {"sliding_window": 7}),
+    "mixtral":             (MIXTRAL,
+                            {"moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": True},
+                             "n_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0,
+                             "qk_norm": False, "ffn_dim": 96}),
+    "mixtral, hub":        ({**MIXTRAL, "sliding_window": 7, "head_dim": 12,
+                             "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02, "output_router_logits": False},
+                            {"sliding_window": 7, "head_dim": 12}),
+    "qwen3_moe":           (QWEN3_MOE,
+                            {"moe": {"n_experts": 8, "n_experts_per_token": 2, "expert_dim": 24, "every_n_layers": 1,
+                                     "n_first_dense_layers": 0, "normalize_scores": False},
+                             "n_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-6, "qk_norm": True, "ffn_dim": 96}),
+    "qwen3_moe, hub":      ({**QWEN3_MOE, "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2,
+                             "mlp_only_layers": [0, 1], "max_window_layers": 48, "use_sliding_window": False,
+                             "sliding_window": None, "attention_bias": True, "num_key_value_heads": 2},
+                            {"moe": {"n_experts": 8, "n_experts_per_token": 2, "expert_dim": 24, "every_n_layers": 2,
+                                     "n_first_dense_layers": 2, "normalize_scores": True},
+                             "n_kv_heads": 2, "head_dim": 32, "attention_bias": "all", "sliding_window": 0}),
+    "qwen3_moe, 5.0":      ({**{key: value for key, value in QWEN3_MOE.items() if key != "num_experts"},
+                             "num_local_experts": 4, "use_sliding_window": True, "sliding_window": 7},
+                            {"sliding_window": 7,
+                             "moe": {"n_experts": 4, "n_experts_per_token": 2, "expert_dim": 24, "every_n_layers": 1,
+                                     "n_first_dense_layers": 0, "normalize_scores": False}}),
+    "olmoe":               (OLMOE,
+                            {"moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": False},
+                             "n_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-5, "qk_norm": "all_heads",
+                             "rope_theta": 1e4, "sliding_window": 0}),
+    "olmoe, hub":          ({**OLMOE, "clip_qkv": None, "norm_topk_prob": True, "head_dim": 16,
+                             "num_key_value_heads": 2, "attention_bias": True, "num_local_experts": 8,
+                             "router_aux_loss_coef": 0.01},
+                            {"n_kv_heads": 2, "attention_bias": "all",
+                             "moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": True}}),
 }
 # fmt: on
 
@@ -115,7 +150,7 @@ def test_values(tmp_path: Path, name: str):
     content, expected = READ[name]
     actual = options(tmp_path, content)
     assert {key: actual[key] for key in expected} == expected
-    assert actual.keys() == SIZES["debug"].keys()
+    assert actual.keys() - {"moe"} == SIZES["debug"].keys()
     Model.model_validate({**actual, "flavor": "from_hf"})  # complete, and of the right types
 
 
@@ -138,14 +173,22 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
     if "original_max_position_embeddings" in theirs.rope_parameters:
         assert ours["rope_original_seq_len"] == theirs.rope_parameters["original_max_position_embeddings"]
     window = getattr(theirs, "sliding_window", None)
-    if hasattr(theirs, "layer_types") and theirs.model_type != "mistral":
+    if hasattr(theirs, "layer_types") and theirs.model_type not in ("mistral", "qwen3_moe", "mixtral", "olmoe"):
         window = window if set(theirs.layer_types) == {"sliding_attention"} else None
     assert ours["sliding_window"] == (window or 0)
+    if "moe" in ours:
+        moe = {**Moe().model_dump(), **ours["moe"]}
+        names = {"n_experts": "num_local_experts", "n_experts_per_token": "num_experts_per_tok"}
+        names |= {"normalize_scores": "norm_topk_prob"} if theirs.model_type != "mixtral" else {}
+        if theirs.model_type == "qwen3_moe":
+            names |= {"expert_dim": "moe_intermediate_size", "every_n_layers": "decoder_sparse_step"}
+            assert list(range(moe["n_first_dense_layers"])) == theirs.mlp_only_layers
+        assert {key: moe[key] for key in names} == {key: getattr(theirs, name) for key, name in names.items()}
 
 
 # What is rejected ----------------------------------------------------------------------------------------------------
 
-ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3"'
+ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe"'
 INTEGER = "expected an integer from 1 to 2147483647"
 
 
@@ -156,7 +199,7 @@ def scaled(**values: Any) -> dict[str, Any]:
 # fmt: off
 REJECTED: list[tuple[Any, list[str]]] = [
     ({}, [f"model_type is missing: {ONE_OF}"]),
-    ({**LLAMA, "model_type": "mixtral"}, [f'model_type = "mixtral": {ONE_OF}']),
+    ({**LLAMA, "model_type": "qwen2_moe"}, [f'model_type = "qwen2_moe": {ONE_OF}']),
     ({**LLAMA, "model_type": ["llama"]}, [f"model_type = a list: {ONE_OF}"]),
     ({"model_type": "llama"}, [f"{key} is missing: {INTEGER}" for key in (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")]),
@@ -196,6 +239,30 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**QWEN3, "layer_types": SLIDING}, ['layer_types = a list: expected "full_attention" for each of the 3 layers']),
     ({**QWEN3, "layer_types": 3}, ["layer_types = 3: expected"]),
     ({**QWEN3, "layer_types": [["full_attention"], {}, None]}, ["layer_types = a list: expected"]),
+    # experts
+    ({**LLAMA, "model_type": "qwen3_moe"}, [f"{key} is missing: {INTEGER}" for key in (
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size")]),
+    ({**LLAMA, "model_type": "mixtral"}, [f"{key} is missing: {INTEGER}" for key in (
+        "num_local_experts", "num_experts_per_tok")]),
+    ({**QWEN3_MOE, "num_experts": 0}, [f"num_experts = 0: {INTEGER}", "num_experts_per_tok = 2: expected at most"]),
+    ({**OLMOE, "num_experts_per_tok": 9},
+     ["num_experts_per_tok = 9: expected at most the number of experts, 8"]),
+    ({**OLMOE, "num_local_experts": 4}, ["num_local_experts = 4: expected the same as num_experts; remove one"]),
+    ({**QWEN3_MOE, "mlp_only_layers": [1]}, ["mlp_only_layers = a list: expected the first layers in order"]),
+    ({**QWEN3_MOE, "mlp_only_layers": [1, 0]}, ["mlp_only_layers = a list: expected the first layers in order"]),
+    ({**QWEN3_MOE, "mlp_only_layers": [0, True]}, ["mlp_only_layers = a list: expected a list of integers"]),
+    ({**QWEN3_MOE, "mlp_only_layers": 1}, ["mlp_only_layers = 1: expected a list of integers"]),
+    ({**QWEN3_MOE, "decoder_sparse_step": 0}, [f"decoder_sparse_step = 0: {INTEGER}"]),
+    ({**QWEN3_MOE, "norm_topk_prob": 1}, ["norm_topk_prob = 1: expected true or false"]),
+    ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers = 1: expected 0"]),
+    ({**MIXTRAL, "norm_topk_prob": False}, ["norm_topk_prob = false: expected true"]),
+    ({**MIXTRAL, "router_jitter_noise": 0.1}, ["router_jitter_noise = 0.1: expected 0; the router has no noise"]),
+    ({**MIXTRAL, "attention_bias": True}, ['attention_bias = true: "mixtral" does not read it']),
+    ({**OLMOE, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+     ["decoder_sparse_step = 2: expected 1", "mlp_only_layers = a list: expected []"]),
+    ({**OLMOE, "clip_qkv": 8.0}, ["clip_qkv = 8.0: expected null; queries, keys and values are not clipped"]),
+    ({**OLMOE, "sliding_window": 8}, ['sliding_window = 8: "olmoe" does not read it']),
+    ({**OLMOE, "head_dim": 32}, ["head_dim = 32: expected 16; the norm of all heads together"]),
     # the rotary embedding
     (scaled(type="dynamic", factor=2.0),
      ['rope_scaling.type = "dynamic": expected one of "default", "linear", "llama3", "yarn"',
@@ -332,9 +399,8 @@ def test_every_size_comes_back(tmp_path: Path, flavor: str):
         kept = {key: value for key, value in exported.items() if key not in dropped}
         actual = options(tmp_path, kept)
         unread = set() if section.rope_scaling_factor > 1 else {"rope_original_seq_len"}
-        assert {key: value for key, value in actual.items() if key not in unread} == {
-            key: value for key, value in expected.items() if key not in unread
-        }
+        read = Model.model_validate(actual).model_dump(exclude={"flavor", "hf_assets_path", *unread})
+        assert read == {key: value for key, value in expected.items() if key not in unread}
     theirs = AutoConfig.from_pretrained(write(tmp_path, exported))
     assert [type(theirs).__name__.replace("Config", "ForCausalLM")] == theirs.architectures == exported["architectures"]
     assert (theirs.hidden_size, str(theirs.dtype), theirs.bos_token_id) == (section.dim, "torch.bfloat16", 1)
@@ -347,6 +413,15 @@ COMBINATIONS = {
     "mistral, width": {"dim": 60, "n_heads": 8},
     "qwen2": {"attention_bias": "qkv", "sliding_window": 8},
     "qwen3": {"qk_norm": True, "attention_bias": "all", "sliding_window": 8, "head_dim": 32},
+    "mixtral": {"moe": {"normalize_scores": True}, "sliding_window": 8, "ffn_dim": 48, "head_dim": 32},
+    "qwen3_moe": {
+        **{"qk_norm": True, "attention_bias": "all", "sliding_window": 8, "head_dim": 32, "n_layers": 5},
+        "moe": {"expert_dim": 24, "n_first_dense_layers": 3, "every_n_layers": 2},
+    },
+    "qwen3_moe, scores": {"qk_norm": True, "moe": {"expert_dim": 24, "normalize_scores": True}},
+    "qwen3_moe, dense": {"qk_norm": True, "n_layers": 2, "moe": {"expert_dim": 24, "n_first_dense_layers": 2}},
+    "olmoe": {"qk_norm": "all_heads", "attention_bias": "all", "moe": {}},
+    "olmoe, scores": {"qk_norm": "all_heads", "moe": {"normalize_scores": True}},
     "llama, linear": {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
     "llama, yarn": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_beta_fast": 20.0},
     "llama, yarn, factor": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.25},
@@ -355,7 +430,10 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combinations_come_back(tmp_path: Path, name: str):
-    section = model(**COMBINATIONS[name])
+    values = dict(COMBINATIONS[name])
+    if "moe" in values:
+        values["moe"] = {"n_experts": 8, "n_experts_per_token": 2, **values["moe"]}
+    section = model(**values)
     exported = hf_config(section, **TOKENS)
     assert exported["model_type"] == name.split(",")[0]
     actual = options(tmp_path, exported)
@@ -370,9 +448,34 @@ def test_combinations_come_back(tmp_path: Path, name: str):
         {"attention_bias": "qkv", "mlp_bias": True},
         {"attention_bias": "all", "sliding_window": 8},
         {"mlp_bias": True, "dim": 60, "n_heads": 8},
+        {"qk_norm": "all_heads"},
     ],
 )
 def test_what_no_family_has_is_rejected(values: dict[str, Any]):
     (line,) = problems(lambda: hf_config(model(**values), **TOKENS))
     assert "no family of transformers has all of these" in line
     assert all(f"model.{key} = " in line for key in values)
+
+
+@pytest.mark.parametrize(
+    ("values", "moe"),
+    [
+        ({}, {}),  # scores that are not divided by their sum, without norms
+        ({}, {"normalize_scores": True, "n_first_dense_layers": 1}),
+        ({}, {"normalize_scores": True, "every_n_layers": 2}),
+        ({"attention_bias": "all"}, {"normalize_scores": True}),
+        ({"qk_norm": True}, {"n_shared_experts": 1}),
+        ({"qk_norm": True}, {"score_function": "sigmoid"}),
+        ({"qk_norm": True}, {"score_scaling": 2.0}),
+        ({"qk_norm": True}, {"n_groups": 2}),
+        ({"qk_norm": True, "attention_bias": "qkv"}, {}),
+        ({"qk_norm": "all_heads", "sliding_window": 8}, {}),
+        ({"qk_norm": "all_heads", "head_dim": 32}, {}),
+        ({"qk_norm": "all_heads"}, {"n_first_dense_layers": 1}),
+    ],
+)
+def test_experts_that_no_family_has_are_rejected(values: dict[str, Any], moe: dict[str, Any]):
+    section = model(**values, moe={"n_experts": 8, "n_experts_per_token": 2, **moe})
+    (line,) = problems(lambda: hf_config(section, **TOKENS))
+    assert "no family of transformers has all of these; expected those of mixtral, qwen3_moe, olmoe" in line
+    assert all(f"model.{key} = " in line for key in [*values, *(f"moe.{key}" for key in moe)])

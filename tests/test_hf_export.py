@@ -152,7 +152,7 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path: Path):
     for n_names in range(1, 9):
         shapes = {f"layers.{10**n}.ffn_norm.weight": torch.Size([3]) for n in range(n_names)}
         file = tmp_path / f"{n_names}.safetensors"
-        write_safetensors(file, shapes, torch.float32, lambda name: torch.ones(3))
+        write_safetensors(file, shapes, {name: [name] for name in shapes}, torch.float32, lambda name: torch.ones(3))
         content = file.read_bytes()
         header = int.from_bytes(content[:8], "little")
         assert header % 8 == 0
@@ -247,7 +247,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch):
 def run_folder(tmp_path: Path) -> Path:
     """A run's folder with the checkpoints of two steps."""
     options, run = model_options(vocab_size=VOCABULARY), tmp_path / "run"
-    identity = {"seed": 42, "data": "x", **options.model_dump(exclude={"flavor", "hf_assets_path"})}
+    identity = {"seed": 42, "data": "x", **options.identity()}
     for step in (2, 10):
         weights = {f"model.{name}": weight * step for name, weight in random_weights(options, BF16).items()}
         write_checkpoint(run / "checkpoint" / f"step-{step}", weights, step=step, identity=identity)
@@ -281,7 +281,7 @@ def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
     """Save a checkpoint of this layout's initial weights, and return the full weights."""
     layout = mesh.build_layout(job.parallelism, CPU)
     model, stages = build.build_model(job, layout, CPU)
-    identity = {"seed": 1, "data": "x", **job.model.model_dump(exclude={"flavor", "hf_assets_path"})}
+    identity = {"seed": 1, "data": "x", **job.model.identity()}
     checkpointer = Checkpointer(folder, job.checkpoint, identity, job.comm)
     checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
     checkpointer.confirm(4)
@@ -289,8 +289,16 @@ def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def test_a_checkpoint_of_a_sharded_run_is_exported(ranks, tmp_path: Path):
-    settings = {"model__qk_norm": True, "model__head_dim": 16, "training__dtype": "float32"}
+SHARDED: dict[str, dict[str, Any]] = {
+    "qwen3": {"model__qk_norm": True, "model__head_dim": 16},
+    "mixtral": {"model__moe__n_experts": 4, "model__moe__n_experts_per_token": 2, "model__moe__normalize_scores": True},
+    "olmoe, ep": {"model__qk_norm": "all_heads", "model__moe__n_experts": 4, "expert_parallel_degree": 2},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_checkpoint_of_a_sharded_run_is_exported(name: str, ranks, tmp_path: Path):
+    settings = {**SHARDED[name], "training__dtype": "float32"}
     job = resolve(tmp_path, 4, {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2, **settings})
     weights, *_ = ranks(4).run(save_on_a_rank, job=job, folder=tmp_path / "run")
     assert command(tmp_path / "run" / "checkpoint", tmp_path / "out", "--max-seq-len", SEQ_LEN) == 0
@@ -366,8 +374,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(run_folder: Path, tmp_path:
         (None, "lacks model."),
         ([], "lacks model."),
         ({"dim": 3}, "lacks model."),
-        ({**model_options().model_dump(exclude={"flavor", "hf_assets_path"}), "dim": "x"}, 'model.dim = "x": '),
-        ({**model_options().model_dump(exclude={"flavor", "hf_assets_path"}), "n_layers": 0}, "model.n_layers = 0: "),
+        ({**model_options().identity(), "dim": "x"}, 'model.dim = "x": '),
+        ({**model_options().identity(), "n_layers": 0}, "model.n_layers = 0: "),
     ],
     ids=["none", "a list", "few options", "a text", "no layers"],
 )

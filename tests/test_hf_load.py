@@ -20,11 +20,14 @@ from tests.hf_helpers import (
     FAMILIES,
     LOGITS_TOLERANCE,
     OURS,
+    WITH_EXPERTS,
     build_hf,
     draw_tokens,
     empty_model,
     expected_weights,
     model_options,
+    ours,
+    released,
     save_hf,
 )
 from tests.test_model import relative
@@ -34,7 +37,7 @@ from titanlite.config import Config, ConfigError
 from titanlite.config.schema import Model
 from titanlite.hf import load
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
-from titanlite.hf.names import from_hf, hf_name
+from titanlite.hf.names import hf_name, hf_names
 from titanlite.parallel import mesh
 
 SMALL_FILES = {"max_shard_size": "20KB"}
@@ -56,6 +59,24 @@ def test_other_orders_of_rows_would_show(tmp_path: Path, monkeypatch):
     hf, options = save_hf(tmp_path), model_options()
     model = empty_model(options)
     monkeypatch.setattr(load, "hf_rows", lambda name, rows, options: rows)
+    load_hf_weights(tmp_path, model, options)
+    with torch.no_grad():
+        assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) > 1e-2
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("bug", ["another order of experts", "w1 and w3 swapped"])
+def test_other_experts_would_show(bug: str, family: str, tmp_path: Path, monkeypatch):
+    hf, options, real = save_hf(tmp_path, family), model_options(family), load.hf_names
+    swapped = {"experts.w1": "experts.w3", "experts.w3": "experts.w1"} if bug.startswith("w1") else {}
+
+    def changed(name: str, options: Model) -> list[str]:
+        end = name[-len("experts.w1") :]
+        names = real(name.removesuffix(end) + swapped.get(end, end), options)
+        return names if swapped else names[::-1]
+
+    monkeypatch.setattr(load, "hf_names", changed)
+    model = empty_model(options)
     load_hf_weights(tmp_path, model, options)
     with torch.no_grad():
         assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) > 1e-2
@@ -99,6 +120,13 @@ def test_a_tied_model_may_have_its_embedding_twice(tmp_path: Path):
 
 SHARD, TP, PP = ({f"{name}_parallel_degree": 2} for name in ("data_parallel_shard", "tensor", "pipeline"))
 NORMS_AND_BIASES = {"model__qk_norm": True, "model__attention_bias": "all", "model__head_dim": 16}
+EP = {"expert_parallel_degree": 2}
+QWEN3_MOE, MIXTRAL, OLMOE = (
+    {f"model__moe__{key}": value for key, value in FAMILIES[family][0]["moe"].items()}
+    for family in ("qwen3_moe", "mixtral", "olmoe")
+)
+QWEN3_MOE |= {"model__qk_norm": True}
+OLMOE |= {"model__qk_norm": "all_heads"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {}),
     # one KV head of 8 channels: the ranks have 2 of its rows each
@@ -117,6 +145,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard x tp, norms and biases": (4, {**TP, "data_parallel_shard_degree": 2, **NORMS_AND_BIASES}),
     "shard 4, norms and biases, heads are cut": (4, {**NORMS_AND_BIASES, "model__n_kv_heads": 1}),
     "shard 2, CPU offload": (2, {"training__enable_cpu_offload": True}),
+    "qwen3_moe, shard 4, a rank has no expert": (4, QWEN3_MOE),
+    "qwen3_moe, shard 4 x ep": (4, QWEN3_MOE | EP),
+    "mixtral, tp 2": (2, MIXTRAL | TP),
+    "mixtral, shard x tp, ep": (4, MIXTRAL | TP | EP | {"data_parallel_shard_degree": 2}),
+    "olmoe, tp 2, ep": (2, OLMOE | TP | EP),
+    "olmoe, pp x shard": (4, OLMOE | PP | {"data_parallel_shard_degree": 2}),
+}
+NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
+    f"{family}, {name}": (world_size, options | layout)
+    for family, options in (("qwen3_moe", QWEN3_MOE), ("mixtral", MIXTRAL), ("olmoe", OLMOE))
+    for name, world_size, layout in (
+        ("shard 2", 2, {}),
+        ("shard 3, uneven", 3, {}),
+        ("shard 2, ep", 2, EP),
+        ("HSDP", 4, {"data_parallel_replicate_degree": 2}),
+        ("shard x tp", 4, {**TP, "data_parallel_shard_degree": 2}),
+        ("shard x tp, ep", 4, {**TP, **EP, "data_parallel_shard_degree": 2}),
+        ("pp x tp", 4, {**PP, **TP}),
+        ("pp x shard, ep", 4, {**PP, **EP, "data_parallel_shard_degree": 2}),
+        ("shard 2, CPU offload", 2, {"training__enable_cpu_offload": True}),
+    )
+    if f"{family}, {name}" not in LAYOUTS
 }
 
 
@@ -143,41 +193,50 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
     model, _ = build.build_model(job, layout, CPU)
     opened: set[str] = set()
     counts: list[int] = []
-    real_open, real_read = load._open, load._read
+    real_open, real_fill, real_read = load._open, load._fill, load._read
 
     def recorded_open(file: Path) -> Any:
         opened.add(file.name)
         return real_open(file)
 
-    def recorded_read(parameter: Any, name: str, tensor: Any, options: Any) -> torch.Tensor:
-        return real_read(parameter, name, CountedSlice(tensor, counts), options)
+    def recorded_fill(parameter: Any, name: str, files: dict[str, Path], options: Any) -> None:
+        before = sum(counts)
+        real_fill(parameter, name, files, options)
+        if ".experts." in name:
+            assert sum(counts) - before == parameter.to_local().numel(), "read what is not of this rank"
 
-    with mock.patch.object(load, "_open", recorded_open), mock.patch.object(load, "_read", recorded_read):
+    def recorded_read(tensor: Any, ranges: Any) -> torch.Tensor:
+        return real_read(CountedSlice(tensor, counts), ranges)
+
+    with mock.patch.multiple(load, _open=recorded_open, _fill=recorded_fill, _read=recorded_read):
         load_hf_weights(folder, model, job.model)
     full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
     n_local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     return {name: tensor.detach().clone() for name, tensor in full.items()}, opened, sum(counts), n_local
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
-    world_size, layout = LAYOUTS[name]
+    world_size, layout = (LAYOUTS | NIGHTLY)[name]
     settings = {"training__dtype": "float32", "training__local_batch_size": 4, **layout}
     job = resolve(tmp_path, world_size, settings)
     sizes = {"num_hidden_layers": job.model.n_layers, "vocab_size": job.model.vocab_size}
     sizes |= {"num_key_value_heads": job.model.n_kv_heads, "tie_word_embeddings": job.model.tie_embeddings}
-    family = "qwen3, biases" if job.model.qk_norm else "llama"
+    family = name.split(",")[0] if job.model.moe.n_experts else "qwen3, biases" if job.model.qk_norm else "llama"
+    if job.model.head_dim * job.model.n_heads == job.model.dim and "head_dim" in FAMILIES[family][2]:
+        sizes["head_dim"] = job.model.head_dim
     hf = build_and_save(tmp_path / "hf", family, sizes)
-    theirs, loaded = hf.state_dict(), set()
+    theirs, loaded = released(hf, hf.state_dict()), set()
     for weights, opened, n_read, n_local in ranks(world_size).run(load_on_a_rank, job=job, folder=tmp_path / "hf"):
         # The rows that cover a cut head are at most all of it: at both ends, of q and k and their norms in 3 layers.
         cut = 2 * job.model.head_dim * 2 * 3 * (job.model.dim + 2)
-        assert n_local <= n_read <= n_local + (cut if "shard" in name else 0)
+        assert n_local <= n_read <= n_local + (cut if "shard" in name or "HSDP" in name else 0)
         assert opened
         for parameter, weight in weights.items():
-            assert torch.equal(weight, from_hf(parameter, theirs[hf_name(parameter)], job.model)), parameter
+            assert torch.equal(weight, ours(parameter, theirs, job.model)), parameter
         loaded |= weights.keys()
-    assert {hf_name(parameter) for parameter in loaded} == dict(hf.named_parameters()).keys()
+    read = {each for parameter in loaded for each in hf_names(parameter, job.model)}
+    assert read == released(hf, dict(hf.named_parameters())).keys()
 
 
 def build_and_save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
@@ -352,6 +411,23 @@ def test_a_wrong_folder_is_one_line_and_changes_no_weight(case: str, tmp_path: P
     assert str(tmp_path / "hf") in line
     assert "\n" not in line
     assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_missing_expert_is_rejected(family: str, tmp_path: Path):
+    save_hf(tmp_path, family)
+    name = hf_names("layers.2.feed_forward.experts.w2", model_options(family))[3]
+    change(tmp_path / SINGLE, {name: None})
+    with pytest.raises(ConfigError, match=f'lacks "{name}", which the model needs'):
+        load_hf_weights(tmp_path, empty_model(model_options(family)), model_options(family))
+
+
+def test_experts_in_one_tensor_are_rejected(tmp_path: Path):
+    save_hf(tmp_path, "olmoe", save_original_format=False)
+    with pytest.raises(ConfigError) as caught:
+        load_hf_weights(tmp_path, empty_model(model_options("olmoe")), model_options("olmoe"))
+    (line,) = caught.value.problems
+    assert 'has "model.layers.0.mlp.experts.gate_up_proj" and 2 other tensors: expected a tensor for each' in line
 
 
 def test_a_tied_model_with_another_output_head_is_rejected(tmp_path: Path):

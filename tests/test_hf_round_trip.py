@@ -19,7 +19,7 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError
 
 VOCABULARY, STEPS, LR = 400, 3, 1e-3
-FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}}
+FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}, "mixtral": {}, "qwen3_moe": {}, "olmoe": {}}
 """Settings of transformers that differ from those of tests/hf_helpers.py."""
 CONFIG = """
 [job]
@@ -57,6 +57,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "--parallelism.context_parallel_degree=2",
         "--parallelism.data_parallel_replicate_degree=2",
     ),
+    "shard 2 x tp 2, ep": ("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
+    "shard 4, ep": ("--parallelism.expert_parallel_degree=2",),
 }
 CASES = [
     pytest.param("llama", "shard 2 x tp 2", marks=pytest.mark.nightly),
@@ -64,6 +66,11 @@ CASES = [
     pytest.param("llama", "pp 2 x shard 2", marks=pytest.mark.nightly),
     pytest.param("llama", "cp 2 x replicate 2", marks=pytest.mark.nightly),
     pytest.param("qwen3", "cp 2 x replicate 2", marks=pytest.mark.nightly),
+    pytest.param("mixtral", "pp 2 x shard 2", marks=pytest.mark.nightly),
+    pytest.param("mixtral", "shard 2 x tp 2", marks=pytest.mark.nightly),
+    pytest.param("qwen3_moe", "shard 4, ep", marks=pytest.mark.nightly),
+    pytest.param("olmoe", "shard 2 x tp 2, ep"),
+    pytest.param("olmoe", "cp 2 x replicate 2", marks=pytest.mark.nightly),
 ]
 TOLERANCE = 2e-6
 """Float32 rounds a gradient's terms to 6e-8 of their size, and a gradient is some 100 of them: about 6e-7 of the

@@ -619,10 +619,12 @@ def save_with_dcp(content: dict[str, torch.Tensor], folder: Path) -> None:
         dcp.save(content, checkpoint_id=folder, no_dist=True)
 
 
-def test_a_checkpoint_of_the_older_format_is_converted(runs, folder):
+@pytest.mark.parametrize("n_experts", [0, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_checkpoint_of_the_older_format_is_converted(n_experts, runs, folder):
     """It was written by torch's distributed checkpoint. The run that resumes from it is bit for bit the same."""
-    uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
-    runs(1, "run", "--checkpoint.enable", "--training.steps=3")
+    arguments = ["--checkpoint.enable", f"--model.moe.n_experts={n_experts}"]
+    uninterrupted = runs(1, "uninterrupted", *arguments)
+    runs(1, "run", *arguments, "--training.steps=3")
     step = folder / "run" / "checkpoint" / "step-3"
     reader = CheckpointReader(step)
     content = {name: reader.read(name) for name in reader.shapes}
@@ -630,11 +632,11 @@ def test_a_checkpoint_of_the_older_format_is_converted(runs, folder):
     shutil.rmtree(step)
     runs.ranks(1).run(save_with_dcp, content=content, folder=step)
     (step / "state.json").write_text(json.dumps(state))
-    message = error_message(runs, 1, "run", "--checkpoint.enable")
+    message = error_message(runs, 1, "run", *arguments)
     assert "it is of an older format: run `titanlite convert` on it" in message
     step.rename(folder / "old")
     assert convert.main([str(folder / "old"), str(step)]) == 0
-    assert computed(runs(1, "run", "--checkpoint.enable")) == computed(uninterrupted)
+    assert computed(runs(1, "run", *arguments)) == computed(uninterrupted)
 
 
 def test_keep_latest_k(runs, folder):

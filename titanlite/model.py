@@ -3,9 +3,9 @@
 RMSNorm before each sublayer, rotary position embedding (RoPE, with Llama 3.1's scaling), grouped-query attention (GQA),
 SwiGLU, optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
 (arXiv:2407.21783). Other families are options: sliding-window attention (Mistral, arXiv:2310.06825), biases (Qwen2,
-arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388), linear (arXiv:2306.15595)
-and YaRN (arXiv:2309.00071) scaling. Module names are Llama's own, so that checkpoints and tensor-parallel plans read as
-elsewhere.
+arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388; OLMoE, arXiv:2409.02060),
+linear (arXiv:2306.15595) and YaRN (arXiv:2309.00071) scaling. Module names are Llama's own, so that checkpoints and
+tensor-parallel plans read as elsewhere.
 
 Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
 width, V vocabulary. Only attention tells sequences apart: everything else sees tokens, [N, D].
@@ -135,21 +135,24 @@ class Attention(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.head_dim, bias = model.head_dim, model.attention_bias
-        self.wq = nn.Linear(model.dim, model.n_heads * self.head_dim, bias=bias != "none")
-        self.wk = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=bias != "none")
-        self.wv = nn.Linear(model.dim, model.n_kv_heads * self.head_dim, bias=bias != "none")
-        self.wo = nn.Linear(model.n_heads * self.head_dim, model.dim, bias=bias == "all")
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else None
+        q_width, kv_width = model.n_heads * self.head_dim, model.n_kv_heads * self.head_dim
+        self.wq = nn.Linear(model.dim, q_width, bias=bias != "none")
+        self.wk = nn.Linear(model.dim, kv_width, bias=bias != "none")
+        self.wv = nn.Linear(model.dim, kv_width, bias=bias != "none")
+        self.wo = nn.Linear(q_width, model.dim, bias=bias == "all")
+        self.norms_all_heads = model.qk_norm == "all_heads"  # together, and not each by itself
+        widths = (q_width, kv_width) if self.norms_all_heads else (self.head_dim, self.head_dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=model.norm_eps) if model.qk_norm else None for n in widths)
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        # -1 sequences and -1 heads: a rank may have only some of them.
+        """Return [N, D]. Sequences and heads are counted by -1: a rank may have only some of them."""
         sizes = -1, rope_TK2.shape[-3]
-        q_BTHK, k_BTGK, v_BTGK = (
-            w(x_ND).unflatten(-1, (-1, self.head_dim)).unflatten(0, sizes) for w in (self.wq, self.wk, self.wv)
-        )
-        if self.q_norm is not None:
+        q, k, v = self.wq(x_ND), self.wk(x_ND), self.wv(x_ND)
+        if self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHK, k_BTGK, v_BTGK = (x.unflatten(-1, (-1, self.head_dim)).unflatten(0, sizes) for x in (q, k, v))
+        if self.q_norm is not None and not self.norms_all_heads:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK2), apply_rotary_emb(k_BTGK, rope_TK2)
         return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))

@@ -41,7 +41,8 @@ def family_summary(model: Model) -> str:
     words = [f"head_dim {model.head_dim}"] if model.n_heads * model.head_dim != model.dim else []
     words += [f"{key} {rank}" for key, rank in model.mla if key.endswith("lora_rank") and rank]
     words += [f"attention_bias {model.attention_bias}"] if model.attention_bias != "none" else []
-    words += [key for key in ("mlp_bias", "qk_norm") if getattr(model, key)]
+    words += ["mlp_bias"] if model.mlp_bias else []
+    words += ["qk_norm" if model.qk_norm is True else f"qk_norm {model.qk_norm}"] if model.qk_norm else []
     words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []
     if model.moe.n_experts:
         shared = f" and {model.moe.n_shared_experts} shared" if model.moe.n_shared_experts else ""

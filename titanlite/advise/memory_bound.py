@@ -64,7 +64,7 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float,
     unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
     results = 3 * dim + 2 * q_dim + kv_dim + 2 * model.ffn_dim + unsharded
     everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 4 * model.ffn_dim + unsharded
-    everything += (q_dim + kv_dim // 2) * model.qk_norm
+    everything += (q_dim + kv_dim // 2) * bool(model.qk_norm)
     saved = dim if full else results if recomputes else everything
     working = everything if full else everything - results
     between = everything if full else results / 2

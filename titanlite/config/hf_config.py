@@ -1,4 +1,5 @@
-"""Hugging Face's config.json to the options of [model], and back: the families Llama, Mistral, Qwen2 and Qwen3.
+"""Hugging Face's config.json to the options of [model], and back: the families Llama, Mistral, Qwen2 and Qwen3, and
+with experts Mixtral, Qwen3-MoE and OLMoE.
 
 A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
 can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
@@ -8,9 +9,9 @@ rotary embedding's options: rope_theta and rope_scaling, as most files on the hu
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
-from titanlite.config.loader import ConfigError, Section, show
+from titanlite.config.loader import ConfigError, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
@@ -18,19 +19,30 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 
 
 class Family(NamedTuple):
-    """A model type of transformers: its class, and its defaults of num_key_value_heads and head_dim, where None is
-    num_attention_heads and hidden_size / num_attention_heads."""
+    """A model type of transformers: its class, its norms of queries and keys, and its defaults of some keys. Those of
+    num_key_value_heads and head_dim are num_attention_heads and hidden_size / num_attention_heads where they are
+    None."""
 
     architecture: str
+    qk_norm: Union[bool, str] = False
     n_kv_heads: int | None = None
     head_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    experts: str = ""
+    """Key of the number of experts; empty: the type has none."""
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", n_kv_heads=8),
     "qwen2": Family("Qwen2ForCausalLM", n_kv_heads=32),
-    "qwen3": Family("Qwen3ForCausalLM", n_kv_heads=32, head_dim=128),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, n_kv_heads=32, head_dim=128),
+    "mixtral": Family(
+        "MixtralForCausalLM", n_kv_heads=8, norm_eps=1e-5, rope_theta=1_000_000.0, experts="num_local_experts"
+    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, n_kv_heads=4, experts="num_experts"),
+    "olmoe": Family("OlmoeForCausalLM", qk_norm="all_heads", norm_eps=1e-5, experts="num_experts"),
 }
 """By model_type."""
 ONLY: dict[str, tuple[Any, str]] = {
@@ -39,6 +51,8 @@ ONLY: dict[str, tuple[Any, str]] = {
     "pretraining_tp": (1, "projections are not split"),
     "partial_rotary_factor": (1, "all channels are rotated"),
     "is_causal": (True, "attention is causal"),
+    "clip_qkv": (None, "queries, keys and values are not clipped"),
+    "router_jitter_noise": (0, "the router has no noise"),
     "quantization_config": (None, "quantized weights cannot be read; take the original ones"),
     "attn_logit_softcapping": (None, "attention scores are not capped"),
     "final_logit_softcapping": (None, "logits are not capped"),
@@ -88,13 +102,17 @@ def model_options(folder: Path) -> dict[str, Any]:
         "head_dim": config.integer("head_dim", family.head_dim or (dim // n_heads if dim % n_heads == 0 else -1)),
         "ffn_dim": config.integer("intermediate_size"),
         "vocab_size": config.integer("vocab_size"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.number("rms_norm_eps", family.norm_eps),
         "tie_embeddings": config.boolean("tie_word_embeddings", False),
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": family.qk_norm,
         **_bias_options(config, model_type),
         "sliding_window": _sliding_window(config, model_type, n_layers),
-        **_rope_options(config),
+        **_rope_options(config, family.rope_theta),
     }
+    if family.experts:
+        options["moe"] = _expert_options(config, model_type)
+    if model_type == "olmoe":
+        config.only("head_dim", dim // n_heads, "the norm of all heads together is as wide as the model")
     if problems:
         raise ConfigError(problems)
     return options
@@ -197,7 +215,7 @@ def _bias_options(config: _Object, model_type: str) -> dict[str, Any]:
     """Return the options for biases. Where transformers does not read a key, it must not contradict."""
     attention = config.boolean("attention_bias", model_type == "qwen2")
     mlp = config.boolean("mlp_bias", False)
-    if model_type in ("mistral", "qwen2") and attention != (model_type == "qwen2"):
+    if model_type in ("mistral", "qwen2", "mixtral") and attention != (model_type == "qwen2"):
         config.reject("attention_bias", f"{show(model_type)} does not read it; remove it")
     if mlp and model_type != "llama":
         config.reject("mlp_bias", f"{show(model_type)} does not read it; remove it")
@@ -206,12 +224,18 @@ def _bias_options(config: _Object, model_type: str) -> dict[str, Any]:
 
 def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
     """Return the sliding window of all layers; 0: none. Layers that differ are rejected."""
-    default = 4096 if "sliding_window" not in config.values and model_type != "llama" else 0
+    has_default = model_type in ("mistral", "qwen2", "qwen3", "qwen3_moe")
+    default = 4096 if "sliding_window" not in config.values and has_default else 0
     window, windowed = config.integer("sliding_window", default), n_layers
     if model_type == "llama" and window:
         config.reject("sliding_window", '"llama" does not read it; remove it, or set model_type "mistral"')
-    if model_type in ("qwen2", "qwen3"):
+    if model_type == "olmoe" and window:
+        config.reject("sliding_window", '"olmoe" does not read it; remove it')
+    if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         window = window if config.boolean("use_sliding_window", False) else 0
+    if model_type == "qwen3_moe" and window:
+        config.only("max_window_layers", 0, "all layers have the same window")
+    if model_type in ("qwen2", "qwen3"):
         windowed = n_layers - min(config.integer("max_window_layers", 28, least=0), n_layers) if window else 0
     types = config.values.get("layer_types")
     if types is not None:
@@ -226,19 +250,54 @@ def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
     return window if types is not None or windowed else 0
 
 
-def _rope_options(config: _Object) -> dict[str, Any]:
+def _expert_options(config: _Object, model_type: str) -> dict[str, Any]:
+    """Return the section [model.moe] of a type with experts."""
+    own, both = FAMILIES[model_type].experts, ("num_experts", "num_local_experts")
+    numbers = [config.integer(key) for key in both if config.values.get(key) is not None] or [config.integer(own)]
+    if numbers[0] != numbers[-1]:
+        config.reject("num_local_experts", "expected the same as num_experts; remove one of the two")
+    moe = {"n_experts": numbers[0], "n_experts_per_token": config.integer("num_experts_per_tok")}
+    if moe["n_experts_per_token"] > moe["n_experts"]:
+        config.reject("num_experts_per_tok", f"expected at most the number of experts, {moe['n_experts']}")
+    if model_type == "qwen3_moe":
+        moe["expert_dim"] = config.integer("moe_intermediate_size")
+        moe["every_n_layers"] = config.integer("decoder_sparse_step", 1)
+        moe["n_first_dense_layers"] = _first_dense_layers(config)
+    else:
+        config.only("decoder_sparse_step", 1, f"{show(model_type)} has experts in every layer")
+        config.only("mlp_only_layers", [], f"{show(model_type)} has experts in every layer")
+    if model_type == "mixtral":
+        config.only("norm_topk_prob", True, '"mixtral" divides scores by their sum')
+    return {**moe, "normalize_scores": model_type == "mixtral" or config.boolean("norm_topk_prob", False)}
+
+
+def _first_dense_layers(config: _Object) -> int:
+    """Return the number of layers in mlp_only_layers, which must be the first ones."""
+    layers = config.values.get("mlp_only_layers")
+    if layers is None:
+        return 0
+    if not isinstance(layers, list) or any(type(each) is not int for each in layers):
+        config.reject("mlp_only_layers", "expected a list of integers")
+    elif layers != list(range(len(layers))):
+        config.reject("mlp_only_layers", "expected the first layers in order, as in [0, 1]: only these can be dense")
+    else:
+        return len(layers)
+    return 0
+
+
+def _rope_options(config: _Object, theta: float) -> dict[str, Any]:
     """Return the options of the rotary embedding, in either spelling; where a file has both, they must agree."""
     spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
-    options = [_rope_options_at(config, key) for key in spellings or ["rope_scaling"]]
+    options = [_rope_options_at(config, key, theta) for key in spellings or ["rope_scaling"]]
     if options[0] != options[-1]:
         config.reject("rope_parameters", "expected the same as rope_scaling and rope_theta; remove one of the two")
     return options[0]
 
 
-def _rope_options_at(config: _Object, key: str) -> dict[str, Any]:
+def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
     rope = config.object(key)
     rope.only("partial_rotary_factor", *ONLY["partial_rotary_factor"])
-    options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", 10_000.0))}
+    options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
     name = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.choice(name, tuple(ROPE_KEYS_OF_TYPE), "default")
     known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind]
@@ -304,36 +363,69 @@ def hf_config(
         "attention_dropout": 0.0,
         **_hf_rope(model),
     }
-    if model_type in ("llama", "qwen3"):
+    if model_type in ("llama", "qwen3", "qwen3_moe", "olmoe"):
         config["attention_bias"] = model.attention_bias == "all"
     if model_type == "llama":
         config["mlp_bias"] = model.mlp_bias
-    else:
+    elif model_type != "olmoe":
         config["sliding_window"] = model.sliding_window or None
-    if model_type in ("qwen2", "qwen3"):
+    if FAMILIES[model_type].experts:
+        config |= _hf_experts(model, model_type)
+    if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         config |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.n_layers}
     return config
+
+
+def _hf_experts(model: Section, model_type: str) -> dict[str, Any]:
+    """Return the keys of a type with experts."""
+    moe = model.moe
+    config = {FAMILIES[model_type].experts: moe.n_experts, "num_experts_per_tok": moe.n_experts_per_token}
+    if model_type == "mixtral":
+        return {**config, "intermediate_size": model.expert_dim, "router_jitter_noise": 0.0}
+    config["norm_topk_prob"] = moe.normalize_scores
+    if model_type == "olmoe":  # whose default pads with token 1, and the embedding of padding is not trained
+        return {**config, "intermediate_size": model.expert_dim, "clip_qkv": None, "pad_token_id": None}
+    dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
+    layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}
+    return {**config, "moe_intermediate_size": model.expert_dim, **layers}
 
 
 def _model_type(model: Section) -> str:
     """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
     bias, plain = model.attention_bias, model.attention_bias == "none" and not model.mlp_bias
-    fits = {
-        # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
-        "llama": not model.qk_norm and bias != "qkv" and not model.sliding_window and model.dim % model.n_heads == 0,
-        "mistral": not model.qk_norm and plain,
-        "qwen2": not model.qk_norm and bias == "qkv" and not model.mlp_bias,
-        "qwen3": model.qk_norm and bias != "qkv" and not model.mlp_bias,
-    }
+    keys = ["attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads", "head_dim"]
     if model.moe.n_experts:
-        raise ConfigError([f"model.moe.n_experts = {model.moe.n_experts}: models with experts cannot be exported"])
+        fits = _types_with_experts(model)
+        keys += [f"moe.{key}" for key in type(model.moe).model_fields]
+    else:
+        # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
+        is_llama = not model.qk_norm and bias != "qkv" and not model.sliding_window and model.dim % model.n_heads == 0
+        fits = {
+            "llama": is_llama,
+            "mistral": not model.qk_norm and plain,
+            "qwen2": not model.qk_norm and bias == "qkv" and not model.mlp_bias,
+            "qwen3": model.qk_norm is True and bias != "qkv" and not model.mlp_bias,
+        }
     found = [name for name, fit in fits.items() if fit]
     if not found:
-        keys = ("attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads")
-        values = ", ".join(f"model.{key} = {show(getattr(model, key))}" for key in keys)
-        families = ", ".join(FAMILIES)
+        values = ", ".join(f"model.{key} = {show(value_of(model, key))}" for key in keys)
+        families = ", ".join(fits)
         raise ConfigError([f"{values}: no family of transformers has all of these; expected those of {families}"])
     return found[0]
+
+
+def _types_with_experts(model: Section) -> dict[str, bool]:
+    """Return, for each model type with experts, whether it has the model's options."""
+    bias, moe = model.attention_bias, model.moe
+    in_every_layer = all(model.has_experts(layer) for layer in range(model.n_layers))
+    plain = not model.mlp_bias and not moe.n_shared_experts and moe.n_groups_per_token == moe.n_groups
+    plain = plain and moe.score_function == "softmax" and moe.score_scaling == 1
+    is_olmoe = model.qk_norm == "all_heads" and bias != "qkv" and not model.sliding_window
+    return {
+        "mixtral": plain and in_every_layer and not model.qk_norm and bias == "none" and moe.normalize_scores,
+        "qwen3_moe": plain and model.qk_norm is True and bias != "qkv",
+        "olmoe": plain and in_every_layer and is_olmoe and model.n_heads * model.head_dim == model.dim,
+    }
 
 
 def _hf_rope(model: Section) -> dict[str, Any]:

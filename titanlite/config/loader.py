@@ -178,7 +178,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
             problems.append(f"{COMMAND_LINE}: {argument}: expected --section.key=value")
         elif section not in sections_of(kind):
             problems.append(f"{COMMAND_LINE}: {argument}: an unknown section{_hint(kind, section)}")
-        elif not equals and option and option.annotation is not bool:
+        elif not equals and option and bool not in (option.annotation, *get_args(option.annotation)):
             problems.append(f"{COMMAND_LINE}: {argument}: expected a value; write {argument}=VALUE")
         else:
             inner = values

@@ -45,8 +45,9 @@ class Model(Section):
     projection too."""
     mlp_bias: bool
     """Biases of the three feed-forward layers."""
-    qk_norm: bool
-    """RMSNorm of every head of queries and of keys before the rotary embedding (Qwen3)."""
+    qk_norm: Union[bool, Literal["all_heads"]]
+    """RMSNorm of queries and of keys before the rotary embedding. true: of every head (Qwen3); all_heads: of all heads
+    together (OLMoE)."""
     sliding_window: CountOrZero
     """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
     its document; 0: to all tokens before it."""
@@ -137,7 +138,8 @@ def layer_parameters(model: Model, layer: int) -> int:
         matrices += 3 * model.dim * model.ffn_dim
     biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
     biases += (2 * model.ffn_dim + model.dim) * (model.mlp_bias and not model.has_experts(layer))
-    return matrices + biases + 2 * model.dim + 2 * model.head_dim * model.qk_norm
+    norms = {False: 0, True: 2 * model.head_dim, "all_heads": q_dim + kv_dim}[model.qk_norm]
+    return matrices + biases + 2 * model.dim + norms
 
 
 def count_parameters(model: Model) -> int:

@@ -27,6 +27,7 @@ _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0}
 _QWEN2 = {**_QWEN, "attention_bias": "qkv"}
 _QWEN3 = {**_QWEN, "head_dim": 128, "qk_norm": True}
 _MIXTRAL = {"rope_theta": 1_000_000.0, "moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": True}}
+_OLMOE = {"rope_theta": 10_000.0, "qk_norm": "all_heads", "moe": {"n_experts": 64, "n_experts_per_token": 8}}
 
 
 def _qwen3_moe(expert_dim: int) -> dict[str, Any]:
@@ -92,6 +93,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # Mixtral v0.1, arXiv:2401.04088 and https://huggingface.co/mistralai/Mixtral-8x22B-v0.1
     "mixtral_8x7b":  _size( 4096,   32,   32,   8, 14336,  32000, **_MIXTRAL),
     "mixtral_8x22b": _size( 6144,   56,   48,   8, 16384,  32000, **_MIXTRAL),
+    # of which 1.3 billion weights are active; arXiv:2409.02060 and https://huggingface.co/allenai/OLMoE-1B-7B-0924
+    "olmoe_1b_7b":   _size( 2048,   16,   16,  16,  1024,  50304, **_OLMOE),
     # SmolLM2, arXiv:2502.02737 and https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B
     "smollm2_135m":  _size(  576,   30,    9,   3,  1536,  49152, tie_embeddings=True, rope_theta=100_000.0),
     "smollm2_360m":  _size(  960,   32,   15,   5,  2560,  49152, tie_embeddings=True, rope_theta=100_000.0),

@@ -31,9 +31,10 @@ from titanlite.launcher import environment_of_ranks
 
 USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--max-new-tokens N]
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
-           [--dtype float32|bfloat16|float64] [--tokenizer FOLDER] [--tensor-parallel-degree N]"""
+           [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
+           [--tensor-parallel-degree N] [--expert-parallel]"""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-"""Options of the model that tensor parallel divides by its degree."""
+"""Options of the model that tensor parallel divides by its degree, besides those of experts."""
 
 
 def main(argv: list[str]) -> int:
@@ -69,6 +70,8 @@ def _parser() -> Parser:
     parser.add_argument("--batch-size", type=COUNT, default=8, metavar="B", help="prompts at a time (default: 8)")
     text = "ranks on this node that shard each layer (default: 1)"
     parser.add_argument("--tensor-parallel-degree", type=COUNT, default=1, metavar="N", help=text)
+    text = "these ranks have different experts, instead of a shard of each"
+    parser.add_argument("--expert-parallel", action="store_true", help=text)
     return parser
 
 
@@ -96,7 +99,7 @@ def run(arguments: Any, argv: list[str]) -> int:
     tokenizer = folder.tokenizer(arguments.tokenizer)
     prompts, stop = encode_prompts(tokenizer, texts), folder.stop_tokens(tokenizer)
     launch = Launch.from_environment(torch.cuda.device_count())
-    check_degree(folder.options, degree, launch)
+    check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
     if launch.world_size < degree:
         torchrun = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={degree}"]
         command = [sys.executable, "-m", *torchrun, "-m", "titanlite", "generate", *argv]
@@ -107,6 +110,7 @@ def run(arguments: Any, argv: list[str]) -> int:
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else folder.dtype,
             device=device,
             mesh=mesh,
+            expert_parallel=arguments.expert_parallel,
             batch_size=min(arguments.batch_size, len(texts)),
             longest=max(map(len, prompts)),
             max_new_tokens=arguments.max_new_tokens,
@@ -144,12 +148,18 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def check_degree(options: Model, degree: int, launch: Launch) -> None:
+def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
     """Raise ConfigError if a model cannot be sharded over so many ranks, or this node or launch has another number."""
-    option, problems = f"--tensor-parallel-degree = {degree}", []
-    for key in SHARDED:
-        if getattr(options, key) % degree:
-            problems.append(f"{option}: expected a divisor of model.{key} = {getattr(options, key)}")
+    option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
+    sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
+    if expert_parallel and (degree == 1 or not n_experts):
+        what = "only with --tensor-parallel-degree above 1" if n_experts else "the model has no experts"
+        problems.append(f"--expert-parallel: {what}")
+    if n_experts:
+        sizes |= {"model.moe.n_experts": n_experts} if expert_parallel else {"model.moe.expert_dim": options.expert_dim}
+    for key, size in sizes.items():
+        if size % degree:
+            problems.append(f"{option}: expected a divisor of {key} = {size}")
     if launch.n_devices and degree > launch.n_devices:
         problems.append(f"{option}: expected at most the {launch.n_devices} devices of this node")
     if launch.world_size not in (1, degree):

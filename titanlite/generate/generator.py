@@ -23,6 +23,7 @@ class Generator:
 
     Args:
         mesh: the tensor-parallel ranks; None: this process alone.
+        expert_parallel: each of these ranks has some of the experts, and not a shard of every one.
         longest: tokens of the longest prompt.
     """
 
@@ -33,6 +34,7 @@ class Generator:
         dtype: torch.dtype,
         device: torch.device,
         mesh: DeviceMesh | None,
+        expert_parallel: bool = False,
         batch_size: int,
         longest: int,
         max_new_tokens: int,
@@ -45,7 +47,11 @@ class Generator:
         if mesh is not None:
             from titanlite.parallel.tensor import apply_tensor_parallel
 
-            apply_tensor_parallel(self.model, mesh)
+            apply_tensor_parallel(self.model, mesh, shards_experts=not expert_parallel)
+        if expert_parallel:
+            from titanlite.moe.parallel import apply_expert_parallel
+
+            apply_expert_parallel(self.model.layers.values(), mesh, mesh)
         self.model.materialize(device)
         folder.load(self.model)
         self.model.output.loss = logits_at

@@ -1,5 +1,6 @@
-"""Writing a checkpoint's weights as a Hugging Face folder, one tensor in memory at a time: a machine without the
-training's memory or devices can export any model.
+"""Writing a checkpoint's weights as a Hugging Face folder, one parameter in memory at a time: a machine without the
+training's memory or devices can export any model. The experts of a layer are one parameter, and tensors of their own in
+the folder.
 
 The safetensors library writes a file from all of its tensors at once, so the format is written here: the header's
 length as 8 bytes (little endian), a JSON header with dtype, shape and place of each tensor, and their bytes.
@@ -18,7 +19,7 @@ from titanlite.config.hf_config import hf_config
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.load import DTYPES, INDEX, SINGLE
-from titanlite.hf.names import hf_name, parameter_shapes, to_hf
+from titanlite.hf.names import hf_names, parameter_shapes, to_hf
 from titanlite.progress import progress
 from titanlite.reliability.files import safetensors_header, sync
 
@@ -59,7 +60,7 @@ def export(
         tokenizer: tokenizer.json, or the folder with it, to copy; None: no tokenizer files.
         bos: token id of BOS; None: the model has none.
         eos: token id of EOS; None: it is not known.
-        max_file_bytes: most bytes of tensors in a file; a larger tensor has a file of its own.
+        max_file_bytes: most bytes of tensors in a file; a larger parameter has a file of its own.
 
     Raises:
         ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
@@ -145,8 +146,9 @@ def _write_weights(
 
         for number, names in enumerate(groups, 1):
             file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            write_safetensors(folder / file, {name: shapes[name] for name in names}, dtype, tensor)
-            weight_map |= {hf_name(name): file for name in names}
+            tensors = {name: hf_names(name, options) for name in names}
+            write_safetensors(folder / file, {name: shapes[name] for name in names}, tensors, dtype, tensor)
+            weight_map |= {each: file for name in names for each in tensors[name]}
     if total > 1:
         size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
@@ -180,15 +182,22 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_safetensors(
-    file: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, tensor: Callable[[str], Tensor]
+    file: Path,
+    shapes: dict[str, torch.Size],
+    tensors: dict[str, list[str]],
+    dtype: torch.dtype,
+    tensor: Callable[[str], Tensor],
 ) -> None:
-    """Write a safetensors file of parameters under their names in transformers, calling `tensor` for one at a time."""
+    """Write a safetensors file of parameters, calling `tensor` for one at a time. `tensors` has the names of the
+    tensors that each is in the file: itself or, of experts, which are stacked, one for each."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + shape.numel() * dtype.itemsize
-        code = SAFETENSORS_DTYPES[dtype]
-        header[hf_name(name)] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+        size = shape.numel() // len(tensors[name]) * dtype.itemsize
+        for each in tensors[name]:
+            begin, end = end, end + size
+            entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape[-2:]), "data_offsets": [begin, end]}
+            header[each] = entry
     with open(file, "xb") as stream:
         stream.write(safetensors_header(header))
         for name in shapes:

@@ -1,14 +1,17 @@
-"""Loading the weights of a Hugging Face folder into a model of any layout: each rank reads only the rows and columns
-of its own shards, one tensor after the other.
+"""Loading the weights of a Hugging Face folder into a model of any layout: each rank reads only the experts, rows and
+columns of its own shards, one tensor after the other.
 
     folder/model.safetensors                                         all weights, or
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
+Experts of a layer, which are one parameter [E, F, D] of the model, are tensors [F, D] of these files.
+
 Nothing is executed: safetensors are bytes behind a JSON header, and the pickles of older models (*.bin) are rejected.
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,15 +26,19 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
-from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows
+from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, parameter_shapes
 from titanlite.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtype that is read, as safetensors name it: its name in torch."""
 EMBEDDING = "tok_embeddings.weight"
+EXPERT_DIMS = 3
+"""Dimensions of a parameter of experts: experts, rows, columns."""
 NOT_A_WEIGHT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Rotary frequencies, which older versions of transformers saved. They follow from the config."""
+STACKED = "experts.gate_up_proj"
+"""The end of names of experts in one tensor, which transformers writes only with save_original_format = False."""
 QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
 """The end of names that quantized models have beside or instead of their weights."""
 
@@ -46,11 +53,13 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read. No weight
             has changed then.
     """
-    parameters, names, files = dict(model.named_parameters()), hf_names(options), tensor_files(folder)
-    problems = _name_problems(folder, set(files), set(names.values()), tied=options.tie_embeddings)
+    parameters, files = dict(model.named_parameters()), tensor_files(folder)
+    names = {tensor for name in parameter_shapes(options) for tensor in hf_names(name, options)}
+    problems = _name_problems(folder, set(files), names, tied=options.tie_embeddings)
     if problems:
         raise ConfigError(problems)
-    shapes = {names[name]: parameter.shape for name, parameter in parameters.items()}
+    tensors = {name: _tensors(parameter, hf_names(name, options)) for name, parameter in parameters.items()}
+    shapes = {each: parameter.shape[-2:] for name, parameter in parameters.items() for each in tensors[name]}
     has_both = options.tie_embeddings and OUTPUT_HEAD in files and EMBEDDING in parameters
     if has_both:
         shapes[OUTPUT_HEAD] = parameters[EMBEDDING].shape
@@ -63,7 +72,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     with progress(f"loading {folder}", total=len(parameters), unit="tensors", enabled=is_rank0) as advance:
         for name, parameter in parameters.items():
-            _fill(parameter, name, files[names[name]], options)
+            _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
             advance()
 
 
@@ -97,6 +106,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: bool) -> list[str]:
     """Return a line for tensors that the model needs and the folder lacks, and one for those that it has besides."""
     problems = []
+    stacked = sorted(name for name in found - expected if name.endswith(STACKED))
+    if stacked:
+        what = "expected a tensor for each expert; save it again with save_original_format = True"
+        return [f"{folder}: has {_first(stacked)}: {what}"]
     missing = sorted(expected - found)
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
@@ -156,6 +169,11 @@ def _open(file: Path) -> Iterator[Any]:
         yield tensors
 
 
+def _tensors(parameter: Tensor, names: list[str]) -> list[str]:
+    """Return which tensors this rank needs of those of a parameter: of experts, those of the ones that it has."""
+    return [names[expert] for expert in local_indices(parameter, 0)] if parameter.dim() == EXPERT_DIMS else names
+
+
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
     """Raise ConfigError if a folder's output head is not its embedding, though [model] ties the two.
 
@@ -163,37 +181,50 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
     """
     name = hf_name(EMBEDDING)
     with _open(files[name]) as one, _open(files[OUTPUT_HEAD]) as other:
-        tensors = one.get_slice(name), other.get_slice(OUTPUT_HEAD)
-        shards = [_read(embedding, EMBEDDING, tensor, options).to(embedding.dtype) for tensor in tensors]
+        tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
+        shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]
         if not torch.equal(*shards):
             problem = f"{files[OUTPUT_HEAD]}: {OUTPUT_HEAD} differs from {name}, and model.tie_embeddings = true"
             raise ConfigError([f"{problem}; set model.tie_embeddings = false"])
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, name: str, file: Path, options: Model) -> None:
-    """Copy this rank's shard of a tensor into the parameter. The file is opened for this tensor alone, since what has
-    been read of a file stays in memory until it is closed."""
+def _fill(parameter: nn.Parameter, name: str, files: dict[str, Path], options: Model) -> None:
+    """Copy this rank's shard of the tensors, which are in these files, into the parameter. A file is opened for this
+    parameter alone, since what has been read of a file stays in memory until it is closed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel():
-        with _open(file) as tensors:
-            local.copy_(_read(parameter, name, tensors.get_slice(hf_name(name)), options))
+        ranges = _ranges(parameter, name, options)
+        shards = local if parameter.dim() == EXPERT_DIMS else [local]
+        targets = zip(files, shards, strict=True)
+        for file, group in itertools.groupby(targets, lambda target: files[target[0]]):
+            with _open(file) as tensors:
+                for tensor, shard in group:
+                    shard.copy_(_read(tensors.get_slice(tensor), ranges))
 
 
-def _read(parameter: nn.Parameter, name: str, tensor: Any, options: Model) -> Tensor:
-    """Return this rank's shard of a tensor in a file, with the parameter's order of rows.
+Range = tuple[slice, Tensor | None]
+"""What covers some indices, and their places in it; None if they are all of it in order."""
 
-    Shards of rotated rows may begin or end within a head: the rows that cover them are read, and put in order.
-    """
-    rows, row_order = _cover(hf_rows(name, local_indices(parameter, 0), options))
-    if parameter.dim() == 1:
-        return _select(tensor[rows], row_order, 0)
-    columns, column_order = _cover(local_indices(parameter, 1))
-    return _select(_select(tensor[rows, columns], row_order, 0), column_order, 1)
+
+def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
+    """Return the rows, and the columns if there are any, that this rank has of each of a parameter's tensors, in the
+    parameter's order. Shards of rotated rows may begin or end within a head, so more rows may be read."""
+    dims = range(parameter.dim())[-2:]
+    rows = hf_rows(name, local_indices(parameter, dims[0]), options)
+    return [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]
+
+
+def _read(tensor: Any, ranges: list[Range]) -> Tensor:
+    """Return a shard of a tensor in a file, a slice of a safetensors file."""
+    result = tensor[tuple(covered for covered, _ in ranges)]
+    for dim, (_, places) in enumerate(ranges):
+        result = result if places is None else result.index_select(dim, places)
+    return result
 
 
 def local_indices(parameter: Tensor, dim: int) -> Tensor:
-    """Return which rows (dim 0) or columns (dim 1) of the full tensor are in this rank's shard, in their order.
+    """Return which indices of a dimension of the full tensor are in this rank's shard, in their order.
 
     The indices are sharded like the parameter, so this holds for every placement, private ones included.
     """
@@ -208,15 +239,10 @@ def local_indices(parameter: Tensor, dim: int) -> Tensor:
     return indices.flatten()
 
 
-def _cover(indices: Tensor) -> tuple[slice, Tensor | None]:
-    """Return the range that covers some indices, and their places in it; None if they are all of it in order."""
+def _cover(indices: Tensor) -> Range:
     if not len(indices):
         return slice(0, 0), None
     first, last = int(indices.min()), int(indices.max())
     places = indices - first
     in_order = torch.equal(places, torch.arange(last - first + 1))
     return slice(first, last + 1), None if in_order else places
-
-
-def _select(tensor: Tensor, places: Tensor | None, dim: int) -> Tensor:
-    return tensor if places is None else tensor.index_select(dim, places)

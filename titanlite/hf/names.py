@@ -29,6 +29,14 @@ MODULES = {
     "feed_forward.w2": "mlp.down_proj",
 }
 """Module: its name in transformers."""
+EXPERTS = {
+    "feed_forward.router.weight": ("mlp.gate", "block_sparse_moe.gate"),
+    "feed_forward.experts.w1": ("mlp.experts.{}.gate_proj", "block_sparse_moe.experts.{}.w1"),
+    "feed_forward.experts.w3": ("mlp.experts.{}.up_proj", "block_sparse_moe.experts.{}.w3"),
+    "feed_forward.experts.w2": ("mlp.experts.{}.down_proj", "block_sparse_moe.experts.{}.w2"),
+}
+"""Parameter of a mixture of experts: its module in Qwen3-MoE and OLMoE, and in Mixtral. {} is the number of an expert,
+which has a tensor of its own there; here the experts of a layer are stacked."""
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 """Modules whose rows are channels that the rotary embedding pairs."""
 OUTPUT_HEAD = "lm_head.weight"
@@ -41,7 +49,7 @@ def parameter_shapes(model: Model) -> dict[str, torch.Size]:
 
 
 def hf_name(name: str) -> str:
-    """Return the name in transformers of a parameter. Its shape is the same there."""
+    """Return the name in transformers of a parameter outside a mixture of experts. Its shape is the same there."""
     module, _, kind = name.rpartition(".")
     prefix = ""
     if module.startswith("layers."):
@@ -50,9 +58,15 @@ def hf_name(name: str) -> str:
     return f"{prefix}{MODULES[module]}.{kind}"
 
 
-def hf_names(model: Model) -> dict[str, str]:
-    """Return the name in transformers of each parameter of the full model."""
-    return {name: hf_name(name) for name in parameter_shapes(model)}
+def hf_names(name: str, model: Model) -> list[str]:
+    """Return the names in transformers of a parameter's tensors: one or, of experts, one for each. Of the families with
+    experts, only Mixtral has no norms of queries and keys."""
+    layer, _, rest = name.removeprefix("layers.").partition(".")
+    if rest not in EXPERTS:
+        return [hf_name(name)]
+    module = EXPERTS[rest][not model.qk_norm]
+    n_tensors = model.moe.n_experts if "{}" in module else 1
+    return [f"model.layers.{layer}.{module.format(expert)}.weight" for expert in range(n_tensors)]
 
 
 def is_rotated(name: str) -> bool:

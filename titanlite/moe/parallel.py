@@ -89,7 +89,7 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
     sent, received = torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))).tolist()
     in_flight = _all_to_all(x_MD, received, sent, group)
 
-    def compute() -> Tensor:
+    def _compute() -> Tensor:
         n_experts = received_RE.shape[1]
         of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
         expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
@@ -98,7 +98,7 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
         y = permute(experts(permute(in_flight, order, back), received_RE.sum(0)), back, order)
         return _all_to_all(y, sent, received, group)
 
-    return compute
+    return _compute
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

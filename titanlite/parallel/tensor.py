@@ -10,6 +10,7 @@ import functools
 import warnings
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,6 +72,21 @@ class VocabularyParallelEmbedding(ParallelStyle):
         return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
 
+class NormOverHeads(ParallelStyle):
+    """Shards an RMSNorm of all heads together, of which each rank has some: the mean of squares is one over ranks."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, mesh, VocabularyParallel._shard)
+        module.forward = functools.partial(self._norm, module, mesh)
+        return module
+
+    @staticmethod
+    def _norm(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        wide = DTensor.from_local(x, mesh, [Shard(1)]).to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[FULL]) / wide.shape[-1]
+        return (wide * torch.rsqrt(mean + module.eps) * module.weight).to_local().to(x.dtype)
+
+
 # A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
 # adds it on one of them, before the sum.
 # fmt: off
@@ -92,6 +108,10 @@ BLOCK: dict[str, ParallelStyle] = {
     "feed_forward.w3":  ColwiseParallel(),
     "feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE),
 }
+NORMS_OF_ALL_HEADS: dict[str, ParallelStyle] = {
+    "attention.q_norm": NormOverHeads(),
+    "attention.k_norm": NormOverHeads(),
+}
 ENDS: dict[str, ParallelStyle] = {
     "tok_embeddings":   VocabularyParallelEmbedding(),
     "norm":             SequenceParallel(sequence_dim=0),
@@ -112,12 +132,15 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, shards_experts: boo
         if "feed_forward.experts" in modules:
             del modules["feed_forward"]  # moe/parallel.py shards it
             has_experts = True
+        styles = BLOCK
         if "attention.wkv_a" in modules:
             from titanlite.parallel.latent_attention import shard_latent_attention
 
             shard_latent_attention(block.attention, mesh)
             modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
-        parallelize_module(block, mesh, {name: style for name, style in BLOCK.items() if name in modules})
+        elif block.attention.norms_all_heads:
+            styles = BLOCK | NORMS_OF_ALL_HEADS
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
     if has_experts and shards_experts:
         from titanlite.moe.parallel import apply_expert_parallel
 
