@@ -43,7 +43,7 @@ from titanlite.model import (
     rope_magnitude,
     rope_table,
 )
-from titanlite.moe.router import local_weight
+from titanlite.moe.parallel import local_weight
 from titanlite.optimizer import build_optimizer
 from titanlite.parallel import tensor
 from titanlite.parallel.attention import PACKED_ATTENTION
