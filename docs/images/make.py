@@ -1,6 +1,7 @@
-"""Make the figures of the README from the programs themselves.
+"""Make the figures of the README and of the pages from the programs themselves.
 
     python docs/images/make.py plan                 plan_70b.png, from configs/70b.toml: about a minute
+    python docs/images/make.py experts              expert_parallel.png, from a router
     python docs/images/make.py tensorboard [LOGDIR] tensorboard.png, from the runs in outputs/ or LOGDIR
 
 `plan` draws the figures of `titanlite plan configs/70b.toml --html`, in larger type and one below the other.
@@ -25,6 +26,7 @@ from typing import BinaryIO
 
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image, ImageChops, ImageDraw
 
 IMAGES = Path(__file__).parent
@@ -123,6 +125,61 @@ def rounded(image: Image.Image) -> Image.Image:
     result.paste(COLORS, mask=ImageChops.invert(inside))
     result.info["transparency"] = COLORS
     return result
+
+
+def make_experts_figure() -> None:
+    """Draw where the tokens of two ranks go that have two experts each, as a router with random weights sends them."""
+    import torch
+
+    from titanlite.config.schema import Model
+    from titanlite.moe.router import Router
+
+    n_tokens, n_experts, n_chosen = 3, 4, 2
+    model = Model(flavor="debug", moe={"n_experts": n_experts, "n_experts_per_token": n_chosen})
+    router, generator = Router(model), torch.Generator().manual_seed(7)
+    torch.nn.init.normal_(router.weight, generator=generator)
+    with torch.no_grad():
+        _, experts, _ = router(torch.randn(2 * n_tokens, model.dim, generator=generator))
+    of_rank = [range(rank * n_tokens, (rank + 1) * n_tokens) for rank in range(2)]
+    pairs = [[(token, expert) for token in own for expert in experts[token].tolist()] for own in of_rank]
+    by_expert = [sorted(own, key=lambda pair: pair[1]) for own in pairs]
+    arrived = [[pair for own in by_expert for pair in own if pair[1] // 2 == rank] for rank in range(2)]
+    columns = {
+        "tokens": [[(token, None) for token in own] for own in of_rank],
+        "sorted by expert": by_expert,
+        "after the all-to-all": arrived,
+        "computed, sorted by expert": [sorted(rows, key=lambda pair: pair[1]) for rows in arrived],
+        "after the all-to-all back": by_expert,
+        "summed": [[(token, None) for token in own] for own in of_rank],
+    }
+    figure = Figure((11, 5), layout="constrained")
+    axes = figure.add_subplot()
+    of_expert = ["#c6dbef", "#6baed6", "#fdd0a2", "#fd8d3c"]
+    places: list[dict[tuple[int, int | None], tuple[float, float]]] = []
+    for column, (title, ranks) in enumerate(columns.items()):
+        axes.text(column * 2 + 0.5, -0.7, title.replace(", ", ",\n"), ha="center", va="bottom", fontsize=10)
+        places.append({})
+        for rank, rows in enumerate(ranks):
+            for row, (token, expert) in enumerate(rows):
+                y = rank * 8.5 + row
+                color = "white" if expert is None else of_expert[expert]
+                axes.add_patch(Rectangle((column * 2, y), 1, 0.85, facecolor=color, edgecolor="black", linewidth=0.8))
+                text = f"token {token}" if expert is None else f"{token} → {expert}"
+                axes.text(column * 2 + 0.5, y + 0.43, text, ha="center", va="center", fontsize=9)
+                places[-1][token, expert] = (column * 2, y + 0.43)
+    for column in range(len(columns) - 1):
+        for (token, expert), (x, y) in places[column].items():
+            for (other, other_expert), (to_x, to_y) in places[column + 1].items():
+                if token == other and (expert == other_expert or None in (expert, other_expert)):
+                    axes.plot([x + 1, to_x], [y, to_y], color="gray", linewidth=0.8)
+    for rank in range(2):
+        text = f"rank {rank}\nexperts {2 * rank} and {2 * rank + 1}"
+        axes.text(-0.3, rank * 8.5 + 3, text, ha="right", va="center", fontsize=11)
+    axes.axhline(7.75, color="black", linestyle="--", linewidth=0.8)
+    axes.set_xlim(-2, 11.2)
+    axes.set_ylim(14.8, -2)
+    axes.axis("off")
+    save(rounded(stack([render(lambda: figure)])), "expert_parallel.png")
 
 
 def make_tensorboard_screenshot() -> None:
@@ -227,7 +284,7 @@ def save(image: Image.Image, name: str) -> None:
 
 
 if __name__ == "__main__":
-    makers = {"plan": make_plan_figure, "tensorboard": make_tensorboard_screenshot}
+    makers = {"plan": make_plan_figure, "experts": make_experts_figure, "tensorboard": make_tensorboard_screenshot}
     if len(sys.argv) < 2 or sys.argv[1] not in makers:
         sys.exit(__doc__)
     makers[sys.argv[1]]()
