@@ -63,7 +63,8 @@ class Experts(nn.Module):
         return self.w1, self.w2, self.w3
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on."""
+        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on; what is returned for rows after those
+        of the last expert has no meaning."""
         w1, w2, w3 = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
         return product(F.silu(product(x_MD, w1)) * product(x_MD, w3), w2)
@@ -77,7 +78,14 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
     counts = counts_E.tolist()
-    return lambda x, weight: torch.cat([F.linear(x_e, w_e) for x_e, w_e in zip(x.split(counts), weight, strict=True)])
+    n_padding = len(x_MD) - sum(counts)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        *rows, padding = x.split([*counts, n_padding])
+        outputs = [F.linear(x_e, w_e) for x_e, w_e in zip(rows, weight, strict=True)]
+        return torch.cat([*outputs, padding.new_zeros(n_padding, weight.shape[1])])
+
+    return product
 
 
 class _Dispatch(torch.autograd.Function):
