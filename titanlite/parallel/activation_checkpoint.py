@@ -68,7 +68,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     for number, block in model.layers.items():
         if by_operator and hasattr(block.feed_forward, "experts"):
             # In two halves, since the compiler gets the first, and it has to see what is recomputed.
-            block.attend = _checkpointed(recompute, block.attend)
+            block.attend = _checkpointed_half(recompute, block.attend)
             block.feed_forward.forward = _checkpointed(recompute, block.feed_forward.forward)
         elif mode == "full" or by_operator or int(number) % option == 0:
             block.forward = _checkpointed(recompute, block.forward)
@@ -79,6 +79,13 @@ def _checkpointed(recompute: Callable[..., Any], forward: Callable[..., Any]) ->
         return recompute(forward, *args)
 
     return checkpointed_forward
+
+
+def _checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed_attend(*args: Any) -> Any:  # torch 2.11 takes what it compiled for one function's code for another
+        return recompute(attend, *args)
+
+    return checkpointed_attend
 
 
 def _set_memory_budget(budget: float) -> None:
