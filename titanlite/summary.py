@@ -26,6 +26,7 @@ def run_summary(
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
+        *expert_summary(config),
         *pipeline_summary(config),
         f"data       {training.dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
@@ -97,6 +98,18 @@ def pipeline_summary(config: Config) -> list[str]:
     stages = [names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" for names in stage_modules(config)]
     schedule = f"{parallelism.pipeline_parallel_schedule}, {config.n_microbatches} microbatch(es)"
     return [f"pipeline   {schedule}, stages {' | '.join(stages)}"]
+
+
+def expert_summary(config: Config) -> list[str]:
+    """Return a line with the experts of a model and the ranks that they are partitioned over; without experts, none."""
+    model, moe = config.model, config.model.moe
+    if not moe.n_experts:
+        return []
+    layers = f"in {sum(map(model.has_experts, range(model.n_layers)))} of {model.n_layers} layers"
+    shared = f", {moe.n_shared_experts} shared" * (moe.n_shared_experts > 0)
+    degree = config.parallelism.expert_parallel_degree
+    experts = f"{moe.n_experts} of width {model.expert_dim} {layers}, {moe.n_experts_per_token} per token{shared}"
+    return [f"experts    {experts}; expert parallel {degree}"]
 
 
 def validation_summary(config: Config, validation: data.ValidationSequences | None) -> str:

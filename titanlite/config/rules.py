@@ -55,6 +55,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
+    (["plan.expert_imbalance"], EXPERT, ABOVE_1, (1,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),
     ([SCHEDULE, MICROBATCH, STAGES_PER_RANK, BALANCE, *END_LAYERS, STAGE_MODULES], PIPELINE, ABOVE_1, (1,)),
 ]

@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from titanlite.moe import counts
 from titanlite.moe.layer import MixtureOfExperts, permute
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
@@ -87,8 +88,7 @@ def _exchange(
     """
     n_ranks = group.size()
     received_RE = all_to_all_single(counts_E, None, None, group).view(n_ranks, -1)
-    sizes = torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))).tolist()
-    sent, received = sizes
+    sent, received = counts.read(torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))))
     arrived = _all_to_all(x_MD, received, sent, group)
     n_experts = received_RE.shape[1]
     of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
