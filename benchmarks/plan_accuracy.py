@@ -1,10 +1,12 @@
 """Measure how accurate plans are: memory against real runs on this machine, memory and speed against published runs.
 
-    python benchmarks/plan_accuracy.py [layouts] [published] [bubbles] [cost]          (default: all four)
+    python benchmarks/plan_accuracy.py [layouts] [experts] [published] [bubbles] [cost]          (default: all five)
 
 layouts: memory on a CPU. Real ranks over gloo take three training steps of a small model under each layout. The third
 step's peak is the memory of all tensors before it plus the growth of the process at its peak (resident_memory.py). The
 plan is of the same config. Both are of the rank that needs the most. They share nothing else.
+
+experts: the same, of models with experts. Their routers choose experts in turn, as the plan assumes, or the first ones.
 
 published: throughput and memory that others reported, each with the plan of the same model, degrees, batch, precision
 and kind of device. Their memory is what the allocator reserved, so the plan adds fragmentation, but not the CUDA
@@ -13,12 +15,13 @@ of their plans.
 
 bubbles: the schedules of pipeline_bubble.py, simulated and measured. cost: what two plans cost to compute.
 
-Prints JSON lines, then a table for each of the four. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory
+Prints JSON lines, then a table for each of the five. Bounds: 3 % for memory on a CPU; of published runs 10 % for memory
 and 20 % for speed.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import platform
@@ -36,6 +39,7 @@ from resident_memory import map_each_tensor, reset_peak, resident_bytes
 from torch import Tensor, nn
 
 from titanlite.config import Config, Launch, check, load
+from titanlite.moe.router import Router
 from titanlite.parallel import mesh
 from titanlite.parity.process_pool import ProcessPool
 from titanlite.parity.training_run import TrainingRun
@@ -92,6 +96,34 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZBV 2": (2, {**PIPELINE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     "1F1B 2 x tensor 2": (4, {**PIPELINE, "parallelism.tensor_parallel_degree": 2}),
     "float8, shard 2": (2, {"float8.enable": "true", "float8.emulate": "true"}),
+}
+EXPERTS = {
+    "model.moe.n_experts": 8,
+    "model.moe.n_experts_per_token": 2,
+    "model.moe.expert_dim": 256,
+    "model.moe.n_shared_experts": 1,
+    "model.moe.n_first_dense_layers": 1,
+}
+SHARD_2, EP_2 = {"parallelism.data_parallel_shard_degree": 2}, {"parallelism.expert_parallel_degree": 2}
+LAYOUTS_WITH_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    name: (ranks, EXPERTS | changes)
+    for name, (ranks, changes) in {
+        "one rank": (1, {}),
+        "bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
+        "float64, one by one": (1, {"training.dtype": "float64"}),
+        "full AC": (1, FULL),
+        "selective AC op": (1, {"activation_checkpoint.mode": "selective"}),
+        "shard 2": (2, SHARD_2),
+        "shard 2, ep 2": (2, SHARD_2 | EP_2),
+        "shard 2, ep 2, bfloat16": (2, SHARD_2 | EP_2 | {"training.mixed_precision_param": "bfloat16"}),
+        "shard 2, ep 2, full AC": (2, SHARD_2 | EP_2 | FULL),
+        "tensor 2": (2, {"parallelism.tensor_parallel_degree": 2}),
+        "tensor 2, ep 2": (2, {"parallelism.tensor_parallel_degree": 2} | EP_2),
+        "shard 2, ep 2, all tokens to one rank": (2, SHARD_2 | EP_2 | {"plan.expert_imbalance": 2}),
+        "shard 4, ep 2": (4, {"parallelism.data_parallel_shard_degree": 4} | EP_2),
+        "1F1B 2": (2, PIPELINE),
+        "1F1B 2 x shard 2, ep 2": (4, PIPELINE | SHARD_2 | EP_2),
+    }.items()
 }
 ALLOWED, ALLOWED_MEMORY, ALLOWED_SPEED = 0.03, 0.10, 0.20
 
@@ -179,17 +211,29 @@ def measure(options: dict[str, Any]) -> int:
     """Return the peak bytes of this rank's third step. Every rank must call it."""
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
+    Router._choose = choose_in_turn if config.plan.expert_imbalance == 1 else choose_the_first
     run = TrainingRun(config, mesh.device_of(launch))
-    for _ in range(3):
-        batch = run.loader.next()
+    batches = [run.loader.next() for _ in range(3)]
+    run.loader.close()  # its thread must not create objects while they are counted
+    for batch in batches:
         gc.collect()
         persistent, before = tensor_bytes(), resident_bytes("VmRSS")
         reset_peak()
         run.step(batch)
         peak = persistent + resident_bytes("VmHWM") - before
-    run.loader.close()
     dist.barrier()
     return peak
+
+
+def choose_in_turn(router: Router, scores: Tensor) -> Tensor:
+    """Return the experts of each token so that all have the same load."""
+    n_tokens, n_chosen = len(scores), router.moe.n_experts_per_token
+    return torch.arange(n_tokens * n_chosen).remainder(router.n_experts).view(n_tokens, n_chosen)
+
+
+def choose_the_first(router: Router, scores: Tensor) -> Tensor:
+    """Return the first experts for each token, all of which are on one rank."""
+    return torch.arange(router.moe.n_experts_per_token).expand(len(scores), -1)
 
 
 def tensor_bytes() -> int:
@@ -202,10 +246,10 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def compare_with_real_runs() -> list[str]:
+def compare_with_real_runs(layouts: dict[str, tuple[int, dict[str, Any]]]) -> list[str]:
     """Return the lines of the table."""
-    lines, pools = [], {}
-    for name, (ranks, changes) in LAYOUTS.items():
+    lines, pools, width = [], {}, max(map(len, layouts))
+    for name, (ranks, changes) in layouts.items():
         options = MODEL | changes
         if ranks not in pools:
             pools[ranks] = ProcessPool(ranks, timeout_seconds=300)
@@ -214,10 +258,10 @@ def compare_with_real_runs() -> list[str]:
         off = planned / measured - 1
         print(json.dumps({"layout": name, "ranks": ranks, "measured": measured, "planned": planned}), flush=True)
         verdict = "" if abs(off) <= ALLOWED else f"   more than {ALLOWED:.0%}"
-        lines.append(f"{name:24} {ranks:5} {measured / 2**20:10.1f} {planned / 2**20:10.1f} {off:+8.1%}{verdict}")
+        lines.append(f"{name:{width}} {ranks:5} {measured / 2**20:10.1f} {planned / 2**20:10.1f} {off:+8.1%}{verdict}")
     for pool in pools.values():
         pool.close()
-    return [f"{'peak memory, MiB':24} {'ranks':>5} {'measured':>10} {'planned':>10}", *lines]
+    return [f"{'peak memory, MiB':{width}} {'ranks':>5} {'measured':>10} {'planned':>10}", *lines]
 
 
 def compare_with_published_runs() -> list[str]:
@@ -270,7 +314,8 @@ def measure_planning() -> list[str]:
 
 
 TABLES = {
-    "layouts": compare_with_real_runs,
+    "layouts": functools.partial(compare_with_real_runs, LAYOUTS),
+    "experts": functools.partial(compare_with_real_runs, LAYOUTS_WITH_EXPERTS),
     "published": compare_with_published_runs,
     "bubbles": compare_with_measured_bubbles,
     "cost": measure_planning,

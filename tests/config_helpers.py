@@ -54,6 +54,7 @@ EXPERTS, PER_TOKEN, GROUPS, CHOSEN_GROUPS = (
     f"model.moe.{key}" for key in ("n_experts", "n_experts_per_token", "n_groups", "n_groups_per_token")
 )
 EXPERT, BIAS_RATE = "parallelism.expert_parallel_degree", "model.moe.balance_bias_rate"
+IMBALANCE = "plan.expert_imbalance"
 SNAPSHOT = "profiling.enable_memory_snapshot"
 
 C4_STREAM = {DATASET: "c4", STREAMING: True, SHUFFLE: False}

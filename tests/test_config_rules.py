@@ -40,6 +40,9 @@ REJECTED = [
     ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
     ({EXPERTS: 8, COMPILE: True, AC_MODE: "memory_budget"}, {AC_MODE: "unsupported with experts"}),
     ({EXPERTS: 8, RESHARD: 2}, {RESHARD: "unsupported with experts"}),
+    ({EXPERTS: 8, IMBALANCE: 1.5}, {IMBALANCE: "read only when parallelism.expert_parallel_degree is above 1"}),
+    ({EXPERTS: 8, EXPERT: 2, IMBALANCE: 2.5}, {IMBALANCE: "expected at most 2, with which a rank receives all"}),
+    ({EXPERTS: 8, PER_TOKEN: 6, EXPERT: 4, IMBALANCE: 2.0}, {IMBALANCE: "expected at most 1.333, with which a rank"}),
     # data
     ({DATASET: "text"}, {PATH: 'training.dataset = "text" needs a file'}),
     ({DATASET: "json"}, {PATH: 'training.dataset = "json" needs a file'}),

@@ -107,7 +107,10 @@ WRONG_VALUES = {
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
-    "a finite number >= 1": ["model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf"],
+    "a finite number >= 1": [
+        "model.rope_scaling_factor = 0.5", "model.rope_scaling_factor = inf",
+        "plan.expert_imbalance = 0.5", "plan.expert_imbalance = inf",
+    ],
     "a finite number >= 0 and < 1": [
         "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5", "validation.fraction = 1.0",
         "validation.fraction = -0.1", "optimizer.beta1 = nan",

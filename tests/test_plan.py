@@ -17,12 +17,11 @@ from titanlite.config.stage_split import module_names
 from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
 from titanlite.plan import command
-from titanlite.plan.dry_run import layer_period
+from titanlite.plan.dry_run import fold_stage
 from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
 from titanlite.plan.report import verdict
 from titanlite.plan.result import Plan
 from titanlite.plan.schedule import all_actions, pipeline_bubble, simulate
-from titanlite.plan.segments import fold_layers
 
 ROOT = Path(__file__).parents[1]
 TENSOR, CONTEXT, PIPELINE, SHARD = (
@@ -95,16 +94,20 @@ def test_folding_layers_makes_no_difference(options):
     """The memory is the same to the byte at each moment, with two exceptions. At the end of the step, where gradients
     are freed, only those of the layers that were run are. In the weight gradient of a split backward only what these
     layers left is freed step by step, so that there the plan has more memory than a run."""
-    job = loaded("--model.n_layers=10", *options)
+    assert_folding_makes_no_difference(loaded("--model.n_layers=10", *options))
+
+
+def assert_folding_makes_no_difference(job: config.LoadedConfig) -> None:
     resolved, *_ = resolve(job)
-    stages = config.schema.stage_modules(resolved) if PIPELINE in options else [module_names(resolved.model.n_layers)]
-    assert any(fold_layers(names, layer_period(config_for_dry_run(resolved))).copies for names in stages), "no folding"
+    parallelism, n_layers = resolved.parallelism, resolved.model.n_layers
+    stages = config.schema.stage_modules(resolved) if parallelism.n_stages > 1 else [module_names(n_layers)]
+    assert any(fold_stage(config_for_dry_run(resolved), names).copies for names in stages), "no folding"
     folded, full = make_plan(job), make_plan(job, fold=False)
     assert [rank.peak.total for rank in folded.ranks] == [rank.peak.total for rank in full.ranks]
     both = [(one, other) for one, other in zip(folded.worst.points, full.worst.points, strict=True)]
     assert all(one.label == other.label for one, other in both)
     weight_gradients = [pair for pair in both if pair[0].label.startswith("weight gradient of")]
-    assert bool(weight_gradients) == ("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble" in options)
+    assert bool(weight_gradients) == (parallelism.pipeline_parallel_schedule == "ZBVZeroBubble")
     assert all(one.total >= other.total for one, other in weight_gradients)
     exact = [pair for pair in both if pair not in weight_gradients and pair[0].label not in END]
     assert [one.total for one, _ in exact] == [other.total for _, other in exact]

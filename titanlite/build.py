@@ -115,12 +115,17 @@ def build_train_step(
         )
     # Several ranks work on the same tokens. The one that has the logits, of the first tp rank, contributes their loss.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
-    balance = None
-    if config.model.moe.n_experts:
-        from titanlite.moe.balance import LoadBalance
-
-        balance = LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
+    balance = build_balance(config, model, device)
     return TrainStep(model, runner, parallelism, device=device, contributes_loss=contributes_loss, balance=balance)
+
+
+def build_balance(config: Config, model: Llama, device: torch.device) -> Any:
+    """Return the LoadBalance of a model with experts; None for any other."""
+    if not config.model.moe.n_experts:
+        return None
+    from titanlite.moe.balance import LoadBalance
+
+    return LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
 
 
 def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()) -> torch.optim.Optimizer:

@@ -27,6 +27,7 @@ def run_summary(
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
+        *expert_summary(config),
         *pipeline_summary(config),
         f"data       {training.dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
@@ -44,10 +45,6 @@ def family_summary(model: Model) -> str:
     words += ["mlp_bias"] if model.mlp_bias else []
     words += ["qk_norm" if model.qk_norm is True else f"qk_norm {model.qk_norm}"] if model.qk_norm else []
     words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []
-    if model.moe.n_experts:
-        shared = f" and {model.moe.n_shared_experts} shared" if model.moe.n_shared_experts else ""
-        words += [f"{model.moe.n_experts} experts of width {model.expert_dim}"]
-        words += [f"{model.moe.n_experts_per_token}{shared} per token"]
     return "".join(f"{word}, " for word in words)
 
 
@@ -57,7 +54,7 @@ def describe_mesh(config: Config) -> str:
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
     degree = parallelism.expert_parallel_degree
-    experts = f"; experts over {degree} of dp_shard x cp x tp" if degree > 1 else ""
+    experts = f"; ep {degree} of dp_shard x cp x tp" if degree > 1 else ""
     return (
         f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
@@ -106,6 +103,17 @@ def pipeline_summary(config: Config) -> list[str]:
     stages = [names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" for names in stage_modules(config)]
     schedule = f"{parallelism.pipeline_parallel_schedule}, {config.n_microbatches} microbatch(es)"
     return [f"pipeline   {schedule}, stages {' | '.join(stages)}"]
+
+
+def expert_summary(config: Config) -> list[str]:
+    """Return a line with the experts of a model; without experts, none."""
+    model, moe = config.model, config.model.moe
+    if not moe.n_experts:
+        return []
+    layers = f"in {sum(map(model.has_experts, range(model.n_layers)))} of {model.n_layers} layers"
+    shared = f", {moe.n_shared_experts} shared" * (moe.n_shared_experts > 0)
+    experts = f"{moe.n_experts} of width {model.expert_dim} {layers}, {moe.n_experts_per_token} per token{shared}"
+    return [f"experts    {experts}"]
 
 
 def validation_summary(config: Config, validation: data.ValidationSequences | None) -> str:

@@ -59,12 +59,15 @@ def _file(text: str) -> Path:
 
 
 def make_task(options: argparse.Namespace) -> Task:
-    """Return the task that the options describe. Raises ConfigError if there is no such device."""
+    """Return the task that the options describe. Raises ConfigError if there is no such device, or no float8."""
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
     if sequences > n_devices:  # so that every data-parallel degree divides them
         sequences -= sequences % n_devices
     device = find_device(options.device)
-    return Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)
+    task = Task(options.model, options.seq_len, sequences, n_devices, options.device, device, options.float8)
+    if task.float8 and task.model.moe.n_experts:
+        raise ConfigError([f"--float8: unsupported with experts, which {task.flavor} has; remove it"])
+    return task
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import tomli_w
 from rich.table import Table
 
 from titanlite.advise.search import PlannedLayout, Search
-from titanlite.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENCE, STATE_BYTES, Candidate
+from titanlite.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENCE, STATE_BYTES, Candidate, Mesh, Task
 
 MUCH_OVERLAPPED = 0.5
 """Share of a step from which on overlapped communication is mentioned."""
@@ -68,7 +68,7 @@ def _describe(layout: PlannedLayout) -> str:
 
 
 def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
-    """Return a line each for tensor, pipeline, data and context parallelism."""
+    """Return a line each for tensor, pipeline, data and context parallelism, and for that of experts."""
     length, candidate, mesh = search.task.seq_len, layout.candidate, layout.candidate.mesh
     ring, n_microbatches = mesh.cp // mesh.ulysses, candidate.local_batch // candidate.microbatch
     exposed = (
@@ -90,7 +90,19 @@ def _explain_degrees(search: Search, layout: PlannedLayout) -> list[str]:
         why = "for the long sequence" if length > LONG_SEQUENCE else "instead of AC or more TP"
         kept = f"{length // (mesh.cp * mesh.tp):,} of {length:,} tokens per device between layers"
         context = f"CP {mesh.cp} {why}, ring {ring} x ulysses {mesh.ulysses}: {kept}."
-    return [tensor, pipeline, *([data] if mesh.dp > 1 else []), context]
+    return [tensor, pipeline, *([data] if mesh.dp > 1 else []), context, *_explain_experts(search.task, mesh)]
+
+
+def _explain_experts(task: Task, mesh: Mesh) -> list[str]:
+    """Return a line for expert parallelism, if the model has experts."""
+    n_experts, per_node = task.model.moe.n_experts, task.device.devices_per_node
+    if not n_experts:
+        return []
+    if mesh.ep == 1:
+        return [f"No EP: FSDP gathers all {n_experts} experts of a layer, and no token leaves its device."]
+    where = "within a node" if mesh.ep <= per_node else f"across {math.ceil(mesh.ep / per_node)} nodes"
+    own = f"a device gathers {n_experts // mesh.ep} of a layer's {n_experts} experts"
+    return [f"EP {mesh.ep}: {own}, and tokens are sent to them {where}. The plan assumes that their load is balanced."]
 
 
 def _explain_checkpointing(search: Search, layout: PlannedLayout) -> str:
@@ -112,9 +124,9 @@ def _compare_with_baseline(search: Search, layout: PlannedLayout) -> str:
     baseline, sequences = search.baseline, search.task.sequences
     if layout.candidate.mesh == baseline:
         return f"This is the heuristic baseline: {baseline}."
-    start = (
-        f"The heuristic baseline (TP within a node, PP across, CP for long sequences, DP over the rest) is {baseline}"
-    )
+    inside = "EP" if search.task.model.moe.n_experts else "TP"
+    start = f"The heuristic baseline ({inside} within a node, PP across, CP for long sequences, DP over the rest) is "
+    start += f"{baseline}"
     planned = [one for one in search.planned if one.candidate.mesh == baseline and not one.problem]
     fitting = [one for one in search.fitting() if one.candidate.mesh == baseline]
     if fitting:

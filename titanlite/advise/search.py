@@ -135,13 +135,15 @@ class Search:
         """Sort the heuristic baseline and FSDP alone first, and last what splits the model more than a layout that fits
         and recomputes no less. Between them is first what recomputes least, then what splits least: the sequence rather
         than tensors, and those rather than layers. Larger batches are first."""
-        mesh, costs = candidate.mesh, _costs(candidate)
+        mesh, costs, per_node = candidate.mesh, _costs(candidate), self.task.device.devices_per_node
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
             all(cost <= other for cost, other in zip(_costs(layout.candidate), costs, strict=True))
             for layout in fitting
         )
-        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, mesh.dp_replicate, mesh.ulysses
+        # Expert parallelism within a node, the more the better, before that across nodes.
+        experts = mesh.ep > per_node, mesh.ep if mesh.ep > per_node else -mesh.ep
+        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, *experts, mesh.dp_replicate, mesh.ulysses
         batch = -candidate.local_batch, candidate.microbatch, SCHEDULES.index((candidate.schedule, candidate.stages))
         return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
 

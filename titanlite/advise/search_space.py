@@ -26,6 +26,8 @@ CHECKPOINTING = ("none", "selective", "full")
 """Modes of activation checkpointing, from the fewest to the most activations recomputed."""
 LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
 """Tokens above which the heuristic baseline splits a sequence, and the tokens that it then leaves to a device."""
+MOST_NODES = 4
+"""Nodes that the experts of a layer are partitioned over at most."""
 STATE_BYTES = 16
 """Bytes per parameter of a weight, its gradient and its two optimizer states in float32."""
 
@@ -59,7 +61,8 @@ class Task:
 
 
 class Mesh(NamedTuple):
-    """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`."""
+    """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`. The ranks of `ep` are some of those
+    of dp_shard x cp x tp."""
 
     pp: int
     dp_replicate: int
@@ -67,6 +70,7 @@ class Mesh(NamedTuple):
     cp: int
     ulysses: int
     tp: int
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -75,9 +79,10 @@ class Mesh(NamedTuple):
     def __str__(self) -> str:
         context = {"ring": self.cp // self.ulysses, "ulysses": self.ulysses}
         kinds = " x ".join(f"{name} {degree}" for name, degree in context.items() if degree > 1)
-        degrees = [(name, degree) for name, degree in self._asdict().items() if degree > 1 and name != "ulysses"]
+        named = {name: degree for name, degree in self._asdict().items() if name not in ("ulysses", "ep")}
+        degrees = [(name, degree) for name, degree in named.items() if degree > 1]
         names = [f"cp {degree} ({kinds})" if name == "cp" else f"{name} {degree}" for name, degree in degrees]
-        return " x ".join(names) or "one device"
+        return (" x ".join(names) or "one device") + f", ep {self.ep}" * (self.ep > 1)
 
 
 class Candidate(NamedTuple):
@@ -133,6 +138,7 @@ class Candidate(NamedTuple):
                 "tensor_parallel_degree": mesh.tp,
                 "context_parallel_degree": mesh.cp,
                 "context_parallel_ulysses_degree": mesh.ulysses,
+                "expert_parallel_degree": mesh.ep,
                 **(pipeline if mesh.pp > 1 else {}),
             },
             "compile": {"enable": self.compiled},
@@ -168,12 +174,21 @@ def meshes(task: Task) -> Iterator[Mesh]:
                 if dp * cp * tp >= 8 * per_node:
                     replicas += [n for n in _divisors(dp) if n > 1 and dp // n * cp * tp % per_node == 0]
                 for replicate, ulysses in itertools.product(replicas, _divisors(cp)):
-                    yield Mesh(pp, replicate, dp // replicate, cp, ulysses, tp)
+                    for ep in expert_degrees(task, dp // replicate * cp * tp):
+                        yield Mesh(pp, replicate, dp // replicate, cp, ulysses, tp, ep)
+
+
+def expert_degrees(task: Task, n_ranks: int) -> list[int]:
+    """Return the degrees of expert parallelism over so many ranks: 1, as many of a node as divide the experts evenly,
+    and that over several nodes."""
+    within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
+    degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
+    return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
     """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not. All are
-    compiled, except zero-bubble schedules."""
+    compiled, except zero-bubble schedules and models with experts."""
     for mesh in meshes(task):
         local_sequences = task.sequences // mesh.dp
         batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
@@ -185,8 +200,9 @@ def candidates(task: Task) -> Iterator[Candidate]:
                 if local_sequences % (steps * size) == 0
             ]
         for batch, checkpointing, float8 in itertools.product(batches, CHECKPOINTING, {False, task.float8}):
-            # A compiled block cannot split its backward.
-            yield Candidate(mesh, *batch, checkpointing, batch[0] not in SPLIT_BACKWARD, float8)
+            # A compiled block can neither split its backward nor have experts.
+            compiled = batch[0] not in SPLIT_BACKWARD and not task.model.moe.n_experts
+            yield Candidate(mesh, *batch, checkpointing, compiled, float8)
 
 
 def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
@@ -202,15 +218,18 @@ def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
 def heuristic_baseline(task: Task) -> Mesh:
     """Return the degrees of the common heuristic, as in Megatron's papers, torchtitan and Llama 3's (arXiv:2407.21783,
     section 3.3.2): FSDP alone for small models; else tensor parallelism within a node, a pipeline across nodes until a
-    stage fits half of a device, context parallelism for long sequences, data parallelism over the rest."""
+    stage fits half of a device, context parallelism for long sequences, data parallelism over the rest. A model with
+    experts has expert parallelism within a node, in place of tensor parallelism."""
     n, memory = task.n_devices, task.device.memory / 2
     states = STATE_BYTES * task.n_parameters
-    small, tp, pp, cp = states / task.device.devices_per_node <= memory, 1, 1, 1
-    if not small or task.seq_len > LONG_SEQUENCE:
+    small, tp, pp, cp, ep = states / task.device.devices_per_node <= memory, 1, 1, 1, 1
+    if task.model.moe.n_experts:
+        ep = math.gcd(n, task.device.devices_per_node, task.model.moe.n_experts)
+    elif not small or task.seq_len > LONG_SEQUENCE:
         tp = math.gcd(n, task.device.devices_per_node)
-    while not small and states / (tp * pp) > memory and n % (2 * pp * tp) == 0:
+    while not small and states / (tp * ep * pp) > memory and n % (2 * pp * tp * ep) == 0:
         pp *= 2
     most = LOCAL_SEQUENCE if task.seq_len > LONG_SEQUENCE else LONG_SEQUENCE
     while (task.seq_len / (cp * tp) > most or n // (cp * tp * pp) > task.sequences) and n % (2 * cp * pp * tp) == 0:
         cp *= 2
-    return Mesh(pp, 1, n // (pp * cp * tp), cp, 1, tp)
+    return Mesh(pp, 1, n // (pp * cp * tp), cp, 1, tp, ep)

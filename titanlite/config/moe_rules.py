@@ -23,6 +23,11 @@ def expert_rules(config: Config, reject: Rejections) -> None:
         reject("model.mlp_bias", "experts have no biases; set false", EXPERTS)
     if moe.n_experts % config.parallelism.expert_parallel_degree:
         reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
+    degree = config.parallelism.expert_parallel_degree
+    most = max(min(degree, moe.n_experts / moe.n_experts_per_token), 1)
+    if degree > 1 and config.plan.expert_imbalance > most:
+        message = f"expected at most {most:.4g}, with which a rank receives all that can be sent to it"
+        reject("plan.expert_imbalance", message, EXPERT, EXPERTS, "model.moe.n_experts_per_token")
     if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
         message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
         reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)

@@ -339,6 +339,9 @@ class Plan(Section):
     """Tokens to train on, for days, hours and costs; 0: those of training.steps."""
     price: NotNegative = 0.0
     """Price of one device for one hour, in any currency."""
+    expert_imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Load of the planned rank's experts, relative to the mean over its expert-parallel group, in every layer: 1 is a
+    balanced load. The plan is for the busiest rank."""
 
 
 class Debug(Section):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import Model
+from titanlite.moe import counts
 from titanlite.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
@@ -77,11 +78,11 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
     if fits and x_MD.dtype in GROUPED_MM_DTYPES.get(x_MD.device.type, ()):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
-    counts = counts_E.tolist()
-    n_padding = len(x_MD) - sum(counts)
+    sizes = counts.read(counts_E)
+    n_padding = len(x_MD) - sum(sizes)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        *rows, padding = x.split([*counts, n_padding])
+        *rows, padding = x.split([*sizes, n_padding])
         outputs = [F.linear(x_e, w_e) for x_e, w_e in zip(rows, weight, strict=True)]
         return torch.cat([*outputs, padding.new_zeros(n_padding, weight.shape[1])])
 

@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from titanlite.moe import counts
 from titanlite.moe.layer import MixtureOfExperts, inverse, permute
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
@@ -91,7 +92,7 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
     """
     n_ranks = group.size()
     received_RE = all_to_all_single(counts_E, None, None, group).view(n_ranks, -1)
-    sent, received = torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))).tolist()
+    sent, received = counts.read(torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))))
     in_flight = _all_to_all(x_MD, received, sent, group)
 
     def _compute() -> Tensor:

@@ -110,7 +110,9 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     expert_mesh = None
     if ep > 1:
         shape = pp, dp_replicate, dp_shard * ring * ulysses * tp // ep, ep
-        expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)
+        # The group of ep is never the default one, or its collectives would wait for those of FSDP that are in flight.
+        backends = {axis: backend for axis in EXPERT_AXES if backend} or {"ep": dist.get_backend()}
+        expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES, backend_override=backends)
     ranks = torch.arange(world_size).reshape(degrees)
 
     def group_along(axis: int) -> dist.ProcessGroup | None:

@@ -15,6 +15,8 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
     """Return what each process group of a rank is for, and its size."""
     parallelism = plan.config.parallelism
     groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
+    if parallelism.expert_parallel_degree > 1:  # the mesh of experts has these axes again
+        groups += [(axis, n) for axis, n in groups if axis in ("pp", "dp_replicate")]
     if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes a mesh of two axes for each unit of FSDP
         shards, n = parallelism.fsdp_reshard_after_forward, dict(groups)["fsdp"]
         groups += [("reshard", shards), ("reshard", n // shards)] * _n_fsdp_units(plan.config)
@@ -33,7 +35,7 @@ def gloo_connections(plan: Plan) -> tuple[int, int]:
 
 def _connections(name: str, n: int, world_size: int) -> int:
     """Return at most how many connections gloo opens in a group of n ranks, if the rank is not rank 0."""
-    if name == "ulysses":
+    if name in ("ulysses", "ep"):
         return n - 1
     neighbours = {1 % n, -1 % n}
     at_powers_of_two = {distance % n for i in range((n - 1).bit_length()) for distance in (2**i, -(2**i))}

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from titanlite.devices import Device
-from titanlite.plan.op_trace import Communication, Event, Work
+from titanlite.plan.op_trace import Communication, Event, HostWait, Work
 
 ESTIMATE = "an estimate; not measured"
 EFFICIENCY: dict[str, tuple[float, str]] = {
     "matmul, bf16": (0.75, "large bf16 matmuls reach 0.80 on an H200 (790 of 989 TFLOP/s); the model's are smaller"),
+    "grouped matmul, bf16": (0.60, ESTIMATE),
     "matmul, fp8": (0.60, ESTIMATE),
     "matmul, fp32": (0.85, ESTIMATE),
     "attention": (0.36, "FlashAttention-2 reaches about 35 % of an H100 (arXiv:2407.08608, abstract)"),
@@ -29,8 +30,10 @@ KERNEL_SECONDS = 4e-6
 """From the start of one kernel to the start of the next, if both are empty and launched ahead of time: an estimate."""
 COLLECTIVE_SECONDS = 2e-5
 """Latency of a collective of one byte within a node; each further node of a ring adds a quarter of it: an estimate."""
+HOST_WAIT_SECONDS = 1e-4
+"""How long the device is idle after the host has waited for it: until the host is again ahead of it, an estimate."""
 
-EXPOSED_AXES = ("tp", "ulysses", "all")
+EXPOSED_AXES = ("tp", "ulysses", "ep", "all")
 """Axes whose communication is exposed: the next operator waits for it. That of other axes overlaps with computation."""
 
 
@@ -39,8 +42,8 @@ class Cost:
     """Seconds and amounts of some events. Costs can be added.
 
     Attributes:
-        seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), and
-            "communication: AXIS", before any overlap.
+        seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the device
+            waits for the host), and "communication: AXIS", before any overlap.
         flops: by dtype.
         communication: count and total bytes, by (axis, collective).
         elapsed: seconds with overlap.
@@ -85,6 +88,8 @@ class CostModel:
                 cost.seconds[category] += seconds
                 if event.flops:
                     cost.flops[event.dtype] += event.flops
+            elif isinstance(event, HostWait):
+                cost.seconds["host"] += HOST_WAIT_SECONDS
             elif isinstance(event, Communication) and event.name != "receive":
                 axis, ranks = self.axes.get(event.group, ("other", [0]))
                 if len(ranks) > 1:
@@ -94,7 +99,9 @@ class CostModel:
         seconds = cost.seconds
         communication, exposed = cost.communication_seconds
         ring = seconds["communication: ring"]
-        computation = seconds["matmul"] + seconds["memory"] + max(seconds["attention"], ring) + exposed
+        computation = (
+            seconds["matmul"] + seconds["memory"] + seconds["host"] + max(seconds["attention"], ring) + exposed
+        )
         cost.elapsed = max(computation, communication - exposed - ring)
         return cost
 
@@ -104,6 +111,8 @@ class CostModel:
         if not work.flops:
             return "memory", max(memory, KERNEL_SECONDS)
         category, efficiency = "matmul", f"matmul, {work.dtype}"
+        if "grouped" in work.name and work.dtype == "bf16":
+            efficiency = "grouped matmul, bf16"
         if "attention" in work.name:
             backward = ", backward" if "backward" in work.name else ""
             category, efficiency = "attention", f"attention{backward}" if self.device.fp8 else "attention, Ampere"

@@ -21,9 +21,10 @@ from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
+from titanlite.plan import expert_load
 from titanlite.plan.fusion import fuse
 from titanlite.plan.memory_timeline import Bytes
-from titanlite.plan.op_trace import Allocation, OpTrace, Segment, Work, fake_world, recording
+from titanlite.plan.op_trace import Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
 from titanlite.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import SingleStageRunner
 
@@ -40,7 +41,7 @@ class DryRun(NamedTuple):
         phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
             ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",).
         axes: axis and ranks of each process group, by the group's name.
-        gradients: bytes of a rank's reduced gradients.
+        gradients: bytes of a rank's reduced gradients, as many as of its weights.
         rotary: bytes of the rotary table, which all stages of a rank share.
         scale: the stage's weights over the weights of the layers that were run. What is done to every weight after
             the last backward (the phases "reduce" and "update") takes so many times longer.
@@ -62,9 +63,16 @@ def checkpointing_period(config: Config) -> int:
 
 def layer_period(config: Config) -> int:
     """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
-    period, parallelism = checkpointing_period(config), config.parallelism
+    moe, parallelism = config.model.moe, config.parallelism
+    period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1)
     prefetched = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
     return max(math.ceil(prefetched / period), 1) * period
+
+
+def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
+    """Fold the repeated layers of a stage, given by the names of its modules."""
+    moe = config.model.moe
+    return fold_layers(names, layer_period(config), moe.n_first_dense_layers if moe.n_experts else 0)
 
 
 def dry_run_accumulation_steps(n: int) -> dict[int, int]:
@@ -90,7 +98,7 @@ def dry_run(
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
     """
     parallelism = config.parallelism
-    folded = fold_layers(names, layer_period(config) if fold else len(names))
+    folded = fold_stage(config, names) if fold else fold_layers(names, len(names))
     rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
     mesh.forget_layouts()  # of another rank's world
     with contextlib.ExitStack() as stack:
@@ -104,22 +112,24 @@ def dry_run(
             for signed in (True, False):  # torchao caches its value tables, and cannot create them from fake tensors
                 OptimState8bit.zeros((256,), signed, 256)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
+        if config.model.moe.n_experts:
+            stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
         _create_states(optimizer)
-        persistent, rotary, scale = _persistent(trace, stage, optimizer, folded)
+        balance = build.build_balance(config, stage, CPU)
+        persistent, gradients, rotary, scale = _persistent(trace, stage, optimizer, folded)
         _mark_layers(trace, stage)
         if parallelism.pipeline_parallel_degree == 1:
             _run_accumulation_steps(config, trace, stage)
         else:
             _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
-        _update(config, trace, stage, optimizer)
+        _update(config, trace, stage, optimizer, balance)
         trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
     _fuse_compiled(trace.segments, fused)
-    phases, gradients = phases_of(trace.segments, folded), persistent["parameters"] - rotary
-    return DryRun(persistent, phases, axes, gradients, rotary, scale)
+    return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
 
 
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
@@ -128,6 +138,8 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
     groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
     present = [(axis, group) for axis, group in groups.items() if group is not None]
+    if layout.expert_mesh is not None:
+        present += [(axis, layout.expert_mesh[axis].get_group()) for axis in mesh.EXPERT_AXES]
     return {group.group_name: (axis, dist.get_process_group_ranks(group)) for axis, group in present}
 
 
@@ -140,8 +152,11 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
         segment.events[:] = events
 
 
-def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer) -> None:
-    """Run what follows the last backward: the gradient norm, clipping and the optimizer's step."""
+def _update(
+    config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, balance: Any = None
+) -> None:
+    """Run what follows the last backward: the gradient norm, clipping, the optimizer's step and the balance of the load
+    of experts."""
     trace.mark("update")
     for parameter in stage.parameters():
         for tensor in _local(parameter.grad):
@@ -150,6 +165,8 @@ def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim
         parameters = list(stage.parameters())
         norm = gradient_norm(parameters, CPU)
         _optimizer_step(trace, optimizer, clip_factor(norm, config.training.max_norm))
+        if balance:
+            balance.update(norm.isfinite())
         optimizer.zero_grad()
 
 
@@ -197,25 +214,30 @@ def _local(tensor: Tensor) -> list[Tensor]:
 
 def _persistent(
     trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
-) -> tuple[Bytes, int, float]:
+) -> tuple[Bytes, int, int, float]:
     """Set the kind of all allocations that exist from step to step.
 
     Returns:
-        Their bytes by kind, of all layers; those of the rotary table; and the scale, see DryRun.
+        Their bytes by kind, of all layers; those of weights, as many as of gradients; those of the rotary table; and
+        the scale, see DryRun.
     """
-    total, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0
+    total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
+    parameters = dict(stage.named_parameters())
 
     def add(kind: str, name: str, allocation: Allocation | None) -> None:
-        nonlocal of_run_layers, rotary
+        nonlocal weights, of_run_layers, rotary
         if allocation is not None and not allocation.kind:
             allocation.kind = kind
             layer = re.match(r"layers\.(\d+)\.", name)
-            total[kind] += allocation.size * (1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1)
-            of_run_layers += allocation.size if kind == "parameters" else 0
+            size = allocation.size * (1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1)
+            total[kind] += size
+            if kind == "parameters" and name in parameters:
+                weights += size
+                of_run_layers += allocation.size
             rotary += allocation.size if name == "rope" else 0
 
-    tensors = [("parameters", name, tensor) for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]]
-    for name, parameter in stage.named_parameters():
+    tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
+    for name, parameter in parameters.items():
         states = optimizer.state.get(parameter, {}).values()
         tensors += [("optimizer", name, state) for state in states if isinstance(state, Tensor)]
     for kind, name, tensor in tensors:
@@ -223,7 +245,7 @@ def _persistent(
             add(kind, name, trace.allocation_of(local))
     for allocation in trace.live.values():
         add("temporary", "", allocation)
-    return total, rotary, (total["parameters"] - rotary) / (of_run_layers - rotary)
+    return total, weights, rotary, weights / of_run_layers
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:

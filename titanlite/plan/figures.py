@@ -40,7 +40,7 @@ ACTIONS = {
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc")  # in the order of time_shares
+SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc", "#aa4499")  # in the order of time_shares
 WIDTH = 11.0  # of a figure, in inches of 96 pixels on a screen
 MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated

@@ -7,7 +7,7 @@ collectives count as one fused kernel.
 
 from collections.abc import Sequence
 
-from titanlite.plan.op_trace import Allocation, Communication, Event, Memory, Work
+from titanlite.plan.op_trace import Allocation, Communication, Event, HostWait, Memory, Work
 
 UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
 """Prefixes of the names of operators that keep a kernel of their own."""
@@ -29,7 +29,9 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
     for segment in segments:
         group += 1
         for event in segment:
-            separate = isinstance(event, Communication) or (isinstance(event, Work) and not is_fusible(event))
+            separate = isinstance(event, (Communication, HostWait)) or (
+                isinstance(event, Work) and not is_fusible(event)
+            )
             group += separate
             if isinstance(event, Work):
                 group_of[id(event)] = group

@@ -79,14 +79,18 @@ class Work(NamedTuple):
 
 class Communication(NamedTuple):
     """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
-    reduced, exchanged or sent."""
+    reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more."""
 
     name: str
     group: str
     size: int
 
 
-Event = Memory | Work | Communication
+class HostWait(NamedTuple):
+    """The host waits for the device, and issues what follows to an idle one."""
+
+
+Event = Memory | Work | Communication | HostWait
 
 
 class Segment(NamedTuple):
@@ -96,6 +100,8 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
+ALL = -1
+
 # fmt: off
 COLLECTIVES = {
     "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
@@ -103,13 +109,14 @@ COLLECTIVES = {
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
     "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
-    "c10d.alltoall_base_": ("all_to_all", 0), "c10d.broadcast_": ("broadcast", 0),
+    "c10d.alltoall_base_": ("all_to_all", ALL), "c10d.broadcast_": ("broadcast", 0),
     "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", ALL),
 }
-"""Name of the collective and index of the argument that is the full tensor (None: the result), by operator."""
+"""Name of the collective and index of the argument that is the full tensor (None: the result; ALL: the largest of the
+arguments and the result), by operator."""
 VIEWS = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
@@ -168,7 +175,7 @@ class OpTrace(TorchDispatchMode):
         if implementation is not None:
             with self:
                 return implementation(*args, **kwargs)
-        out = func(*args, **kwargs)
+        out = RESULTS.get(name, func)(*args, **kwargs)
         if self.enabled:
             self._record(name, func, args, kwargs, out)
         return out
@@ -179,8 +186,12 @@ class OpTrace(TorchDispatchMode):
         if name in COLLECTIVES:
             self._allocations(name, outputs)
             collective, index = COLLECTIVES[name]
-            tensors = [x for x in tree_iter(out if index is None else args[index]) if isinstance(x, Tensor)]
-            self.record(Communication(collective, _group_of(args), sum(map(_n_bytes, tensors))))
+            if index == ALL:
+                size = max(map(_n_bytes, inputs + outputs))
+            else:
+                tensors = tree_iter(out if index is None else args[index])
+                size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
+            self.record(Communication(collective, _group_of(args), size))
             return
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
@@ -234,6 +245,17 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 """Custom operators of titanlite, which are recorded as the operators that they call."""
 
 
+def _grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    groups = [] if left.dim() != right.dim() else [len(offs)] if left.dim() == 2 else [len(left)]
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
+RESULTS: dict[str, Callable[..., Any]] = {"aten._grouped_mm": _grouped_mm}
+"""Results of operators that torch does not compute on fake tensors; _grouped_mm in float32, in torch 2.11 to 2.14."""
+
+
 def _group_of(args: tuple[Any, ...]) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
@@ -258,7 +280,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
     """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), and the
     dtype whose peak rate applies."""
-    if name in ("mm", "addmm", "bmm", "_scaled_mm"):
+    if name in ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, each row is of one group
         left, right = (inputs[1], inputs[2]) if name == "addmm" else (inputs[0], inputs[1])
         flops = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1] * (left.shape[0] if name == "bmm" else 1)
         return flops, "fp8" if name == "_scaled_mm" else _rate_dtype(left)

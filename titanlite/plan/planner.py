@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from titanlite import build, devices
 from titanlite.config import Config, Launch, check
 from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
-from titanlite.config.loader import ConfigError, LoadedConfig
+from titanlite.config.loader import LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launcher import ranks_wanted
@@ -45,12 +45,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if loaded.config.plan.device == "cpu" else per_node
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
-    config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
-    if config.model.moe.n_experts:
-        raise ConfigError(
-            [f"model.moe.n_experts = {config.model.moe.n_experts}: models with experts cannot be planned"]
-        )
-    return config, device, world
+    return check(loaded, Launch(0, 0, world, min(world, per_node), n_devices)), device, world
 
 
 def make_plan(
@@ -73,7 +68,11 @@ def make_plan(
     step = single_stage_step(config, stages[0]) if degree == 1 else pipelined_step(config, stages, ranks)
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
-    degrees += [parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree]
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    degrees.append(shards)
+    if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
+        degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
+        degrees.append(parallelism.data_parallel_replicate_degree)
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     return Plan(
         config=config,
@@ -120,15 +119,9 @@ def _dry_run_stages(
     the process groups of a world until the process ends."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
-    period = checkpointing_period(config)
-
-    def kind_of(names: list[str]) -> tuple:
-        layers = layers_of(names)
-        return tuple(name for name in names if name not in layers), len(layers), int(layers[0].split(".")[1]) % period
-
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
-        kinds.setdefault(kind_of(names), number)
+        kinds.setdefault(kind_of_stage(config, names), number)
     futures: dict[tuple, Future[DryRun]] = {}
     with (
         process_pool(len(kinds), preload="titanlite.plan.dry_run", single_use=True) as pool,
@@ -139,7 +132,16 @@ def _dry_run_stages(
             futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
         for _ in as_completed(futures.values()):
             advance(1)
-    return [futures[kind_of(names)].result() for names in stages]
+    return [futures[kind_of_stage(config, names)].result() for names in stages]
+
+
+def kind_of_stage(config: Config, names: list[str]) -> tuple:
+    """Return what stages that are alike have in common: the modules besides layers, which of the layers have experts,
+    and where they are in the pattern of activation checkpointing."""
+    layers = layers_of(names)
+    numbers = [int(name.split(".")[1]) for name in layers]
+    with_experts = tuple(map(config.model.has_experts, numbers))
+    return tuple(name for name in names if name not in layers), with_experts, numbers[0] % checkpointing_period(config)
 
 
 def process_pool(n: int, *, preload: str, single_use: bool = False) -> ProcessPoolExecutor:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.plan.connections import gloo_connections, process_groups
+from titanlite.plan.expert_load import expert_load
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import KINDS
 from titanlite.summary import describe_mesh, describe_precision
@@ -35,6 +36,7 @@ def report(plan: Plan, file: str) -> Group:
             f"({plan.device.source}), {devices_per_node(plan.config, plan.device)} per node"
         ),
         Text(describe_precision(plan.config)),
+        *([Text(experts_line(plan))] if plan.config.model.moe.n_experts else []),
         memory_table(plan),
         Text(line, style="green" if fits else "bold red"),
         *([offload_line(plan.worst)] if plan.worst.offloaded else []),
@@ -81,15 +83,30 @@ def offload_line(rank: RankPlan) -> Text:
     return Text(f"in host memory, GiB per rank: {kinds}; copies and the CPU's optimizer step are not in the time below")
 
 
+def experts_line(plan: Plan) -> str:
+    """Return what the plan assumes of the experts, and where their tokens are sent."""
+    model, moe, imbalance = plan.config.model, plan.config.model.moe, plan.config.plan.expert_imbalance
+    layers = f"{sum(map(model.has_experts, range(model.n_layers)))} of {model.n_layers} layers"
+    load = "balanced" if imbalance == 1 else f"{imbalance:g} times the mean on the planned rank"
+    tokens = f"{expert_load(plan.config).per_expert:,.0f} tokens per expert and microbatch ({load})"
+    line = f"experts: {moe.n_experts_per_token} of {moe.n_experts} per token in {layers}; planned with {tokens}"
+    degree = plan.config.parallelism.expert_parallel_degree
+    return line + (f"; ep {degree}, all-to-all {_where(plan, 'ep')}" if degree > 1 else "")
+
+
+def _where(plan: Plan, axis: str) -> str:
+    """Return where the ranks of an axis communicate."""
+    _, n_nodes = plan.axis_size(axis)
+    return "within a node" if n_nodes == 1 else f"network, {n_nodes} nodes"
+
+
 def communication_table(plan: Plan) -> Table:
     """Return the communication of the busiest rank by mesh axis."""
     columns = ("axis", "collective", "ranks", "interconnect")
     table = _table("communication per rank and step", *columns, right=("count", "GiB", "GiB each"))
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):
-        n_ranks, n_nodes = plan.axis_size(axis)
-        interconnect = "within a node" if n_nodes == 1 else f"network, {n_nodes} nodes"
         sizes = f"{size / GIB:.2f}", f"{size / GIB / count:.4f}"
-        table.add_row(axis, name, str(n_ranks), interconnect, str(count), *sizes)
+        table.add_row(axis, name, str(plan.axis_size(axis)[0]), _where(plan, axis), str(count), *sizes)
     return table
 
 
@@ -105,12 +122,14 @@ def time_table(plan: Plan) -> Table:
 
 def time_shares(plan: Plan) -> dict[str, float]:
     """Return the seconds of the busiest rank's step: computation, exposed communication, and waiting."""
-    cost = plan.cost
+    cost, host = plan.cost, plan.cost.seconds["host"]
     shares = {"matrix multiplication": cost.seconds["matmul"], "attention": cost.seconds["attention"]}
     shares["other operators (memory-bound)"] = cost.seconds["memory"]
-    shares["exposed communication"] = max(cost.elapsed - sum(shares.values()), 0.0)
+    shares["exposed communication"] = max(cost.elapsed - sum(shares.values()) - host, 0.0)
     if plan.spans:
         shares["waiting for other pipeline ranks"] = max(plan.step_seconds - cost.elapsed, 0.0)
+    if host:
+        shares["waiting for the host"] = host
     return shares
 
 

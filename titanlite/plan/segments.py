@@ -42,17 +42,23 @@ class FoldedStage(NamedTuple):
     numbers: list[int]
 
 
-def fold_layers(names: Sequence[str], period: int) -> FoldedStage:
+def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
     """Fold the repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
     neighbours (FSDP all-gathers the next layer's weights and frees those of the previous one) is the same for all
-    layers but the first two and the last two."""
+    layers but the first two and the last two.
+
+    The first `n_first` layers of the model are of another kind. Of the two kinds, the one with more layers is folded.
+    """
     layers = layers_of(names)
     numbers = [int(name.split(".")[1]) for name in layers]
-    remaining = 5 * period + len(layers) % period
-    if len(layers) <= remaining:
+    first = sum(number < n_first for number in numbers)
+    begin, end = (0, first) if first > len(layers) - first else (first, len(layers))
+    remaining = 5 * period + (end - begin) % period
+    if end - begin <= remaining:
         return FoldedStage(list(names), [], 0, numbers)
-    names = [name for name in names if name not in layers[remaining:]]
-    return FoldedStage(names, numbers[2 * period : 3 * period], (len(layers) - remaining) // period, numbers)
+    names = [name for name in names if name not in layers[begin + remaining : end]]
+    repeated = numbers[begin + 2 * period : begin + 3 * period]
+    return FoldedStage(names, repeated, (end - begin - remaining) // period, numbers)
 
 
 def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:

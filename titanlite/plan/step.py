@@ -10,6 +10,7 @@ from titanlite.config.stage_split import ONE_STAGE
 from titanlite.plan.cost_model import Cost, CostModel
 from titanlite.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_steps
 from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
+from titanlite.plan.op_trace import Communication
 from titanlite.plan.schedule import Action, Span, all_actions, simulate
 from titanlite.plan.segments import KINDS
 
@@ -50,9 +51,21 @@ class StageCost:
         cost.add(backward, weight if action.kind == "W" else 1 - weight)
         return cost
 
-    def seconds_of_all_weights(self, phase: str) -> float:
-        """Return the seconds of "reduce" or "update", for all the stage's weights."""
-        return self.of_phase((phase,)).elapsed * self.dry_run.scale
+    def of_reduce(self) -> Cost:
+        """Return the cost of the reduction of all the stage's gradients after the last microbatch."""
+        cost = Cost()
+        cost.add(self.of_phase(("reduce",)), self.dry_run.scale)
+        return cost
+
+    def of_update(self, *, communicates: bool = True) -> Cost:
+        """Return the cost of the update of all the stage's weights. Its collectives are those of a rank, however many
+        weights or stages it has: `communicates` says whether to count them."""
+        events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
+        cost = Cost()
+        cost.add(self.cost_model.cost(x for x in events if not isinstance(x, Communication)), self.dry_run.scale)
+        if communicates:
+            cost.add(self.cost_model.cost(x for x in events if isinstance(x, Communication)))
+        return cost
 
 
 class Step(NamedTuple):
@@ -74,8 +87,9 @@ def single_stage_step(config: Config, stage: StageCost) -> Step:
             timeline.replay(phases[kind, number], label)
             cost.add(stage.of_phase((kind, number)), times)
     timeline.replay(phases[("update",)], "update")
-    cost.add(stage.of_phase(("update",)), stage.dry_run.scale)
-    return Step([timeline.points], [], cost, cost.elapsed, stage.seconds_of_all_weights("update"))
+    update = stage.of_update()
+    cost.add(update)
+    return Step([timeline.points], [], cost, cost.elapsed, update.elapsed)
 
 
 def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) -> Step:
@@ -97,14 +111,17 @@ def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) ->
             cost.add(own[action.stage].of_action(action), n_steps)
             neighbour = action.stage + (1 if action.kind == "F" else -1)
             n_messages += n_steps * (action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own)
-        for stage in own.values():
-            cost.add(stage.of_phase(("reduce",)), stage.dry_run.scale * n_steps)
-            cost.add(stage.of_phase(("update",)), stage.dry_run.scale)
+        reduce, update = Cost(), Cost()
+        for number, stage in enumerate(own.values()):
+            reduce.add(stage.of_reduce())
+            update.add(stage.of_update(communicates=number == 0))
+        cost.add(reduce, n_steps)
+        cost.add(update)
         cost.communication["pp", "send"] = n_messages, n_messages * message
         cost.seconds["communication: pp"] += n_messages * message_seconds
         costs.append(cost)
-        reductions.append(sum(stage.seconds_of_all_weights("reduce") for stage in own.values()))
-        updates.append(sum(stage.seconds_of_all_weights("update") for stage in own.values()))
+        reductions.append(reduce.elapsed)
+        updates.append(update.elapsed)
     end = max(span.end for rank in spans for span in rank)
     seconds = (end + max(reductions)) * n_steps + max(updates)
     return Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
