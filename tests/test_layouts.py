@@ -166,30 +166,43 @@ FULL_PRECISION = {
     "training__mixed_precision_param": "float32",
 }
 LOW_PRECISION: dict[str, dict[str, Any]] = {
-    **{f"float8 {recipe}, {name}": FLOAT8 | {"float8__recipe": recipe} | AXES[name]
-       for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp") for name in ("pp", "shard", "cp", "tp")},
+    **{f"float8 rowwise, {name}": FLOAT8 | {"float8__recipe": "rowwise"} | AXES[name]
+       for name in ("pp", "shard", "cp", "tp")},
+    "float8 tensorwise, shard": FLOAT8 | {"float8__recipe": "tensorwise"} | SHARD,
+    "float8 tensorwise, tp": FLOAT8 | {"float8__recipe": "tensorwise"} | TP,
+    "float8 rowwise_with_gw_hp, shard": FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"} | SHARD,
     "float8 all-gather, shard": FLOAT8 | FLOAT8_ALL_GATHER | SHARD,
     "float8 all-gather, shard x tp": FLOAT8 | FLOAT8_ALL_GATHER | SHARD | TP,
     "float8 all-gather, pp x shard": FLOAT8 | FLOAT8_ALL_GATHER | PP | SHARD,
-    "float8, cp x tp": FLOAT8 | CP | TP,
     "float8, selective AC, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
-    **{f"8-bit optimizer states, {name}": INT8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "8-bit optimizer states, shard": INT8 | SHARD,
+    "8-bit optimizer states, tp": INT8 | TP,
     "8-bit optimizer states, CPU offload": INT8 | SHARD | OFFLOAD,
     "bfloat16 optimizer states, shard x tp": IN_FLOAT32 | {"optimizer__state_dtype": "bfloat16"} | SHARD | TP,
     "stochastic rounding, shard x tp": STOCHASTIC | SHARD | TP,
-    "stochastic rounding, float32 optimizer states, shard x tp":
-        STOCHASTIC | {"optimizer__state_dtype": "float32"} | SHARD | TP,
     "stochastic rounding, 8-bit optimizer states, pp x shard": INT8 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
-    **{f"float16, {name}": HALF | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "float16, pp": HALF | PP,
+    "float16, shard": HALF | SHARD,
     "float16, chunked cross-entropy, 3 chunks, shard x tp": HALF | CHUNKED_LOSS | SHARD | TP,
 }  # fmt: skip
 LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
+    "float8 tensorwise, pp": FLOAT8 | {"float8__recipe": "tensorwise"} | PP,
+    "float8 tensorwise, cp": FLOAT8 | {"float8__recipe": "tensorwise"} | CP,
+    **{f"float8 rowwise_with_gw_hp, {name}": FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"} | AXES[name]
+       for name in ("pp", "cp", "tp")},
+    "float8, cp x tp": FLOAT8 | CP | TP,
+    "8-bit optimizer states, pp": INT8 | PP,
+    "8-bit optimizer states, cp": INT8 | CP,
+    "stochastic rounding, float32 optimizer states, shard x tp":
+        STOCHASTIC | {"optimizer__state_dtype": "float32"} | SHARD | TP,
+    "float16, cp": HALF | CP,
+    "float16, tp": HALF | TP,
     "float8, compiled, tp": FLOAT8 | COMPILED | TP,
     "float8, shard x cp x tp": FLOAT8 | SHARD | CP | TP,
     "float8, biases and norms, shard x tp": FLOAT8 | BIASES_AND_NORMS | SHARD | TP,
     "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
-}
+}  # fmt: skip
 NIGHTLY = {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" in names},
     **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_ACCUMULATION_STEP for name in SIMPLEST
