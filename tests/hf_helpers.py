@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.test_model import draw_weights
 from titanlite.config.schema import Model
-from titanlite.hf.names import from_hf, hf_names, to_hf
+from titanlite.hf.names import BALANCE_BIAS, from_hf, hf_names, named_weights, to_hf
 from titanlite.model import Llama
 
 CPU = torch.device("cpu")
@@ -79,7 +79,48 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
 }
 """Our options that differ from OURS, transformers' model type, and its settings that differ from THEIRS."""
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+DEEPSEEK: dict[str, Any] = {
+    "ours": {
+        **{"n_kv_heads": 4, "norm_eps": 1e-6, "head_dim": -1},
+        "mla": {
+            **{"q_lora_rank": 20, "kv_lora_rank": 16},
+            **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
+        },
+        "moe": {
+            **{"n_experts": 8, "n_experts_per_token": 3, "expert_dim": 16, "n_shared_experts": 2},
+            **{"n_first_dense_layers": 1, "n_groups": 4, "n_groups_per_token": 2, "score_function": "sigmoid"},
+            **{"normalize_scores": True, "score_scaling": 1.5, "balance_bias": True},
+        },
+    },
+    "theirs": {
+        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "q_lora_rank": 20, "kv_lora_rank": 16},
+        **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "n_routed_experts": 8},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1},
+        **{"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    },
+}
+YARN_OF_DEEPSEEK: dict[str, Any] = {
+    "ours": {
+        **{"rope_scaling_type": "yarn", "rope_scaling_factor": 40.0, "rope_original_seq_len": 16},
+        "rope_attention_factor": 1.0,
+    },
+    "theirs": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16},
+        **{"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+}
+FAMILIES["deepseek_v3"] = (DEEPSEEK["ours"], "deepseek_v3", DEEPSEEK["theirs"])
+FAMILIES["deepseek_v3, yarn, no latent of queries"] = (
+    {
+        **{**DEEPSEEK["ours"], **YARN_OF_DEEPSEEK["ours"]},
+        "mla": {**DEEPSEEK["ours"]["mla"], "q_lora_rank": 0, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3",
+    {**DEEPSEEK["theirs"], "q_lora_rank": None, "rope_parameters": YARN_OF_DEEPSEEK["theirs"]},
+)
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+CORRECTION = "e_score_correction_bias"
+"""The end of names of DeepSeek-V3's biases that balance experts, which are buffers."""
 
 
 def model_options(family: str = "llama", **options: Any) -> Model:
@@ -96,7 +137,17 @@ def build_hf(family: str = "llama", dtype: torch.dtype = torch.float32, **settin
     loop = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **loop).eval()
     draw_weights(model)
+    draw_biases(model)
     return model
+
+
+@torch.no_grad()
+def draw_biases(model: Any) -> None:
+    """Fill the biases that balance experts, ours or transformers', with numbers as different as scores are."""
+    generator = torch.Generator().manual_seed(4)
+    for name, buffer in model.named_buffers():
+        if name.endswith((CORRECTION, BALANCE_BIAS)):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def save_hf(folder: Path, family: str = "llama", **arguments: Any) -> Any:
@@ -107,13 +158,13 @@ def save_hf(folder: Path, family: str = "llama", **arguments: Any) -> Any:
 
 
 def empty_model(options: Model, dtype: torch.dtype = torch.float32) -> Llama:
-    """Return our model in this process, its weights NaN."""
+    """Return our model in this process, its weights and the biases that balance experts NaN."""
     with torch.device("meta"):
         model = Llama(options, max_seq_len=SEQ_LEN).to(dtype)
     model.materialize(CPU)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
+        for tensor in named_weights(model).values():
+            tensor.fill_(torch.nan)
     return model
 
 
@@ -151,7 +202,7 @@ def theirs(name: str, tensor: Tensor, options: Model) -> dict[str, Tensor]:
 def expected_weights(hf: Any, model: Llama, options: Model) -> dict[str, Tensor]:
     """Return what each of our parameters must be, from transformers' model in memory."""
     tensors = released(hf, hf.state_dict())
-    return {name: ours(name, tensors, options) for name, _ in model.named_parameters()}
+    return {name: ours(name, tensors, options) for name in named_weights(model)}
 
 
 def draw_tokens(n_sequences: int = 2) -> Tensor:

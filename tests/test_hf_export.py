@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.checkpoint_helpers import write_checkpoint
 from tests.hf_helpers import (
+    CORRECTION,
     CPU,
     FAMILIES,
     LOGITS_TOLERANCE,
@@ -32,7 +33,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.hf.export import export, partition, write_safetensors
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
-from titanlite.hf.names import parameter_shapes
+from titanlite.hf.names import BALANCE_BIAS, named_weights, tensor_shapes
 from titanlite.parallel import mesh
 
 BF16, VOCABULARY = torch.bfloat16, 400
@@ -60,8 +61,10 @@ def random_weights(options: Model, dtype: torch.dtype = torch.float32) -> dict[s
     """Return weights that are larger than initial ones."""
     generator = torch.Generator().manual_seed(3)
     return {
-        name: (torch.randn(shape, generator=generator) * 0.15 + (1 if "norm" in name else 0)).to(dtype)
-        for name, shape in parameter_shapes(options).items()
+        name: (torch.randn(shape, generator=generator) * 0.15 + (1 if "norm" in name else 0)).to(
+            torch.float32 if name.endswith(BALANCE_BIAS) else dtype
+        )
+        for name, shape in tensor_shapes(options).items()
     }
 
 
@@ -89,9 +92,9 @@ def test_transformers_loads_the_same_model(family: str, max_file_bytes: int, tmp
     hf, model = from_pretrained(out), empty_model(options)
     expected = expected_weights(hf, model, options)
     assert expected.keys() == weights.keys()
-    for name, parameter in model.named_parameters():
+    for name, tensor in named_weights(model).items():
         assert torch.equal(expected[name], weights[name]), name
-        parameter.data.copy_(weights[name])
+        tensor.data.copy_(weights[name])
     with torch.no_grad():
         assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) < LOGITS_TOLERANCE
     assert (hf.generation_config.bos_token_id, hf.generation_config.eos_token_id) == (1, 2)
@@ -117,11 +120,11 @@ def test_a_folder_that_was_loaded_and_exported_is_the_same(family: str, dtype: t
     options = model_options(family)
     model = empty_model(options, dtype)
     load_hf_weights(tmp_path / "in", model, options)
-    write(tmp_path / "out", options, {name: p.detach() for name, p in model.named_parameters()}, dtype)
+    write(tmp_path / "out", options, {name: p.detach() for name, p in named_weights(model).items()}, dtype)
     before, after = (load_file(tmp_path / folder / SINGLE) for folder in ("in", "out"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype == dtype
+        assert after[name].dtype == (torch.float32 if name.endswith(CORRECTION) else dtype)
         assert torch.equal(tensor, after[name])
 
 
@@ -152,7 +155,8 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path: Path):
     for n_names in range(1, 9):
         shapes = {f"layers.{10**n}.ffn_norm.weight": torch.Size([3]) for n in range(n_names)}
         file = tmp_path / f"{n_names}.safetensors"
-        write_safetensors(file, shapes, {name: [name] for name in shapes}, torch.float32, lambda name: torch.ones(3))
+        dtypes = dict.fromkeys(shapes, torch.float32)
+        write_safetensors(file, shapes, {name: [name] for name in shapes}, dtypes, lambda name: torch.ones(3))
         content = file.read_bytes()
         header = int.from_bytes(content[:8], "little")
         assert header % 8 == 0

@@ -37,7 +37,7 @@ from titanlite.config import Config, ConfigError
 from titanlite.config.schema import Model
 from titanlite.hf import load
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
-from titanlite.hf.names import hf_name, hf_names
+from titanlite.hf.names import hf_name, hf_names, named_weights
 from titanlite.parallel import mesh
 
 SMALL_FILES = {"max_shard_size": "20KB"}
@@ -50,7 +50,7 @@ def test_weights_and_logits_are_those_of_transformers(family: str, tmp_path: Pat
     model = empty_model(options)
     load_hf_weights(tmp_path, model, options)
     expected = expected_weights(hf, model, options)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in named_weights(model).items())
     with torch.no_grad():
         assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) < LOGITS_TOLERANCE
 

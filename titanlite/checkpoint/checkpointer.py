@@ -409,8 +409,6 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
             expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
             raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: {expected}"])
         is_hugging_face = (path / "config.json").exists()
-        if is_hugging_face and options.mla.kv_lora_rank:
-            raise ConfigError([f"{path}: a Hugging Face folder; those of models with latent attention are not read"])
         if is_hugging_face:
             from titanlite.hf.load import load_hf_weights
 

@@ -1,5 +1,5 @@
 """Hugging Face's config.json to the options of [model], and back: the families Llama, Mistral, Qwen2 and Qwen3, and
-with experts Mixtral, Qwen3-MoE and OLMoE.
+with experts Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 (hf_deepseek.py).
 
 A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
 can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
@@ -43,6 +43,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, n_kv_heads=4, experts="num_experts"),
     "olmoe": Family("OlmoeForCausalLM", qk_norm="all_heads", norm_eps=1e-5, experts="num_experts"),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", experts="n_routed_experts"),
 }
 """By model_type."""
 ONLY: dict[str, tuple[Any, str]] = {
@@ -53,7 +54,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "is_causal": (True, "attention is causal"),
     "clip_qkv": (None, "queries, keys and values are not clipped"),
     "router_jitter_noise": (0, "the router has no noise"),
-    "quantization_config": (None, "quantized weights cannot be read; take the original ones"),
+    "quantization_config": (None, "quantized weights are not read; take or make bfloat16 ones (docs/hugging_face.md)"),
     "attn_logit_softcapping": (None, "attention scores are not capped"),
     "final_logit_softcapping": (None, "logits are not capped"),
 }
@@ -109,7 +110,11 @@ def model_options(folder: Path) -> dict[str, Any]:
         "sliding_window": _sliding_window(config, model_type, n_layers),
         **_rope_options(config, family.rope_theta),
     }
-    if family.experts:
+    if model_type == "deepseek_v3":
+        from titanlite.config.hf_deepseek import deepseek_options
+
+        options |= deepseek_options(config, n_heads, n_layers, options.pop("mscale_all_dim", 0.0))
+    elif family.experts:
         options["moe"] = _expert_options(config, model_type)
     if model_type == "olmoe":
         config.only("head_dim", dim // n_heads, "the norm of all heads together is as wide as the model")
@@ -229,8 +234,8 @@ def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
     window, windowed = config.integer("sliding_window", default), n_layers
     if model_type == "llama" and window:
         config.reject("sliding_window", '"llama" does not read it; remove it, or set model_type "mistral"')
-    if model_type == "olmoe" and window:
-        config.reject("sliding_window", '"olmoe" does not read it; remove it')
+    if model_type in ("olmoe", "deepseek_v3") and window:
+        config.reject("sliding_window", f"{show(model_type)} does not read it; remove it")
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         window = window if config.boolean("use_sliding_window", False) else 0
     if model_type == "qwen3_moe" and window:
@@ -300,7 +305,8 @@ def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
     options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
     name = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.choice(name, tuple(ROPE_KEYS_OF_TYPE), "default")
-    known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind]
+    has_mscale = kind == "yarn" and config.values["model_type"] == "deepseek_v3"
+    known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind] | ({"mscale", "mscale_all_dim"} if has_mscale else set())
     for other in sorted(rope.values.keys() - known):
         if rope.values[other] is not None:
             rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; remove it")
@@ -320,6 +326,10 @@ def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
         options["rope_attention_factor"] = rope.number("attention_factor", -1)
         if options["rope_scaling_factor"] == 1 and options["rope_attention_factor"] not in (-1, 1):
             rope.reject("attention_factor", "read only when factor is above 1; remove it")
+    if has_mscale:
+        from titanlite.config.hf_deepseek import yarn_factors
+
+        options |= yarn_factors(rope, options["rope_scaling_factor"], options["rope_attention_factor"])
     return options
 
 
@@ -337,9 +347,6 @@ def hf_config(
     Raises:
         ConfigError: if transformers has no family with this combination of options.
     """
-    if model.mla.kv_lora_rank:
-        problem = f"model.mla.kv_lora_rank = {model.mla.kv_lora_rank}: models with latent attention cannot be exported"
-        raise ConfigError([problem])
     model_type = _model_type(model)
     windowed = model.sliding_window > 0
     config: dict[str, Any] = {
@@ -367,9 +374,13 @@ def hf_config(
         config["attention_bias"] = model.attention_bias == "all"
     if model_type == "llama":
         config["mlp_bias"] = model.mlp_bias
-    elif model_type != "olmoe":
+    elif model_type not in ("olmoe", "deepseek_v3"):
         config["sliding_window"] = model.sliding_window or None
-    if FAMILIES[model_type].experts:
+    if model_type == "deepseek_v3":
+        from titanlite.config.hf_deepseek import deepseek_keys
+
+        config |= deepseek_keys(model)
+    elif FAMILIES[model_type].experts:
         config |= _hf_experts(model, model_type)
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         config |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.n_layers}
@@ -392,6 +403,11 @@ def _hf_experts(model: Section, model_type: str) -> dict[str, Any]:
 
 def _model_type(model: Section) -> str:
     """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
+    if model.mla.kv_lora_rank:
+        return "deepseek_v3"
+    if model.moe.n_experts and model.moe.balance_bias:
+        what = "is in no config.json but that of DeepSeek-V3, which has latent attention"
+        raise ConfigError([f"model.moe.balance_bias = true: {what}; this model cannot be a Hugging Face folder"])
     bias, plain = model.attention_bias, model.attention_bias == "none" and not model.mlp_bias
     keys = ["attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads", "head_dim"]
     if model.moe.n_experts:
@@ -439,7 +455,11 @@ def _hf_rope(model: Section) -> dict[str, Any]:
             scaling |= {f"{part}_freq_factor": getattr(model, f"rope_{part}_freq_factor") for part in ("low", "high")}
         if kind == "yarn":
             scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
-            if model.rope_attention_factor != -1:
+            if model.mla.kv_lora_rank:
+                from titanlite.config.hf_deepseek import hf_yarn_factors
+
+                scaling |= hf_yarn_factors(model)
+            elif model.rope_attention_factor != -1:
                 scaling["attention_factor"] = model.rope_attention_factor
     parameters = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}

@@ -29,6 +29,3 @@ def latent_attention_rules(config: Config, reject: Rejections) -> None:
         scaling = f"{show(model.rope_scaling_type)}, by {model.rope_scaling_factor}"
         message = f'read only when the rotary embedding is scaled by "yarn", and it is {scaling}; set 0'
         reject("model.mla.mscale_all_dim", message, "model.rope_scaling_type", "model.rope_scaling_factor", LATENT)
-    if config.checkpoint.last_save_in_hf:
-        message = "models with latent attention cannot be written as a Hugging Face folder; set false"
-        reject("checkpoint.last_save_in_hf", message, LATENT)

@@ -1,6 +1,6 @@
 """Writing a checkpoint's weights as a Hugging Face folder, one parameter in memory at a time: a machine without the
 training's memory or devices can export any model. The experts of a layer are one parameter, and tensors of their own in
-the folder.
+the folder. The biases that balance experts are in float32, whatever the dtype of the weights.
 
 The safetensors library writes a file from all of its tensors at once, so the format is written here: the header's
 length as 8 bytes (little endian), a JSON header with dtype, shape and place of each tensor, and their bytes.
@@ -19,10 +19,12 @@ from titanlite.config.hf_config import hf_config
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.load import DTYPES, INDEX, SINGLE
-from titanlite.hf.names import hf_names, parameter_shapes, to_hf
+from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
 from titanlite.progress import progress
 from titanlite.reliability.files import safetensors_header, sync
 
+LOAD = ".router.load"
+"""The end of names of the experts' load, a state of training that no folder has."""
 SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in DTYPES.items()}
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,8 +67,9 @@ def export(
     Raises:
         ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
     """
-    shapes = _checked_shapes(reader, options, dtype)
     config = hf_config(options, max_seq_len=max_seq_len, torch_dtype=_name(dtype), bos=bos, eos=eos)
+    _check_shapes(reader, options, dtype)
+    options = _with_biases(options)
     folder = out.with_name(f"{out.name}.tmp")
     for path, what in ((out, "choose another folder"), (folder, "left by an export that was ended; delete it")):
         if path.exists():
@@ -79,7 +82,7 @@ def export(
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
-        n_files = _write_weights(reader, shapes, options, folder, dtype, max_file_bytes)
+        n_files = _write_weights(reader, options, folder, dtype, max_file_bytes)
         folder.rename(out)
     except BaseException:
         shutil.rmtree(folder)
@@ -87,17 +90,17 @@ def export(
     return n_files
 
 
-def _checked_shapes(reader: Any, options: Model, dtype: torch.dtype) -> dict[str, torch.Size]:
-    """Return the shape of each parameter. Raises ConfigError if the checkpoint's weights are not those of the model, or
-    the dtype is unsupported."""
+def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
+    """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
     if dtype not in SAFETENSORS_DTYPES:
         raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+    saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}
     if len(layers) != options.n_layers:  # before a model of any size is built
         problem = f"the checkpoint has {len(layers)} layers, and its [model] options say {options.n_layers}"
         raise ConfigError([f"{problem}; it is damaged"])
-    shapes = parameter_shapes(options)
+    shapes = tensor_shapes(options)
     problems = [
         f"{name}: the checkpoint has {_shape(saved.get(name))}, and its [model] options say {_shape(shapes.get(name))}"
         for name in sorted(saved.keys() | shapes.keys())
@@ -105,7 +108,13 @@ def _checked_shapes(reader: Any, options: Model, dtype: torch.dtype) -> dict[str
     ]
     if problems:
         raise ConfigError([f"{problems[0]}; {len(problems)} tensors differ, so the checkpoint is damaged"])
-    return shapes
+
+
+def _with_biases(options: Model) -> Model:
+    """Return the options of the folder's model: every DeepSeek-V3 has biases that balance experts, if only zeros."""
+    if not options.mla.kv_lora_rank or not options.moe.n_experts:
+        return options
+    return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -129,29 +138,33 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 def _write_weights(
     reader: Any,
-    shapes: dict[str, torch.Size],
     options: Model,
     folder: Path,
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> int:
     """Write the safetensors files, and their index if there are several. Return how many they are."""
-    groups = partition({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
+    shapes = tensor_shapes(options)
+    dtypes = {name: torch.float32 if name.endswith(BALANCE_BIAS) else dtype for name in shapes}
+    sizes = {name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}
+    groups = partition(sizes, max_file_bytes)
     total, weight_map = len(groups), {}
     with progress(f"writing {folder}", total=len(shapes), unit="tensors") as advance:
 
         def tensor(name: str) -> Tensor:
             advance()
-            return _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtype)
+            if f"model.{name}" not in reader.shapes:  # biases that the model does without
+                return torch.zeros(shapes[name])
+            return _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtypes[name])
 
         for number, names in enumerate(groups, 1):
             file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             tensors = {name: hf_names(name, options) for name in names}
-            write_safetensors(folder / file, {name: shapes[name] for name in names}, tensors, dtype, tensor)
+            write_safetensors(folder / file, {name: shapes[name] for name in names}, tensors, dtypes, tensor)
             weight_map |= {each: file for name in names for each in tensors[name]}
     if total > 1:
-        size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / INDEX, index)
     return total
 
 
@@ -185,7 +198,7 @@ def write_safetensors(
     file: Path,
     shapes: dict[str, torch.Size],
     tensors: dict[str, list[str]],
-    dtype: torch.dtype,
+    dtypes: dict[str, torch.dtype],
     tensor: Callable[[str], Tensor],
 ) -> None:
     """Write a safetensors file of parameters, calling `tensor` for one at a time. `tensors` has the names of the
@@ -193,10 +206,10 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        size = shape.numel() // len(tensors[name]) * dtype.itemsize
+        size = shape.numel() // len(tensors[name]) * dtypes[name].itemsize
         for each in tensors[name]:
             begin, end = end, end + size
-            entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape[-2:]), "data_offsets": [begin, end]}
+            entry = {"dtype": SAFETENSORS_DTYPES[dtypes[name]], "shape": list(shape[-2:]), "data_offsets": [begin, end]}
             header[each] = entry
     with open(file, "xb") as stream:
         stream.write(safetensors_header(header))

@@ -5,7 +5,8 @@ columns of its own shards, one tensor after the other.
     folder/model.safetensors.index.json                              the file of each tensor, and
     folder/model-00001-of-00004.safetensors ...                      the files
 
-Experts of a layer, which are one parameter [E, F, D] of the model, are tensors [F, D] of these files.
+Experts of a layer, which are one parameter [E, F, D] of the model, are tensors [F, D] of these files. The biases that
+balance experts, buffers of the model, are loaded like parameters.
 
 Nothing is executed: safetensors are bytes behind a JSON header, and the pickles of older models (*.bin) are rejected.
 """
@@ -13,6 +14,7 @@ Nothing is executed: safetensors are bytes behind a JSON header, and the pickles
 import contextlib
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
-from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, parameter_shapes
+from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, named_weights, tensor_shapes
 from titanlite.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,8 +55,11 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read. No weight
             has changed then.
     """
-    parameters, files = dict(model.named_parameters()), tensor_files(folder)
-    names = {tensor for name in parameter_shapes(options) for tensor in hf_names(name, options)}
+    parameters, files = named_weights(model), tensor_files(folder)
+    names = {tensor for name in tensor_shapes(options) for tensor in hf_names(name, options)}
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    if options.mla.kv_lora_rank:
+        files = _without_predictors(folder, files, prints=is_rank0)
     problems = _name_problems(folder, set(files), names, tied=options.tie_embeddings)
     if problems:
         raise ConfigError(problems)
@@ -69,7 +74,6 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
         raise ConfigError(problems)
     if has_both:
         _check_tied(files, parameters[EMBEDDING], options)
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     with progress(f"loading {folder}", total=len(parameters), unit="tensors", enabled=is_rank0) as advance:
         for name, parameter in parameters.items():
             _fill(parameter, name, {tensor: files[tensor] for tensor in tensors[name]}, options)
@@ -103,6 +107,24 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in files.items()}
 
 
+def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
+    """Return the tensors of a DeepSeek-V3 that the model has: all but those of the layers behind its last one, which
+    predict further tokens (multi-token prediction). Raises ConfigError if rows of the file are in another order."""
+    config = read_json_object(folder / "config.json")
+    if config.get("rope_interleave") is False:
+        problem = "rope_interleave = false: expected true, neighbouring rows of queries and keys rotated together"
+        raise ConfigError([f"{folder / 'config.json'}: {problem}"])
+    n_layers, n_further = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if type(n_layers) is not int or type(n_further) is not int:
+        return files
+    layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in files}
+    further = {name for name, found in layers.items() if found and 0 <= int(found[1]) - n_layers < n_further}
+    if further and prints:
+        what = f"skipped {len(further)} tensors of layers for multi-token prediction, from layer {n_layers} on"
+        print(f"{folder}: {what}", file=sys.stderr, flush=True)
+    return {name: file for name, file in files.items() if name not in further}
+
+
 def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: bool) -> list[str]:
     """Return a line for tensors that the model needs and the folder lacks, and one for those that it has besides."""
     problems = []
@@ -121,7 +143,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
         problems.append(f"{folder}: lacks {_first(missing)}, {what}; set [model] to the options of this folder's model")
     quantized = [name for name in other if QUANTIZED.search(name)]
     if quantized:
-        what = "quantized weights are not read; use the model's release in bfloat16 or float32"
+        what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
         problems.append(f"{folder}: has {_first(quantized)}: {what}")
     elif other:
         what = "which the model lacks; set [model] to the options of this folder's model"
@@ -189,7 +211,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, name: str, files: dict[str, Path], options: Model) -> None:
+def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) -> None:
     """Copy this rank's shard of the tensors, which are in these files, into the parameter. A file is opened for this
     parameter alone, since what has been read of a file stays in memory until it is closed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,165 @@
+"""The keys of DeepSeek-V3's config.json (hf_config.py), to options of the model and back: latent attention, experts and
+the two factors of YaRN.
+
+Keys that only concern training (aux_loss_alpha, seq_aux, ep_size) are not read. Missing ones have transformers'
+defaults.
+"""
+
+import math
+from typing import Any
+
+from titanlite.config.loader import ConfigError, Section, show, value_of
+
+NORM_EPS = 1e-6
+"""Of the norms of latents, whatever the config.json says of the others."""
+ONLY: dict[str, tuple[Any, str]] = {
+    "rms_norm_eps": (NORM_EPS, "the norms of latents have that, and all norms have the same one"),
+    "rope_interleave": (True, "neighbouring rows of queries and keys are rotated together, as in released files"),
+    "attention_bias": (False, "latent attention has no biases"),
+    "moe_layer_freq": (1, "all layers but the first ones have experts"),
+    "scoring_func": ("sigmoid", '"deepseek_v3" has scores of each expert by itself'),
+    "topk_method": ("noaux_tc", '"deepseek_v3" chooses experts by scores and biases'),
+}
+"""Keys with the only value that is read, and the reason."""
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Keys of latent attention, which have the same names in [model.mla], and their defaults."""
+
+
+def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
+    """Return the [model] values that are apart from those of all families. `config` has the values of config.json by
+    type, as hf_config.py reads them, and collects what is wrong."""
+    for key, (value, reason) in ONLY.items():
+        config.only(key, value, reason)
+    config.only("num_key_value_heads", n_heads, "latent attention has keys and values of every head")
+    mla = {key: config.integer(key, default) for key, default in WIDTHS.items()}
+    has_no_q_latent = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
+    mla["q_lora_rank"] = 0 if has_no_q_latent else config.integer("q_lora_rank", 1536)
+    rotated = mla["qk_rope_head_dim"]
+    head_dim = mla["qk_nope_head_dim"] + rotated
+    if rotated % 2:
+        config.reject("qk_rope_head_dim", "expected an even number; rotary embedding acts on pairs of channels")
+    if mla["v_head_dim"] > head_dim:
+        config.reject("v_head_dim", f"expected at most {head_dim}, the channels of a head of queries and keys")
+    config.only("qk_head_dim", head_dim, "it is the sum of qk_nope_head_dim and qk_rope_head_dim")
+    config.only("head_dim", rotated, "transformers has the channels with rotary embedding there")
+    options = {"n_kv_heads": n_heads, "head_dim": head_dim, "mla": {**mla, "mscale_all_dim": mscale_all_dim}}
+    n_dense = config.integer("first_k_dense_replace", 3, least=0)
+    return options if n_dense >= n_layers else {**options, "moe": _expert_options(config, n_dense)}
+
+
+def _expert_options(config: Any, n_dense: int) -> dict[str, Any]:
+    """Return the section [model.moe]."""
+    n_experts, n_chosen = config.integer("n_routed_experts", 256), config.integer("num_experts_per_tok", 8)
+    config.only("num_local_experts", n_experts, "it is another name of n_routed_experts")
+    n_groups, n_groups_chosen = config.integer("n_group", 8), config.integer("topk_group", 4)
+    size, rest = divmod(n_experts, n_groups)
+    if rest or size < 2:
+        message = f"expected a divisor of the number of experts, {n_experts}, with at least 2 of them in a group"
+        config.reject("n_group", message)
+    elif n_groups_chosen > n_groups:
+        config.reject("topk_group", f"expected at most the number of groups, {n_groups}")
+    elif n_chosen > n_groups_chosen * size:
+        config.reject(
+            "num_experts_per_tok", f"expected at most the {n_groups_chosen * size} experts of topk_group groups"
+        )
+    return {
+        "n_experts": n_experts,
+        "n_experts_per_token": n_chosen,
+        "expert_dim": config.integer("moe_intermediate_size", 2048),
+        "n_shared_experts": config.integer("n_shared_experts", 1),
+        "n_first_dense_layers": n_dense,
+        "score_function": "sigmoid",
+        "normalize_scores": config.boolean("norm_topk_prob", True),
+        "score_scaling": config.number("routed_scaling_factor", 2.5),
+        "n_groups": n_groups,
+        "n_groups_per_token": n_groups_chosen,
+        "balance_bias": True,
+    }
+
+
+def yarn_factors(rope: Any, scaling: float, attention_factor: float) -> dict[str, float]:
+    """Return the factor on cosines and sines, and mscale_all_dim, of the options of YaRN. Where files may be read in
+    two ways, as transformers or as DeepSeek's own code does, they are rejected.
+
+    Args:
+        scaling: the factor of wavelengths.
+        attention_factor: -1 if the file has none.
+    """
+    if scaling == 1:
+        return {}
+    absent = [key for key in ("mscale", "mscale_all_dim") if rope.values.get(key) in (None, 0)]
+    mscale, all_dim = (0.0 if key in absent else rope.number(key) for key in ("mscale", "mscale_all_dim"))
+    if not absent:
+        ratio = yarn_magnitude(mscale, scaling) / yarn_magnitude(all_dim, scaling)
+        if attention_factor != -1 and not math.isclose(ratio, attention_factor, rel_tol=1e-6):
+            rope.reject("attention_factor", f"expected {ratio:g}, as mscale and mscale_all_dim say; remove it")
+        attention_factor = ratio if attention_factor == -1 else attention_factor
+    elif attention_factor == -1 and (mscale not in (0, 1) or all_dim):
+        key, other = ("mscale_all_dim", "mscale") if all_dim else ("mscale", "mscale_all_dim")
+        rope.reject(key, f"read in different ways without {other}; set {other} or attention_factor")
+    return {"rope_attention_factor": attention_factor, "mscale_all_dim": all_dim}
+
+
+def yarn_magnitude(mscale: float, scaling: float) -> float:
+    return 0.1 * mscale * math.log(scaling) + 1
+
+
+def deepseek_keys(model: Section) -> dict[str, Any]:
+    """Return the keys of config.json that are apart from those of all families. Raises ConfigError with a line for each
+    option that config.json cannot express."""
+    _check(model)
+    mla, moe = model.mla, model.moe
+    keys = {
+        "head_dim": mla.qk_rope_head_dim,
+        "qk_head_dim": mla.qk_head_dim,
+        **{key: getattr(mla, key) for key in WIDTHS},
+        "q_lora_rank": mla.q_lora_rank or None,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": moe.n_first_dense_layers if moe.n_experts else model.n_layers,
+    }
+    if not moe.n_experts:
+        return keys
+    return keys | {
+        "n_routed_experts": moe.n_experts,
+        "num_experts_per_tok": moe.n_experts_per_token,
+        "moe_intermediate_size": model.expert_dim,
+        "moe_layer_freq": 1,
+        "n_shared_experts": moe.n_shared_experts,
+        "norm_topk_prob": moe.normalize_scores,
+        "routed_scaling_factor": moe.score_scaling,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": moe.n_groups,
+        "topk_group": moe.n_groups_per_token,
+    }
+
+
+def _check(model: Section) -> None:
+    expected: dict[str, Any] = {
+        **{"norm_eps": NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
+        **{"qk_norm": False, "sliding_window": 0},
+    }
+    if model.moe.n_experts:
+        expected |= {"moe.score_function": "sigmoid", "moe.every_n_layers": 1}
+    wrong = {key: show(value) for key, value in expected.items() if value_of(model, key) != value}
+    if model.moe.n_experts and not model.moe.n_shared_experts:
+        wrong["moe.n_shared_experts"] = "1 or more"
+    if model.moe.n_experts and model.moe.n_experts < 2 * model.moe.n_groups:
+        wrong["moe.n_groups"] = "groups of 2 experts or more"
+    why = "as the config.json of deepseek_v3, which has latent attention"
+    lines = [f"model.{key} = {show(value_of(model, key))}: expected {value}, {why}" for key, value in wrong.items()]
+    if lines:
+        raise ConfigError(lines)
+
+
+def hf_yarn_factors(model: Section) -> dict[str, float]:
+    """Return the keys of YaRN of a model with latent attention."""
+    factor, all_dim = model.rope_attention_factor, model.mla.mscale_all_dim
+    if not all_dim:
+        return {} if factor == -1 else {"attention_factor": factor}
+    if factor == 1:
+        return {"mscale": all_dim, "mscale_all_dim": all_dim}
+    factor = yarn_magnitude(1, model.rope_scaling_factor) if factor == -1 else factor
+    return {"attention_factor": factor, "mscale_all_dim": all_dim}
