@@ -3,6 +3,7 @@ what one process does."""
 
 import functools
 import math
+import types
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hf_helpers import released, theirs
+from tests.hf_helpers import DEEPSEEK as OF_DEEPSEEK
+from tests.hf_helpers import draw_biases, released, theirs
 from tests.test_layouts import (
     COMPILED,
     CP,
@@ -33,6 +35,7 @@ from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on
 from tests.test_parity import STEPS, compare, resolve
 from titanlite.config.hf_config import hf_config
 from titanlite.config.schema import Model
+from titanlite.hf.names import named_weights
 from titanlite.init import init_weights
 from titanlite.model import (
     Documents,
@@ -55,6 +58,7 @@ YARN = {"rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_original_
 """With head_dim 16 and theta 10,000, pairs 0 and 7 have 10.2 and 0.0032 periods within 64 positions: the ramp from
 beta_fast to beta_slow (8 to 1) begins at pair 0 and ends at pair 3."""
 EXPERTS = {"n_experts": 6, "n_experts_per_token": 3}
+DEEPSEEK: dict[str, Any] = OF_DEEPSEEK["ours"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama, biases": {"attention_bias": "all", "mlp_bias": True},
     "llama, heads wider than the model": {"head_dim": 24},
@@ -73,6 +77,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3moe": {"qk_norm": True, "head_dim": 24, "moe": EXPERTS | {"expert_dim": 40}},
     "qwen3moe, all": {"qk_norm": True, "head_dim": 24, "attention_bias": "all", "sliding_window": 9, "n_layers": 4}
     | {"moe": EXPERTS | {"expert_dim": 40, "normalize_scores": True, "n_first_dense_layers": 1, "every_n_layers": 2}},
+    "deepseekv3": DEEPSEEK,
+    "deepseekv3, all": DEEPSEEK | YARN | {"rope_attention_factor": 1.2, "tie_embeddings": True}
+    | {"mla": DEEPSEEK["mla"] | {"mscale_all_dim": 0.7, "q_lora_rank": 0}}
+    | {"moe": DEEPSEEK["moe"] | {"normalize_scores": False, "n_groups": 1, "n_groups_per_token": 1}},
     "olmoe": {"qk_norm": "all_heads", "moe": EXPERTS},
     "olmoe, all": {"qk_norm": "all_heads", "attention_bias": "all", "n_kv_heads": 4, "tie_embeddings": True}
     | {"moe": EXPERTS | {"expert_dim": 40, "normalize_scores": True}} | YARN,
@@ -89,10 +97,13 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
     hf = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype, **loop
     )
-    weights = released(hf, dict(hf.named_parameters()))
+    draw_biases(llama)
+    weights = released(hf, hf.state_dict())
+    if size["tie_embeddings"]:
+        weights.pop("lm_head.weight")
     with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            for their_name, our_weight in theirs(name, parameter, section(size)).items():
+        for name, tensor in named_weights(llama).items():
+            for their_name, our_weight in theirs(name, tensor, section(size)).items():
                 weights.pop(their_name).copy_(our_weight)
     assert not weights
     return hf
@@ -114,6 +125,8 @@ def in_float64(hf: Any, llama: Llama) -> None:
         return logits, scores / scores.sum(-1, keepdim=True) if divides else scores, experts
 
     for module in hf.modules():
+        if type(module).__name__ == "DeepseekV3TopkRouter":
+            module.forward = types.MethodType(with_float64_for_float32(type(module).forward), module)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = functools.partial(router, module, getattr(module, "norm_topk_prob", True))
     norms = [module for module in hf.modules() if type(module).__name__.endswith("RMSNorm")]
@@ -121,6 +134,18 @@ def in_float64(hf: Any, llama: Llama) -> None:
     for module in norms:
         module.forward = functools.partial(norm, module)
     hf.model.rotary_emb.forward = rotary
+
+
+def with_float64_for_float32(function: Any) -> Any:
+    """Return a function of transformers that computes in float64 where it names torch.float32."""
+
+    class Torch:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    return types.FunctionType(function.__code__, {**function.__globals__, "torch": Torch()})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
