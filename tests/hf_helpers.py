@@ -147,7 +147,7 @@ def draw_biases(model: Any) -> None:
     generator = torch.Generator().manual_seed(4)
     for name, buffer in model.named_buffers():
         if name.endswith((CORRECTION, BALANCE_BIAS)):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 def save_hf(folder: Path, family: str = "llama", **arguments: Any) -> Any:

@@ -98,7 +98,9 @@ def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("case", ["llama, llama3 scaling", "mistral", "qwen3, biases", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "case", ["llama, llama3 scaling", "mistral", "qwen3, biases", "qwen3_moe", "olmoe", "deepseek_v3"]
+)
 def test_logits_are_those_of_the_full_model(case: str, dtype: torch.dtype, tmp_path: Path):
     """The tolerances are rounding: of sums over at most 48 terms in other orders, through three layers."""
     save(tmp_path, case)

@@ -1,6 +1,7 @@
 """config.json of Hugging Face: both spellings, the families, and what is rejected, in one line each."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ QWEN2, QWEN3, MISTRAL = ({**LLAMA, "model_type": name} for name in ("qwen2", "qw
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
 OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts_per_tok": 2, "num_experts": 8}
 QWEN3_MOE = {**OLMOE, "model_type": "qwen3_moe", "moe_intermediate_size": 24}
+DEEPSEEK = {**LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1}
 ASSETS = "model.hf_assets_path"
 
 
@@ -61,6 +63,31 @@ ROPE_YARN = {
     "rope_attention_factor": 1.5,
     "rope_original_seq_len": 512,
 }
+MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MOE_OF_DEEPSEEK = {
+    **{"n_experts": 256, "n_experts_per_token": 8, "expert_dim": 2048, "n_shared_experts": 1},
+    **{"n_first_dense_layers": 1, "score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5},
+    **{"n_groups": 8, "n_groups_per_token": 4, "balance_bias": True},
+}
+YARN_OF_DEEPSEEK = {
+    **{"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "original_max_position_embeddings": 4096,
+}
+ROPE_OF_DEEPSEEK = {"rope_scaling_type": "yarn", "rope_scaling_factor": 40.0, "rope_original_seq_len": 4096}
+RELEASED_DEEPSEEK = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
+    **{"aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
+    **{"hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
+    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
+    **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128},
+    **{"num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128},
+    **{"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": YARN_OF_DEEPSEEK, "rope_theta": 10000},
+    **{"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False},
+    **{"topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128},
+    **{"vocab_size": 129280, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+}
+"""The config.json of deepseek-ai/DeepSeek-V3 without its quantization_config."""
 SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 # fmt: off
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -136,6 +163,26 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                             {"moe": {"n_experts": 8, "n_experts_per_token": 2, "normalize_scores": False},
                              "n_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-5, "qk_norm": "all_heads",
                              "rope_theta": 1e4, "sliding_window": 0}),
+    "deepseek_v3":         (DEEPSEEK,
+                            {"n_kv_heads": 4, "head_dim": 192, "norm_eps": 1e-6, "qk_norm": False, "ffn_dim": 96,
+                             "mla": {**MLA, "mscale_all_dim": 0.0}, "moe": MOE_OF_DEEPSEEK, "rope_theta": 1e4}),
+    "deepseek_v3, hub":    (RELEASED_DEEPSEEK, {"rope_attention_factor": 1.0, **ROPE_OF_DEEPSEEK,
+                             "mla": {**MLA, "mscale_all_dim": 1.0}, "tie_embeddings": False,
+                             "moe": {**MOE_OF_DEEPSEEK, "n_first_dense_layers": 3}}),
+    "deepseek_v3, 5.0":    ({**DEEPSEEK, "q_lora_rank": None, "head_dim": 64, "qk_head_dim": 192,
+                             "rope_interleave": True, "num_nextn_predict_layers": 0,
+                             "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 40.0,
+                                                 "mscale_all_dim": 0.5, "attention_factor": 1.25,
+                                                 "original_max_position_embeddings": 4096}},
+                            {"rope_attention_factor": 1.25, "rope_theta": 5e4, **ROPE_OF_DEEPSEEK,
+                             "mla": {**MLA, "q_lora_rank": 0, "mscale_all_dim": 0.5}}),
+    "deepseek_v3, mscale": ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": 0.5, "mscale_all_dim": 1.0}},
+                            {"rope_attention_factor": (0.05 * math.log(40) + 1) / (0.1 * math.log(40) + 1)}),
+    "deepseek_v3, mscale of paper": (
+                            {**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": 1.0, "mscale_all_dim": 0}},
+                            {"rope_attention_factor": -1, "mla": {**MLA, "mscale_all_dim": 0.0}}),
+    "deepseek_v3, dense":  ({**DEEPSEEK, "first_k_dense_replace": 3, "n_routed_experts": 7},
+                            {"mla": {**MLA, "mscale_all_dim": 0.0}}),
     "olmoe, hub":          ({**OLMOE, "clip_qkv": None, "norm_topk_prob": True, "head_dim": 16,
                              "num_key_value_heads": 2, "attention_bias": True, "num_local_experts": 8,
                              "router_aux_loss_coef": 0.01},
@@ -150,8 +197,15 @@ def test_values(tmp_path: Path, name: str):
     content, expected = READ[name]
     actual = options(tmp_path, content)
     assert {key: actual[key] for key in expected} == expected
-    assert actual.keys() - {"moe"} == SIZES["debug"].keys()
+    assert actual.keys() - {"moe", "mla"} == SIZES["debug"].keys()
     Model.model_validate({**actual, "flavor": "from_hf"})  # complete, and of the right types
+
+
+HF_NAMES_OF_DEEPSEEK = {
+    **{"expert_dim": "moe_intermediate_size", "n_shared_experts": "n_shared_experts", "n_groups": "n_group"},
+    **{"n_first_dense_layers": "first_k_dense_replace", "n_groups_per_token": "topk_group"},
+    "score_scaling": "routed_scaling_factor",
+}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -166,20 +220,32 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
         theirs.num_attention_heads,
         theirs.num_key_value_heads,
     )
-    assert ours["head_dim"] == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = "qk_head_dim" if "mla" in ours else "head_dim"
+    assert ours["head_dim"] == (getattr(theirs, head_dim, None) or theirs.hidden_size // theirs.num_attention_heads)
     assert (ours["norm_eps"], ours["tie_embeddings"]) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert ours["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert ours["rope_scaling_factor"] == theirs.rope_parameters.get("factor", 1.0)
     if "original_max_position_embeddings" in theirs.rope_parameters:
         assert ours["rope_original_seq_len"] == theirs.rope_parameters["original_max_position_embeddings"]
     window = getattr(theirs, "sliding_window", None)
-    if hasattr(theirs, "layer_types") and theirs.model_type not in ("mistral", "qwen3_moe", "mixtral", "olmoe"):
+    if hasattr(theirs, "layer_types") and theirs.model_type not in (
+        "mistral",
+        "qwen3_moe",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+    ):
         window = window if set(theirs.layer_types) == {"sliding_attention"} else None
     assert ours["sliding_window"] == (window or 0)
     if "moe" in ours:
         moe = {**Moe().model_dump(), **ours["moe"]}
         names = {"n_experts": "num_local_experts", "n_experts_per_token": "num_experts_per_tok"}
         names |= {"normalize_scores": "norm_topk_prob"} if theirs.model_type != "mixtral" else {}
+        if "mla" in ours:
+            mla, names = ours["mla"], names | HF_NAMES_OF_DEEPSEEK
+            assert (mla["q_lora_rank"] or None) == theirs.q_lora_rank
+            assert all(mla[key] == getattr(theirs, key) for key in MLA if key != "q_lora_rank")
+            assert mla["mscale_all_dim"] == theirs.rope_parameters.get("mscale_all_dim", 0)
         if theirs.model_type == "qwen3_moe":
             names |= {"expert_dim": "moe_intermediate_size", "every_n_layers": "decoder_sparse_step"}
             assert list(range(moe["n_first_dense_layers"])) == theirs.mlp_only_layers
@@ -188,7 +254,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
 
 # What is rejected ----------------------------------------------------------------------------------------------------
 
-ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe"'
+ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"'
 INTEGER = "expected an integer from 1 to 2147483647"
 
 
@@ -263,6 +329,35 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**OLMOE, "clip_qkv": 8.0}, ["clip_qkv = 8.0: expected null; queries, keys and values are not clipped"]),
     ({**OLMOE, "sliding_window": 8}, ['sliding_window = 8: "olmoe" does not read it']),
     ({**OLMOE, "head_dim": 32}, ["head_dim = 32: expected 16; the norm of all heads together"]),
+    # latent attention
+    ({**DEEPSEEK, "rms_norm_eps": 1e-5, "rope_interleave": False, "attention_bias": True, "moe_layer_freq": 2,
+      "scoring_func": "softmax", "topk_method": "greedy", "num_key_value_heads": 2},
+     ["rms_norm_eps = 1e-05: expected 1e-06; the norms of latents have that", "rope_interleave = false: expected true",
+      "attention_bias = true: expected false", "moe_layer_freq = 2: expected 1",
+      'scoring_func = "softmax": expected "sigmoid"', 'topk_method = "greedy": expected "noaux_tc"',
+      "num_key_value_heads = 2: expected 4; latent attention has keys and values of every head"]),
+    ({**RELEASED_DEEPSEEK, "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128]}},
+     ["quantization_config = an object: expected null; quantized weights are not read; take or make bfloat16 ones"]),
+    ({**DEEPSEEK, "qk_rope_head_dim": 7, "v_head_dim": 136, "head_dim": 64, "qk_head_dim": 192},
+     ["qk_rope_head_dim = 7: expected an even number", "v_head_dim = 136: expected at most 135",
+      "qk_head_dim = 192: expected 135", "head_dim = 64: expected 7"]),
+    ({**DEEPSEEK, "kv_lora_rank": 0, "q_lora_rank": 0, "first_k_dense_replace": -1, "sliding_window": 8},
+     ['sliding_window = 8: "deepseek_v3" does not read it', f"kv_lora_rank = 0: {INTEGER}",
+      f"q_lora_rank = 0: {INTEGER}", "first_k_dense_replace = -1: expected an integer from 0"]),
+    ({**DEEPSEEK, "n_group": 7}, ["n_group = 7: expected a divisor of the number of experts, 256"]),
+    ({**DEEPSEEK, "n_group": 256}, ["n_group = 256: expected a divisor of the number of experts, 256, with at least"]),
+    ({**DEEPSEEK, "topk_group": 9}, ["topk_group = 9: expected at most the number of groups, 8"]),
+    ({**DEEPSEEK, "num_experts_per_tok": 129}, ["num_experts_per_tok = 129: expected at most the 128 experts"]),
+    ({**DEEPSEEK, "n_shared_experts": 0, "num_local_experts": 8},
+     ["num_local_experts = 8: expected 256", f"n_shared_experts = 0: {INTEGER}"]),
+    ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "attention_factor": 1.5}},
+     ["rope_scaling.attention_factor = 1.5: expected 1, as mscale and mscale_all_dim say; remove it"]),
+    ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": None}},
+     ["rope_scaling.mscale_all_dim = 1.0: read in different ways without mscale; set mscale or attention_factor"]),
+    ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": 0.7, "mscale_all_dim": 0}},
+     ["rope_scaling.mscale = 0.7: read in different ways without mscale_all_dim"]),
+    ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": "1"}}, ['rope_scaling.mscale = "1": expected a']),
+    ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, ["rope_scaling.mscale = 1: the"]),
     # the rotary embedding
     (scaled(type="dynamic", factor=2.0),
      ['rope_scaling.type = "dynamic": expected one of "default", "linear", "llama3", "yarn"',
@@ -407,7 +502,14 @@ def test_every_size_comes_back(tmp_path: Path, flavor: str):
     assert theirs.max_position_embeddings == 1024
 
 
-COMBINATIONS = {
+OF_DEEPSEEK: dict[str, Any] = {
+    **{"n_kv_heads": 4, "head_dim": -1, "norm_eps": 1e-6, "mla": {"kv_lora_rank": 8, "q_lora_rank": 12}},
+    "moe": {
+        **{"score_function": "sigmoid", "n_shared_experts": 1, "n_first_dense_layers": 2, "balance_bias": True},
+        "expert_dim": 24,
+    },
+}
+COMBINATIONS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": "all", "mlp_bias": True},
     "mistral": {"sliding_window": 8},
     "mistral, width": {"dim": 60, "n_heads": 8},
@@ -422,6 +524,16 @@ COMBINATIONS = {
     "qwen3_moe, dense": {"qk_norm": True, "n_layers": 2, "moe": {"expert_dim": 24, "n_first_dense_layers": 2}},
     "olmoe": {"qk_norm": "all_heads", "attention_bias": "all", "moe": {}},
     "olmoe, scores": {"qk_norm": "all_heads", "moe": {"normalize_scores": True}},
+    "deepseek_v3": OF_DEEPSEEK,
+    "deepseek_v3, dense": {key: value for key, value in OF_DEEPSEEK.items() if key != "moe"},
+    "deepseek_v3, yarn": OF_DEEPSEEK
+    | {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.25}
+    | {"mla": {"kv_lora_rank": 8, "mscale_all_dim": 0.5}},
+    "deepseek_v3, yarn of the paper": OF_DEEPSEEK | {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn"},
+    "deepseek_v3, yarn, mscale": OF_DEEPSEEK
+    | {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.0}
+    | {"mla": {"kv_lora_rank": 8, "mscale_all_dim": 0.5}},
+    "deepseek_v3, linear": OF_DEEPSEEK | {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
     "llama, linear": {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
     "llama, yarn": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_beta_fast": 20.0},
     "llama, yarn, factor": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.25},
@@ -479,3 +591,43 @@ def test_experts_that_no_family_has_are_rejected(values: dict[str, Any], moe: di
     (line,) = problems(lambda: hf_config(section, **TOKENS))
     assert "no family of transformers has all of these; expected those of mixtral, qwen3_moe, olmoe" in line
     assert all(f"model.{key} = " in line for key in [*values, *(f"moe.{key}" for key in moe)])
+
+
+def test_biases_that_balance_experts_are_of_deepseek_alone():
+    section = model(qk_norm=True, moe={"n_experts": 8, "n_experts_per_token": 2, "balance_bias": True})
+    (line,) = problems(lambda: hf_config(section, **TOKENS))
+    assert line.startswith("model.moe.balance_bias = true: is in no config.json but that of DeepSeek-V3")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"norm_eps": 1e-5}, "model.norm_eps = 1e-05: expected 1e-06, as the config.json of deepseek_v3"),
+        ({"sliding_window": 8}, "model.sliding_window = 8: expected 0, as"),
+        ({"moe": {"every_n_layers": 2}}, "model.moe.every_n_layers = 2: expected 1, as"),
+        ({"moe": {"score_function": "softmax"}}, 'model.moe.score_function = "softmax": expected "sigmoid", as'),
+        ({"moe": {"n_shared_experts": 0}}, "model.moe.n_shared_experts = 0: expected 1 or more, as"),
+        ({"moe": {"n_groups": 8}}, "model.moe.n_groups = 8: expected groups of 2 experts or more, as"),
+    ],
+)
+def test_latent_attention_that_deepseek_does_not_have_is_rejected(values: dict[str, Any], expected: str):
+    moe = {"n_experts": 8, "n_experts_per_token": 2, **OF_DEEPSEEK["moe"], **values.get("moe", {})}
+    (line,) = problems(lambda: hf_config(model(**{**OF_DEEPSEEK, **values, "moe": moe}), **TOKENS))
+    assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model.qk_norm": True, "model.mlp_bias": True}, "no family of transformers has all of these"),
+        ({"model.mla.kv_lora_rank": 8, "model.n_kv_heads": 16}, "model.norm_eps = 1e-05: expected 1e-06"),
+    ],
+)
+def test_a_run_that_ends_with_such_a_folder_is_rejected_before_it_begins(
+    tmp_path: Path, settings: dict[str, Any], expected: str
+):
+    asks = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    load(tmp_path, settings)
+    (line,) = problems(lambda: load(tmp_path, settings | asks))
+    assert "checkpoint.last_save_in_hf = true: " in line
+    assert expected in line

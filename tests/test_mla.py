@@ -56,10 +56,7 @@ from tests.test_model import (
 from tests.test_parity import CPU, STEPS, compare, forward_backward, resolve, trace
 from titanlite import config, latent_attention, model
 from titanlite.build import meta_model
-from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import model_options
-from titanlite.config import ConfigError
-from titanlite.config.hf_config import hf_config
 from titanlite.config.model_schema import count_parameters, layer_parameters
 from titanlite.config.schema import Model, Parallelism
 from titanlite.generate.cache import CachedAttention
@@ -586,10 +583,6 @@ REJECTED = [
     ({**ON, "model.qk_norm": True}, {"model.qk_norm": "latent attention has norms of its latents"}),
     ({**ON, MSCALE: 1.0}, {MSCALE: 'scaled by "yarn", and it is "llama3", by 1.0; set 0'}),
     ({**ON, MSCALE: 1.0, "model.rope_scaling_factor": 8.0}, {MSCALE: 'it is "llama3", by 8.0; set 0'}),
-    (
-        {**ON, "checkpoint.enable": True, "checkpoint.last_save_in_hf": True},
-        {"checkpoint.last_save_in_hf": "cannot be written as a Hugging Face folder"},
-    ),
     ({**ON, "parallelism.tensor_parallel_degree": 32}, {"parallelism.tensor_parallel_degree": (
         "divisor of model.n_heads = 16", "divisor of model.n_kv_heads = 16", "divisor of model.vocab_size")}),
     ({RANK: -1}, {RANK: "expected an integer >= 0"}),
@@ -655,14 +648,6 @@ def test_a_checkpoint_has_the_options_and_a_plain_one_has_none():
     for options in (plain, latent):
         again = model_options(Path("step-1"), {"identity": options.identity()})
         assert again == options.model_copy(update={"flavor": again.flavor})
-
-
-def test_hugging_face_folders_are_rejected(tmp_path: Path):
-    with pytest.raises(ConfigError, match="latent attention cannot be exported"):
-        hf_config(section(SIZE), max_seq_len=8, torch_dtype="float32", bos=None, eos=None)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="those of models with latent attention are not read"):
-        load_weights(tmp_path, empty_model(section(SIZE)), section(SIZE))
 
 
 def test_a_parity_test_shrinks_the_latents(tmp_path: Path):
