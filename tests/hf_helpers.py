@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.test_model import draw_weights
 from titanlite.config.schema import Model
-from titanlite.hf.names import BALANCE_BIAS, from_hf, hf_names, named_weights, to_hf
+from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_names, named_weights, to_hf
 from titanlite.model import Llama
 
 CPU = torch.device("cpu")
@@ -185,6 +185,12 @@ def released(hf: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for theirs, mixtral in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
         result = {name.replace(theirs, mixtral): tensor for name, tensor in result.items()}
     return result
+
+
+def weights(hf: Any) -> dict[str, Tensor]:
+    """Return what files of transformers' model have, by the names of released files."""
+    tensors = released(hf, hf.state_dict())
+    return {name: tensors[name] for name in tensors if name != OUTPUT_HEAD or not hf.config.tie_word_embeddings}
 
 
 def ours(name: str, tensors: dict[str, Tensor], options: Model) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hf_helpers import DEEPSEEK as OF_DEEPSEEK
-from tests.hf_helpers import draw_biases, released, theirs
+from tests.hf_helpers import draw_biases, released, theirs, weights
 from tests.test_layouts import (
     COMPILED,
     CP,
@@ -98,14 +98,12 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
         AutoConfig.for_model(**exported), attn_implementation=attention, dtype=next(llama.parameters()).dtype, **loop
     )
     draw_biases(llama)
-    weights = released(hf, hf.state_dict())
-    if size["tie_embeddings"]:
-        weights.pop("lm_head.weight")
+    expected = weights(hf)
     with torch.no_grad():
         for name, tensor in named_weights(llama).items():
             for their_name, our_weight in theirs(name, tensor, section(size)).items():
-                weights.pop(their_name).copy_(our_weight)
-    assert not weights
+                expected.pop(their_name).copy_(our_weight)
+    assert not expected
     return hf
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.checkpoint_helpers import write_checkpoint
 from tests.hf_helpers import (
@@ -17,6 +18,7 @@ from tests.hf_helpers import (
     FAMILIES,
     LOGITS_TOLERANCE,
     SEQ_LEN,
+    draw_biases,
     draw_tokens,
     empty_model,
     expected_weights,
@@ -282,20 +284,32 @@ def test_the_command_exports_the_newest_checkpoint(run_folder: Path, tmp_path: P
 
 
 def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
-    """Save a checkpoint of this layout's initial weights, and return the full weights."""
+    """Save a checkpoint of this layout's initial weights and of biases that balance experts, and return all in full."""
     layout = mesh.build_layout(job.parallelism, CPU)
     model, stages = build.build_model(job, layout, CPU)
+    draw_biases(model)
     identity = {"seed": 1, "data": "x", **job.model.identity()}
     checkpointer = Checkpointer(folder, job.checkpoint, identity, job.comm)
     checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
     checkpointer.confirm(4)
     checkpointer.close()
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    tensors = named_weights(model).items()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in tensors}
 
 
 SHARDED: dict[str, dict[str, Any]] = {
     "qwen3": {"model__qk_norm": True, "model__head_dim": 16},
     "mixtral": {"model__moe__n_experts": 4, "model__moe__n_experts_per_token": 2, "model__moe__normalize_scores": True},
+    "deepseek_v3, ep": {
+        **{"model__n_kv_heads": 4, "model__norm_eps": 1e-6, "model__mla__kv_lora_rank": 8, "expert_parallel_degree": 2},
+        **{"model__moe__n_experts": 4, "model__moe__n_experts_per_token": 2, "model__moe__n_shared_experts": 1},
+        **{"model__moe__score_function": "sigmoid", "model__moe__balance_bias": True},
+    },
+    "deepseek_v3, without biases": {
+        **{"model__n_kv_heads": 4, "model__norm_eps": 1e-6, "model__mla__kv_lora_rank": 8},
+        **{"model__moe__n_experts": 4, "model__moe__n_experts_per_token": 2, "model__moe__n_shared_experts": 1},
+        "model__moe__score_function": "sigmoid",
+    },
     "olmoe, ep": {"model__qk_norm": "all_heads", "model__moe__n_experts": 4, "expert_parallel_degree": 2},
 }
 
@@ -310,6 +324,8 @@ def test_a_checkpoint_of_a_sharded_run_is_exported(name: str, ranks, tmp_path: P
     expected = expected_weights(hf, empty_model(job.model), job.model)
     assert expected.keys() == weights.keys()
     assert all(torch.equal(expected[name], weight) for name, weight in weights.items())
+    biases = [tensor for name, tensor in hf.state_dict().items() if name.endswith(CORRECTION)]
+    assert [bool(each.any()) for each in biases] == [job.model.moe.balance_bias] * len(biases)
 
 
 def test_the_command_exports_one_step_in_another_dtype(run_folder: Path, tmp_path: Path, capsys):

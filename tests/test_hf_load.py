@@ -27,8 +27,8 @@ from tests.hf_helpers import (
     expected_weights,
     model_options,
     ours,
-    released,
     save_hf,
+    weights,
 )
 from tests.test_model import relative
 from tests.test_parity import resolve
@@ -121,12 +121,14 @@ def test_a_tied_model_may_have_its_embedding_twice(tmp_path: Path):
 SHARD, TP, PP = ({f"{name}_parallel_degree": 2} for name in ("data_parallel_shard", "tensor", "pipeline"))
 NORMS_AND_BIASES = {"model__qk_norm": True, "model__attention_bias": "all", "model__head_dim": 16}
 EP = {"expert_parallel_degree": 2}
-QWEN3_MOE, MIXTRAL, OLMOE = (
+QWEN3_MOE, MIXTRAL, OLMOE, DEEPSEEK = (
     {f"model__moe__{key}": value for key, value in FAMILIES[family][0]["moe"].items()}
-    for family in ("qwen3_moe", "mixtral", "olmoe")
+    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
 )
 QWEN3_MOE |= {"model__qk_norm": True}
 OLMOE |= {"model__qk_norm": "all_heads"}
+DEEPSEEK |= {f"model__mla__{key}": value for key, value in FAMILIES["deepseek_v3"][0]["mla"].items()}
+DEEPSEEK |= {"model__n_kv_heads": 4, "model__norm_eps": 1e-6}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {}),
     # one KV head of 8 channels: the ranks have 2 of its rows each
@@ -151,10 +153,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "mixtral, shard x tp, ep": (4, MIXTRAL | TP | EP | {"data_parallel_shard_degree": 2}),
     "olmoe, tp 2, ep": (2, OLMOE | TP | EP),
     "olmoe, pp x shard": (4, OLMOE | PP | {"data_parallel_shard_degree": 2}),
+    "deepseek_v3, shard x tp, ep": (4, DEEPSEEK | TP | EP | {"data_parallel_shard_degree": 2}),
+    "deepseek_v3, pp x shard": (4, DEEPSEEK | PP | {"data_parallel_shard_degree": 2}),
 }
 NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
     f"{family}, {name}": (world_size, options | layout)
-    for family, options in (("qwen3_moe", QWEN3_MOE), ("mixtral", MIXTRAL), ("olmoe", OLMOE))
+    for family, options in (("qwen3_moe", QWEN3_MOE), ("mixtral", MIXTRAL), ("olmoe", OLMOE), ("deepseek_v3", DEEPSEEK))
     for name, world_size, layout in (
         ("shard 2", 2, {}),
         ("shard 3, uneven", 3, {}),
@@ -210,8 +214,9 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
 
     with mock.patch.multiple(load, _open=recorded_open, _fill=recorded_fill, _read=recorded_read):
         load_hf_weights(folder, model, job.model)
-    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    n_local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    tensors = named_weights(model)
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in tensors.items()}
+    n_local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in tensors.values())
     return {name: tensor.detach().clone() for name, tensor in full.items()}, opened, sum(counts), n_local
 
 
@@ -226,17 +231,17 @@ def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
     if job.model.head_dim * job.model.n_heads == job.model.dim and "head_dim" in FAMILIES[family][2]:
         sizes["head_dim"] = job.model.head_dim
     hf = build_and_save(tmp_path / "hf", family, sizes)
-    theirs, loaded = released(hf, hf.state_dict()), set()
-    for weights, opened, n_read, n_local in ranks(world_size).run(load_on_a_rank, job=job, folder=tmp_path / "hf"):
+    theirs, loaded = weights(hf), set()
+    for actual, opened, n_read, n_local in ranks(world_size).run(load_on_a_rank, job=job, folder=tmp_path / "hf"):
         # The rows that cover a cut head are at most all of it: at both ends, of q and k and their norms in 3 layers.
         cut = 2 * job.model.head_dim * 2 * 3 * (job.model.dim + 2)
         assert n_local <= n_read <= n_local + (cut if "shard" in name or "HSDP" in name else 0)
         assert opened
-        for parameter, weight in weights.items():
-            assert torch.equal(weight, ours(parameter, theirs, job.model)), parameter
-        loaded |= weights.keys()
-    read = {each for parameter in loaded for each in hf_names(parameter, job.model)}
-    assert read == released(hf, dict(hf.named_parameters())).keys()
+        for name_of_ours, weight in actual.items():
+            assert torch.equal(weight, ours(name_of_ours, theirs, job.model)), name_of_ours
+        loaded |= actual.keys()
+    read = {each for name_of_ours in loaded for each in hf_names(name_of_ours, job.model)}
+    assert read == theirs.keys()
 
 
 def build_and_save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
@@ -250,8 +255,8 @@ def test_a_pipeline_rank_opens_only_files_with_its_layers(ranks, tmp_path: Path)
     build_and_save(tmp_path / "hf", "llama", {})
     files = json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"]
     results = ranks(2).run(load_on_a_rank, job=job, folder=tmp_path / "hf")
-    for weights, opened, _, _ in results:
-        assert opened == {files[hf_name(parameter)] for parameter in weights}
+    for loaded, opened, _, _ in results:
+        assert opened == {files[hf_name(parameter)] for parameter in loaded}
     assert results[0][1] != results[1][1]
 
 
@@ -411,6 +416,52 @@ def test_a_wrong_folder_is_one_line_and_changes_no_weight(case: str, tmp_path: P
     assert str(tmp_path / "hf") in line
     assert "\n" not in line
     assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, capsys):
+    """Released files of DeepSeek-V3 have a layer behind the last one, with tensors of its own besides a block's."""
+    hf, options = save_hf(tmp_path, "deepseek_v3"), model_options("deepseek_v3")
+    further = {
+        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.3.embed_tokens.weight": torch.ones(60, 32),
+        "model.layers.3.mlp.experts.0.gate_proj.weight": torch.ones(16, 32),
+        "model.layers.3.shared_head.head.weight": torch.ones(60, 32),
+    }
+    change(tmp_path / SINGLE, further)
+    file = tmp_path / "config.json"
+    config = {**json.loads(file.read_text()), "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps(config))
+    model = empty_model(options)
+    load_hf_weights(tmp_path, model, options)
+    expected = expected_weights(hf, model, options)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in named_weights(model).items())
+    words = "skipped 4 tensors of layers for multi-token prediction, from layer 3 on"
+    assert capsys.readouterr().err.endswith(f"{tmp_path}: {words}\n")
+    for number in (0, None, "1"):
+        file.write_text(json.dumps({**config, "num_nextn_predict_layers": number}))
+        with pytest.raises(
+            ConfigError, match=r'has "model.layers.3.eh_proj.weight" and 3 other tensors, which the model'
+        ):
+            load_hf_weights(tmp_path, model, options)
+
+
+def test_what_deepseek_has_in_other_ways_is_rejected(tmp_path: Path):
+    save_hf(tmp_path, "deepseek_v3")
+    file, options = tmp_path / "config.json", model_options("deepseek_v3")
+    without = options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": False})})
+    with pytest.raises(
+        ConfigError, match=r'mlp.gate.e_score_correction_bias" and 1 other tensors, which the model lacks'
+    ):
+        load_hf_weights(tmp_path, empty_model(without), without)
+    config = file.read_text()
+    file.write_text(json.dumps({**json.loads(config), "rope_interleave": False}))
+    with pytest.raises(ConfigError, match=r"config.json: rope_interleave = false: expected true"):
+        load_hf_weights(tmp_path, empty_model(options), options)
+    file.write_text(config)
+    scale = {"model.layers.0.mlp.down_proj.weight_scale_inv": torch.ones(1, 1)}
+    change(tmp_path / SINGLE, scale)
+    with pytest.raises(ConfigError, match=r"quantized weights are not read; take or make ones in bfloat16"):
+        load_hf_weights(tmp_path, empty_model(options), options)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)

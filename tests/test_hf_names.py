@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf_helpers import FAMILIES, build_hf, model_options, released
+from tests.hf_helpers import FAMILIES, build_hf, model_options, weights
 from titanlite.hf.names import from_hf, hf_name, hf_names, hf_rows, is_rotated, tensor_shapes, to_hf
 from titanlite.model import apply_rotary_emb, rope_frequencies, rope_table
 
@@ -13,10 +13,7 @@ WQ, WV = "layers.0.attention.wq.weight", "layers.0.attention.wv.weight"
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_of_transformers(family: str):
     options = model_options(family)
-    hf = build_hf(family)
-    theirs = {name: tensor.shape for name, tensor in released(hf, hf.state_dict()).items()}
-    if options.tie_embeddings:
-        theirs.pop("lm_head.weight")
+    theirs = {name: tensor.shape for name, tensor in weights(build_hf(family)).items()}
     shapes = tensor_shapes(options)
     assert {each: shape[-2:] for name, shape in shapes.items() for each in hf_names(name, options)} == theirs
     for name in shapes:
