@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint_helpers import write_checkpoint
 from tests.config_helpers import python
 from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
+from titanlite.checkpoint.checkpointer import load_weights
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
 from titanlite.config.moe_schema import Moe
 from titanlite.config.schema import Parallelism
@@ -175,6 +178,41 @@ def test_a_gpu_generates_the_same(tmp_path: Path):
     assert generate(tmp_path, prompts, device=device) == generate(tmp_path, prompts)
     for dtype in (torch.float32, torch.bfloat16):  # which take other attention backends
         assert len(generate(tmp_path, prompts, device=device, dtype=dtype)) == len(prompts)
+
+
+# Checkpoints with experts --------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, hf_folder: Path) -> None:
+    """Save the model of a Hugging Face folder as a checkpoint of a run, with a load of its experts."""
+    options = open_folder(hf_folder).options
+    model = empty_model(options)
+    open_folder(hf_folder).load(model)
+    weights = {name: tensor.clone() for name, tensor in model_tensors(model).items()}
+    weights |= {name: torch.arange(len(load)) for name, load in weights.items() if name.endswith(".load")}
+    write_checkpoint(folder, weights, step=3, identity={"seed": 1, "data": "x", **options.identity()})
+
+
+@pytest.mark.parametrize("case", ["olmoe", "deepseek_v3"])
+def test_a_checkpoint_of_experts_generates_what_its_folder_does(case: str, tmp_path: Path):
+    save(tmp_path / "hf", case)
+    save_checkpoint(tmp_path / "checkpoint" / "step-3", tmp_path / "hf")
+    prompts = draw_prompts()
+    assert generate(tmp_path / "checkpoint", prompts) == generate(tmp_path / "hf", prompts)
+
+
+def test_a_checkpoint_with_other_biases_of_experts_is_rejected(tmp_path: Path):
+    save(tmp_path / "hf", "deepseek_v3")
+    path = tmp_path / "checkpoint" / "step-3"
+    save_checkpoint(path, tmp_path / "hf")
+    options = open_folder(path).options
+    without = options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": False})})
+    with pytest.raises(ConfigError, match="51 tensors, and the model has 49; it is of another model"):
+        load_weights(path, empty_model(without), without)
+    other = empty_model(without)
+    other_path = write_checkpoint(tmp_path / "other" / "step-3", model_tensors(other), step=3, identity={})
+    with pytest.raises(ConfigError, match=r"layers.1.feed_forward.router.balance_bias and 1 more is not in the check"):
+        load_weights(other_path, empty_model(options), options)
 
 
 # Tensor parallel -----------------------------------------------------------------------------------------------------
