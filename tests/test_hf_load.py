@@ -82,6 +82,16 @@ def test_other_experts_would_show(bug: str, family: str, tmp_path: Path, monkeyp
         assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) > 1e-2
 
 
+def test_other_biases_of_experts_would_show(tmp_path: Path):
+    hf, options = save_hf(tmp_path, "deepseek_v3"), model_options("deepseek_v3")
+    model = empty_model(options)
+    load_hf_weights(tmp_path, model, options)
+    for layer in ("1", "2"):
+        model.layers[layer].feed_forward.router.balance_bias.zero_()
+    with torch.no_grad():
+        assert relative(model(draw_tokens()), hf(draw_tokens(), use_cache=False).logits) > 1e-2
+
+
 def test_several_files_are_as_good_as_one(tmp_path: Path):
     hf, options = save_hf(tmp_path, **SMALL_FILES), model_options()
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
