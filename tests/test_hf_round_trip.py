@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 CASES = [
     pytest.param("llama", "shard 2 x tp 2", marks=pytest.mark.nightly),
-    pytest.param("qwen3", "shard 2 x tp 2"),
+    pytest.param("qwen3", "shard 2 x tp 2", marks=pytest.mark.nightly),
     pytest.param("llama", "pp 2 x shard 2", marks=pytest.mark.nightly),
     pytest.param("llama", "cp 2 x replicate 2", marks=pytest.mark.nightly),
     pytest.param("qwen3", "cp 2 x replicate 2", marks=pytest.mark.nightly),
@@ -78,7 +78,7 @@ CASES = [
     pytest.param("qwen3_moe", "shard 4, ep", marks=pytest.mark.nightly),
     pytest.param("olmoe", "shard 2 x tp 2, ep"),
     pytest.param("olmoe", "cp 2 x replicate 2", marks=pytest.mark.nightly),
-    ("deepseek_v3", "shard 4, ep"),
+    pytest.param("deepseek_v3", "shard 4, ep", marks=pytest.mark.nightly),
     pytest.param("deepseek_v3", "shard 2 x tp 2, ep", marks=pytest.mark.nightly),
     pytest.param("deepseek_v3", "pp 2 x shard 2", marks=pytest.mark.nightly),
     pytest.param("deepseek_v3, yarn, no latent of queries", "shard 2 x tp 2", marks=pytest.mark.nightly),
