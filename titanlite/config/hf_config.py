@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
-from titanlite.config.loader import ConfigError, Section, show, value_of
+from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
 
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
@@ -385,6 +385,15 @@ def hf_config(
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         config |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.n_layers}
     return config
+
+
+def folder_rules(model: Section, reject: Rejections) -> None:
+    """Reject checkpoint.last_save_in_hf if transformers has no family with the model's options."""
+    try:
+        hf_config(model, max_seq_len=1, torch_dtype="float32", bos=None, eos=None)
+    except ConfigError as error:
+        reads = (f"model.{key}" for key in type(model).model_fields)
+        reject("checkpoint.last_save_in_hf", f"{error.problems[0]}; set false", *reads)
 
 
 def _hf_experts(model: Section, model_type: str) -> dict[str, Any]:

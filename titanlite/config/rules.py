@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from titanlite.config.loader import ConfigError, Rejections, show, value_of
+from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import Config, Float8, Model, Precision
+from titanlite.config.schema import Config, Float8, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
@@ -182,7 +182,9 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
         message = f'{DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
         reject("checkpoint.export_dtype", message, DTYPE, "checkpoint.last_save_in_hf")
     if config.checkpoint.last_save_in_hf:
-        _folder_rules(config, reject)
+        from titanlite.config.hf_config import folder_rules  # here, since few runs write such a folder
+
+        folder_rules(config.model, reject)
     float8, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
     if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
         message = f"{show(float8.recipe)} has a scale per row, which FSDP cannot gather; set false, or float8.recipe = "
@@ -190,16 +192,6 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
     if float8.enable and float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
         message = f"the scales are for weights gathered in float8; set {gather} = true, or this to false"
         reject("float8.precompute_float8_dynamic_scale_for_fsdp", message, gather)
-
-
-def _folder_rules(config: Config, reject: Rejections) -> None:
-    from titanlite.config.hf_config import hf_config  # here, since few runs write such a folder
-
-    try:
-        hf_config(config.model, max_seq_len=1, torch_dtype="float32", bos=None, eos=None)
-    except ConfigError as error:
-        reads = (f"model.{key}" for key in Model.model_fields)
-        reject("checkpoint.last_save_in_hf", f"{error.problems[0]}; set false", *reads)
 
 
 def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> None:
