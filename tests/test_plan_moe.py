@@ -263,6 +263,7 @@ def test_all_to_alls_of_a_layer():
     plain, full = (make_plan(loaded(*options, mode)).cost.communication for mode in (NO_AC, FULL))
     assert plain["ep", "all_to_all"] == (5 * n_layers, n_layers * (4 * rows * 256 * 2 + count))
     assert full["ep", "all_to_all"] == (8 * n_layers, n_layers * (6 * rows * 256 * 2 + 2 * count))
+    assert ("fsdp", "all_gather") in plain, "the ranks of ep have a group of their own, though they are those of fsdp"
 
 
 def test_the_load_is_summed_over_all_ranks_once_a_step():
