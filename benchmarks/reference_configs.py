@@ -1,6 +1,6 @@
 """Plan every config for GPUs, and variants of it, and write the tables of docs/reference_configs.md.
 
-    python benchmarks/reference_configs.py            (about three minutes on two idle cores)
+    python benchmarks/reference_configs.py            (about five minutes on two idle cores)
 
 The test of the same name plans the configs again and compares the page with the plans.
 """
@@ -16,10 +16,12 @@ from titanlite.summary import describe_mesh
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = (
     *("llama2_7b", "llama3_8b", "llama2_13b", "llama_30b", "70b", "175b", "405b_512", "405b"),
-    *("llama3_8b_256k", "llama3_8b_1m"),
+    *("llama3_8b_256k", "llama3_8b_1m", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_235b_a22b"),
 )
 SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective"
 BATCH = "--training.local_batch_size=64", "--training.global_batch_size=256"
+WITHOUT_EP = "without expert parallel", "--parallelism.expert_parallel_degree=1"
+UNBALANCED = "twice the mean load on one rank", "--plan.expert_imbalance=2"
 VARIANTS = (
     ("llama_30b", "2 gradient accumulation steps", "--training.local_batch_size=16"),
     ("70b", "without float8", "--float8.enable=false"),
@@ -28,6 +30,14 @@ VARIANTS = (
     ("405b", *SELECTIVE),
     ("llama3_8b_256k", *SELECTIVE),
     ("llama3_8b_256k", "unchunked cross-entropy", "--training.loss_chunks=1"),
+    ("mixtral_8x7b", "float32 optimizer states", "--optimizer.state_dtype=auto"),
+    ("mixtral_8x7b", *UNBALANCED),
+    ("qwen3_30b_a3b", *SELECTIVE),
+    ("qwen3_30b_a3b", *WITHOUT_EP),
+    ("qwen3_30b_a3b", *UNBALANCED),
+    ("qwen3_235b_a22b", *WITHOUT_EP),
+    ("qwen3_235b_a22b", "expert parallel over 4 nodes", "--parallelism.expert_parallel_degree=32"),
+    ("qwen3_235b_a22b", *UNBALANCED),
 )
 PAGE = ROOT / "docs" / "reference_configs.md"
 RESULTS = "GiB, worst rank | spare | tokens/s per device | MFU | pipeline bubble |"
@@ -61,6 +71,8 @@ def config_line(name: str) -> str:
     """Plan a config and return its line of the table."""
     plan = planned(name)
     layout = " x ".join(degree for degree in describe_mesh(plan.config).split(" x ") if not degree.endswith(" 1"))
+    experts = plan.config.parallelism.expert_parallel_degree
+    layout += f", ep {experts}" if experts > 1 else ""
     cells = [
         f"[{name}](../configs/{name}.toml)",
         f"{plan.world_size:,} {plan.config.plan.device}",

@@ -20,6 +20,7 @@ from titanlite.plan.connections import gloo_connections, process_groups
 from titanlite.plan.planner import make_plan
 from titanlite.plan.result import Plan
 
+EXPERTS = {"model__moe__n_experts": 4, "model__moe__expert_dim": 16, "expert_parallel_degree": 4}
 THREADS_OF_A_GROUP = 3  # gloo's: two that run collectives, one that waits for its sockets
 OTHER_THREADS = 10  # the main thread, and what Python, autograd, the loader, DCP and CUDA builds of torch may have
 ESTABLISHED = "01"
@@ -75,8 +76,8 @@ def assert_as_planned(counts: list[dict[str, int]], plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [PP | TP, {"data_parallel_shard_degree": 4, "fsdp_reshard_after_forward": 2}],
-    ids=["pp x tp", "reshard to groups of 2"],
+    [PP | TP, {"data_parallel_shard_degree": 4, "fsdp_reshard_after_forward": 2}, EXPERTS | SHARD | TP],
+    ids=["pp x tp", "reshard to groups of 2", "shard x tp, ep"],
 )
 def test_four_ranks_connect_when_they_first_communicate(tmp_path, layout):
     assert_as_planned(*counts_and_plan(tmp_path, layout))

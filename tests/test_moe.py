@@ -358,6 +358,8 @@ LAYOUTS = {
     "ulysses, ep": ULYSSES | EP,
     "shard 4, ep": SHARD_4 | EP,
     "shard 4, ep 4": SHARD_4 | EP_4,
+    "shard 4, ep, fewer experts of a rank than shards": SHARD_4 | EP | {"model__moe__n_experts": 2},
+    "shard x tp, 3 experts": SHARD | TP | {"model__moe__n_experts": 3},
     "replicate x shard, ep": REPLICATE | SHARD_EP,
     "shard x tp": SHARD | TP,
     "shard x tp, ep": SHARD | TP | EP,

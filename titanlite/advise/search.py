@@ -120,7 +120,7 @@ class Search:
             (candidate for candidate in self._open if self.fits(corrected(candidate))),
             key=lambda candidate: self._priority(candidate, fitting),
         )
-        key_of, known = (_choices, self.planned) if last else (_degrees, fitting)
+        key_of, known = (_choices, self.planned) if last else (_split, fitting)
         done = {key_of(layout.candidate) for layout in known}
         chosen: list[tuple[Candidate, LoadedConfig]] = []
         for candidate in _variations(fitting, order) if last else order:
@@ -134,17 +134,24 @@ class Search:
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
         """Sort the heuristic baseline and FSDP alone first, and last what splits the model more than a layout that fits
         and recomputes no less. Between them is first what recomputes least, then what splits least: the sequence rather
-        than tensors, and those rather than layers. Larger batches are first."""
-        mesh, costs, per_node = candidate.mesh, _costs(candidate), self.task.device.devices_per_node
+        than tensors, and those rather than layers. Larger batches are first.
+
+        Of models with experts what splits least comes before what recomputes least, and so do larger batches: FSDP
+        gathers all weights for each of them, and a token uses few. Experts are rather partitioned over a node than
+        gathered, and over several nodes last."""
+        mesh, costs = candidate.mesh, _costs(candidate)
         first = mesh in (self.baseline, Mesh(1, 1, self.task.n_devices, 1, 1, 1))
         needless = any(
             all(cost <= other for cost, other in zip(_costs(layout.candidate), costs, strict=True))
             for layout in fitting
+            if layout.candidate.mesh.ep == mesh.ep
         )
-        # Expert parallelism within a node, the more the better, before that across nodes.
-        experts = mesh.ep > per_node, mesh.ep if mesh.ep > per_node else -mesh.ep
-        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, *experts, mesh.dp_replicate, mesh.ulysses
+        degrees = math.prod(_degrees(candidate)), mesh.pp, mesh.tp, mesh.dp_replicate, mesh.ulysses
         batch = -candidate.local_batch, candidate.microbatch, SCHEDULES.index((candidate.schedule, candidate.stages))
+        if self.task.model.moe.n_experts:
+            across_nodes = mesh.ep > self.task.device.devices_per_node
+            experts = mesh.ep if across_nodes else -mesh.ep
+            return (not first, needless, across_nodes, *degrees, experts, *batch, costs[0])
         return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
 
     def _load(self, candidate: Candidate) -> LoadedConfig | None:
@@ -165,6 +172,11 @@ def _similarities(candidate: Candidate) -> list[tuple]:
 
 def _degrees(candidate: Candidate) -> tuple[int, int, int]:
     return candidate.mesh.pp, candidate.mesh.cp, candidate.mesh.tp
+
+
+def _split(candidate: Candidate) -> tuple[int, ...]:
+    """Return what the first rounds vary: the degrees that split the model, and that of experts."""
+    return *_degrees(candidate), candidate.mesh.ep
 
 
 def _costs(candidate: Candidate) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ docs/data_parallel.md has the table from those names to the options. One rank ta
 the mixed precision.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
@@ -24,7 +26,7 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
-        "mesh": _mesh_of(layout.mesh, "fsdp"),
+        **_mesh_settings(layout.mesh, "fsdp"),
         # Inputs are not cast: activations have the weights' dtype already, and the rotary table keeps its precision.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
@@ -72,12 +74,25 @@ def _mesh_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
+def _mesh_settings(mesh: DeviceMesh, axis: str) -> dict[str, Any]:
+    """Return the settings of fully_shard for weights that are sharded over an axis."""
+    return {"mesh": _mesh_of(mesh, axis), "shard_placement_fn": functools.partial(_placement, mesh[axis].size())}
+
+
+def _placement(n_shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension to shard a weight over; None: FSDP's default, the first. Experts whose number the shards do
+    not divide evenly are each sharded: FSDP would pad their number, and a rank would have more than its share."""
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    uneven = len(shape) == 3 and shape[0] % n_shards > 0
+    return Shard(1) if uneven and shape[1] % n_shards == 0 else None
+
+
 def _own_settings(block: nn.Module, layout: Layout, training: Training) -> dict[nn.Module, dict[str, Any]]:
     """Return the modules of a block that are not sharded with it, and their settings of fully_shard: experts under
     expert parallel are on another mesh, and a router's weight is not rounded to the precision of mixed precision."""
     modules, changed = dict(block.feed_forward.named_children()), {}
     if "experts" in modules and layout.expert_mesh:
-        changed[modules["experts"]] = {"mesh": _mesh_of(layout.expert_mesh, "efsdp")}
+        changed[modules["experts"]] = _mesh_settings(layout.expert_mesh, "efsdp")
     if "router" in modules and training.mixed_precision_param != training.dtype:
         wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
         changed[modules["router"]] = {"mp_policy": wide}
