@@ -333,8 +333,30 @@ def test_expert_parallelism_within_a_node_is_planned_before_that_across_nodes():
     order = [result._priority(candidate(mesh, compiled=False), []) for mesh in meshes]
     assert order == sorted(order)
     chosen = [layout.mesh for layout, _ in result.next_round(last=False)]
-    assert chosen[:2] == [Mesh(2, 1, 16, 1, 1, 1, 8), Mesh(1, 1, 32, 1, 1, 1)]
-    assert [mesh.ep for mesh in chosen[2:]] == [8, 8]
+    first = [
+        Mesh(1, 1, 32, 1, 1, 1),
+        Mesh(2, 1, 16, 1, 1, 1, 8),
+        Mesh(1, 1, 32, 1, 1, 1, 8),
+        Mesh(1, 1, 16, 2, 1, 1, 8),
+    ]
+    assert chosen == first, "the heuristic baseline and FSDP alone, and then what splits least"
+
+
+def test_larger_batches_of_models_with_experts_come_before_less_checkpointing():
+    """FSDP gathers all weights for each of them, of which a token uses few."""
+    layouts = [candidate(local=4, micro=4, mode="full"), candidate(local=1, mode="none")]
+    for flavor, expected in (("qwen3_30b_a3b", layouts), ("llama3_8b", layouts[::-1])):
+        result = Search(task(flavor))
+        assert sorted(layouts, key=lambda layout: result._priority(layout, [])) == expected
+
+
+def test_fsdp_without_expert_parallelism_is_planned_besides_that_with_it():
+    result = Search(task("qwen3_30b_a3b"))
+    mesh = Mesh(1, 1, 4, 2, 1, 1, 8)
+    fits = PlannedLayout(candidate(mesh, mode="full", compiled=False), GIB, 10.0, 103.0)
+    without, more = (candidate(other, mode="full") for other in (mesh._replace(ep=1), (1, 1, 1, 4, 1, 2, 8)))
+    assert result._priority(without, [fits]) < result._priority(more, [fits])
+    assert result._priority(more, [])[1:] < result._priority(more, [fits])[1:], "it splits more than what fits"
 
 
 def test_of_equally_fast_layouts_the_baseline_is_recommended_or_the_one_with_the_least_communication():

@@ -160,6 +160,7 @@ NIGHTLY = {
     "shard, ep, accumulation": [SHARD, EP, "training.global_batch_size=16"],
     "shard, ep, one product for each expert": [SHARD, EP, "training.dtype=float64"],
     "shard 4, ep": [SHARD_4, EP],
+    "shard 4, ep, fewer experts of a rank than shards": [SHARD_4, EP, "model.moe.n_experts=2"],
     "shard x tp, ep 4": [SHARD, TP, EP_4],
     "replicate x shard, ep": [REPLICATE, SHARD, EP],
 }
@@ -288,6 +289,15 @@ def test_weights_of_experts_are_over_efsdp_and_ep():
         plans[1].cost.communication["fsdp", "all_gather"][1] - plans[2].cost.communication["fsdp", "all_gather"][1]
     )
     assert difference == 2 * n_layers * experts * 2
+
+
+def test_experts_that_are_fewer_than_shards_are_sharded_evenly():
+    """Two experts over 8 ranks, with and without expert parallel: each rank has an eighth of them."""
+    for ep in (1, 2):
+        shard, degree = "parallelism.data_parallel_shard_degree=8", f"parallelism.expert_parallel_degree={ep}"
+        plan = make_plan(loaded("plan.device=h100", "model.moe.n_experts=2", shard, degree))
+        weights = plan.worst.points[0].bytes["optimizer"] / 2
+        assert weights == pytest.approx(4 * plan.n_parameters / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -150,7 +150,8 @@ class Search:
         batch = -candidate.local_batch, candidate.microbatch, SCHEDULES.index((candidate.schedule, candidate.stages))
         if self.task.model.moe.n_experts:
             across_nodes = mesh.ep > self.task.device.devices_per_node
-            return (not first, needless, across_nodes, *degrees, -mesh.ep, *batch, costs[0])
+            experts = mesh.ep if across_nodes else -mesh.ep
+            return (not first, needless, across_nodes, *degrees, experts, *batch, costs[0])
         return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
 
     def _load(self, candidate: Candidate) -> LoadedConfig | None:
