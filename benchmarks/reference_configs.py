@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = (
     *("llama2_7b", "llama3_8b", "llama2_13b", "llama_30b", "70b", "175b", "405b_512", "405b"),
     *("llama3_8b_256k", "llama3_8b_1m", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_235b_a22b"),
+    "deepseek_v3_671b",
 )
 SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective"
 BATCH = "--training.local_batch_size=64", "--training.global_batch_size=256"
@@ -38,6 +39,8 @@ VARIANTS = (
     ("qwen3_235b_a22b", *WITHOUT_EP),
     ("qwen3_235b_a22b", "expert parallel over 4 nodes", "--parallelism.expert_parallel_degree=32"),
     ("qwen3_235b_a22b", *UNBALANCED),
+    ("deepseek_v3_671b", *SELECTIVE),
+    ("deepseek_v3_671b", *UNBALANCED),
 )
 PAGE = ROOT / "docs" / "reference_configs.md"
 RESULTS = "GiB, worst rank | spare | tokens/s per device | MFU | pipeline bubble |"
@@ -70,9 +73,8 @@ def table_line(cells: Iterable[str]) -> str:
 def config_line(name: str) -> str:
     """Plan a config and return its line of the table."""
     plan = planned(name)
-    layout = " x ".join(degree for degree in describe_mesh(plan.config).split(" x ") if not degree.endswith(" 1"))
-    experts = plan.config.parallelism.expert_parallel_degree
-    layout += f", ep {experts}" if experts > 1 else ""
+    degrees, *experts = describe_mesh(plan.config).split(", ")
+    layout = ", ".join([" x ".join(each for each in degrees.split(" x ") if not each.endswith(" 1")), *experts])
     cells = [
         f"[{name}](../configs/{name}.toml)",
         f"{plan.world_size:,} {plan.config.plan.device}",

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_configs  # noqa: E402
 
 NIGHTLY = ("llama2_7b", "llama2_13b", "llama3_8b", "llama3_8b_256k", "llama3_8b_1m")
-NIGHTLY += ("llama_30b", "405b", "405b_512", "175b", "mixtral_8x7b", "qwen3_235b_a22b")
+NIGHTLY += ("llama_30b", "405b", "405b_512", "175b", "mixtral_8x7b", "qwen3_235b_a22b", "deepseek_v3_671b")
 """Configs whose layouts have siblings among the others: they are planned nightly only."""
 
 

@@ -54,7 +54,7 @@ def describe_mesh(config: Config) -> str:
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
     degree = parallelism.expert_parallel_degree
-    experts = f"; ep {degree} of dp_shard x cp x tp" if degree > 1 else ""
+    experts = f", ep {degree}" if degree > 1 else ""
     return (
         f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
