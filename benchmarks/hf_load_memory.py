@@ -20,7 +20,7 @@ from titanlite import build
 from titanlite.config import Config, Launch, check, load
 from titanlite.hf.export import export
 from titanlite.hf.load import load_hf_weights
-from titanlite.hf.names import parameter_shapes
+from titanlite.hf.names import tensor_shapes
 from titanlite.parallel.mesh import build_layout
 from titanlite.parity.process_pool import ProcessPool
 
@@ -34,7 +34,7 @@ class MadeUp:
     """Weights of 1/64, instead of a checkpoint's."""
 
     def __init__(self, config: Config):
-        self.shapes = {f"model.{name}": shape for name, shape in parameter_shapes(config.model).items()}
+        self.shapes = {f"model.{name}": shape for name, shape in tensor_shapes(config.model).items()}
 
     def read(self, name: str) -> torch.Tensor:
         return torch.full(self.shapes[name], 1 / 64, dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
-from titanlite import init, model, moe
+from titanlite import init, latent_attention, model, moe
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
@@ -457,14 +457,17 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 def test_model_knows_no_parallelism():
     """Its section of the config, its layers of experts and its latent attention are all of titanlite that it imports,
-    and they no more."""
+    and these import no more."""
     section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
-    mixture, router = "titanlite.moe.layer.MixtureOfExperts", "titanlite.moe.router.Router"
-    latent, folder = "titanlite.latent_attention.LatentAttention", Path(model.__file__).parent
-    assert list(distributed_uses((folder / "model.py").read_text())) == [section, latent, mixture]
-    assert list(distributed_uses((folder / "latent_attention.py").read_text())) == [section]
-    assert list(distributed_uses((experts / "layer.py").read_text())) == [section, router]
+    mixture, router, latent = (
+        f"titanlite.{name}"
+        for name in ("moe.layer.MixtureOfExperts", "moe.router.Router", "latent_attention.LatentAttention")
+    )
+    assert sorted(distributed_uses(Path(model.__file__).read_text())) == sorted([section, mixture, latent])
+    assert list(distributed_uses((experts / "layer.py").read_text())) == [section, "titanlite.moe.counts", router]
+    assert list(distributed_uses((experts / "counts.py").read_text())) == []
     assert list(distributed_uses((experts / "router.py").read_text())) == [section]
+    assert list(distributed_uses(Path(latent_attention.__file__).read_text())) == [section]
 
 
 @pytest.mark.parametrize(
