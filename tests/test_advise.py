@@ -444,10 +444,6 @@ def run(*arguments, main=command.main):
             'plan.device = "abacus": expected one of',
         ),
         (
-            ["--gpus", "8", "--seq-len", "8", "--model", "mixtral_8x7b", "--float8"],
-            "--float8: unsupported with experts, which mixtral_8x7b has; remove it",
-        ),
-        (
             ["--gpus", "8", "--seq-len", "8", "--model", "debug", "--write", "/no/such/folder/x.toml"],
             "no such folder: /no/such/folder",
         ),
