@@ -50,6 +50,7 @@ def main(steps: int, local_batch: int, mode: str) -> None:
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(42)
     model = build(mode)
+    lr = 1e-5 if mode in ("eager", "grouped_mm") else 1e-3  # vs_transformers_moe.toml says why
     if rank == 0:
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     is_distributed = mode in ("ddp", "fsdp")
@@ -63,7 +64,7 @@ def main(steps: int, local_batch: int, mode: str) -> None:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     text = "".join(topics.values()).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(rank)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,22 @@ import torch
 from tests.data_helpers import Assets, built_in_texts
 from titanlite.parity.process_pool import ProcessPool, RankDied
 
+NIGHTLY = Path(__file__).parent / "nightly.txt"
 MAX_CALLS_PER_POOL, MAX_CALLS_OF_AN_IDLE_POOL = 30, 10
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, not failed, where there is none; those marked `nightly` run when asked for."""
+    """Tests marked `gpu` are skipped, not failed, where there is none; those marked `nightly`, here or in nightly.txt,
+    run when asked for."""
+    slow = set(NIGHTLY.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.nightly)
+    collected = {item.nodeid.partition("::")[0] for item in items}
+    if len(collected) == len(list(NIGHTLY.parent.glob("test_*.py"))):  # all of them
+        unknown = sorted(line for line in slow - {item.nodeid for item in items} if not line.startswith("#"))
+        if unknown:
+            raise pytest.UsageError(f"{NIGHTLY}: no such tests: {unknown}")
     skips = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if "nightly" not in config.getoption("markexpr"):
         skips["nightly"] = "many ranks: pytest -m nightly"
