@@ -17,7 +17,6 @@ from titanlite.config.rules import FILES
 from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
 from titanlite.errors import TrainingError
-from titanlite.reliability.files import is_transient
 
 # Suffixes of the files that are read from a folder, by dataset
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
@@ -151,11 +150,12 @@ def _hub_problem(source: Source, what: str, error: BaseException) -> str:
         error = error.__cause__
     reason = " ".join(str(error).split()) or type(error).__name__
     reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
-    problem = f"{source}: {what}: {type(error).__name__}: {reason}; without a network, download its files elsewhere and "
+    problem = (
+        f"{source}: {what}: {type(error).__name__}: {reason}; without a network, download its files elsewhere and "
+    )
     return problem + 'name them with training.dataset_path and training.dataset = "json" or "parquet"'
 
 
-@functools.lru_cache(maxsize=4)
 def _load_hub(source: Source, *, streaming: bool) -> Any:
     """Return a dataset of the `datasets` library."""
     import datasets  # here, since a run on files does not need it

@@ -150,7 +150,7 @@ def _array_rows(path: Path, segment: Segment, columns: Sequence[str]) -> Iterato
         content = file.read(LARGEST_ROW + 1)
     if len(content) > LARGEST_ROW:
         raise ConfigError([f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines"])
-    rows = json.loads(content.removeprefix(BOM))
+    rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
         yield Row(index, index + 1, _select(rows[index], index, columns))
 
@@ -187,7 +187,7 @@ def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns
         for begin, end, line in _lines(file, segment):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode())
                 except ValueError as error:  # RecursionError, of hostile nesting, is none
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:

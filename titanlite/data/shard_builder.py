@@ -1,7 +1,7 @@
 """Tokenize one part of a dataset into a shard of the token cache, in this process or in another.
 
-    python -m titanlite.data.shard_builder        started by WorkerProcess: one JSON object on each line of stdin and
-                                                  stdout; it ends with its parent, when stdin does
+python -m titanlite.data.shard_builder        started by WorkerProcess: one JSON object on each line of stdin and
+                                              stdout; it ends with its parent, when stdin does
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def _batches(source: Source, segments: list[Segment]) -> Iterator[tuple[list[str
     texts, size, n_bytes = list[str](), 0, 0.0
     for segment in segments:
         position = segment.begin
-        per_row = segment.bytes / (segment.end - segment.begin) if segment.end < END else 0
+        per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
         for end, text in read_documents(source, segment):
             texts.append(text)
             size += len(text)

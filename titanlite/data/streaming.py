@@ -20,8 +20,9 @@ from titanlite.data.token_shards import dtype_for
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
 ShardState = dict[str, Any]
-"""Where a shard is resumed, as plain JSON: {"position": where the first document that is not used up begins, None at the
-beginning; "used": how many of its tokens are; "block": number of the shuffled block; "taken": its sequences that are}"""
+"""Where a shard is resumed, as plain JSON: {"position": where the first document that is not used up begins, None at
+the beginning; "used": how many of its tokens are; "block": number of the shuffled block; "taken": how many of its
+sequences are}"""
 
 
 def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
@@ -37,7 +38,7 @@ def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
                 limits = (total * number // n, total * (number + 1) // n)
                 low, high = (min(max(limit - first, 0), segment.bytes) for limit in limits)
                 if low < high:
-                    begin, end = (segment.begin + n_rows * limit // segment.bytes for limit in (low, high))
+                    begin, end = (segment.begin - n_rows * -limit // segment.bytes for limit in (low, high))
                     shard.append(Segment(segment.file, begin, end, high - low))
             first += segment.bytes
         return shards
@@ -63,6 +64,8 @@ class StreamingSequences:
         self.block = options.streaming_shuffle_block if options.shuffle else 1
         self.shards: list[Any]
         if source.is_files:
+            if not any(segment.bytes for segment in dataset):
+                raise ConfigError([f"{source}: has no documents"])
             self.shards, self.n_files = partition(dataset, self.n_shards), len(dataset)
             enough = all(self.shards)
         else:

@@ -60,8 +60,7 @@ def _split(segment: Segment) -> list[Segment]:
     limits = [segment.begin + n_rows * i // n for i in range(n + 1)] if n > 1 else [segment.begin, segment.end]
     sizes = [segment.bytes * (i + 1) // n - segment.bytes * i // n for i in range(n)] if n > 1 else [segment.bytes]
     return [
-        Segment(segment.file, begin, end, size)
-        for begin, end, size in zip(limits[:-1], limits[1:], sizes, strict=True)
+        Segment(segment.file, begin, end, size) for begin, end, size in zip(limits[:-1], limits[1:], sizes, strict=True)
     ]
 
 
@@ -182,7 +181,9 @@ class _Builder:
         try:
             index = token_shards.read_index(self.folder, self.dtype)
             if len(index.shards) != len(self.parts):
-                raise DamagedShardError(f"{token_shards.INDEX} has {len(index.shards):,} shards, not {len(self.parts):,}")
+                raise DamagedShardError(
+                    f"{token_shards.INDEX} has {len(index.shards):,} shards, not {len(self.parts):,}"
+                )
             for number, shard in enumerate(index.shards):
                 token_shards.check_size(self.folder / shard_name(number), shard, self.dtype)
             return index

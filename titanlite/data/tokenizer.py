@@ -10,7 +10,6 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError, show
 
-
 PIECE, BATCH = 2**18, 2**20
 """Characters of a text, and of all texts, that are encoded at a time: the library takes some 200 bytes for each token
 until then."""
