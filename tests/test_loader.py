@@ -51,7 +51,7 @@ def test_an_epochs_order_is_a_permutation():
 
 
 def test_the_order_never_changes():
-    """Numbers of the first version with this permutation: another order would send a resumed run over other data, unnoticed."""
+    """Numbers of an earlier version: another order would send a resumed run over other data, unnoticed."""
     epochs = [2, 7, 5, 3, 9, 4, 8, 6, 0, 1], [3, 6, 2, 9, 8, 0, 4, 5, 1, 7]
     assert indices_of(numbered_sequences(), range(20)) == [*epochs[0], *epochs[1]]
 
