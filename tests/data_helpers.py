@@ -14,9 +14,10 @@ import torch
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
 from titanlite.data import documents, packing
-from titanlite.data.documents import Source, open_dataset, read_documents
+from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard
 from titanlite.data.packing import PackedSequences
+from titanlite.data.source import Source
 from titanlite.data.streaming import StreamingSequences
 from titanlite.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer, encode_documents
 

@@ -23,13 +23,14 @@ from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
 from titanlite import progress
 from titanlite.config.loader import ConfigError
-from titanlite.data import shard_builder, token_cache, token_shards
-from titanlite.data.documents import Source
+from titanlite.data import cache_builder, shard_builder, token_cache, token_shards
 from titanlite.data.shard_builder import is_validation_document
-from titanlite.data.token_cache import open_token_cache, parts_of, verify_token_cache
+from titanlite.data.source import Source
+from titanlite.data.token_cache import open_token_cache, parts_of
 from titanlite.data.token_shards import TokenCache
 from titanlite.errors import TrainingError
 from titanlite.reliability.folder_lock import FolderLock
+from titanlite.tokenize_dataset import verify as verify_token_cache
 
 FILES, PART = 6, 700
 
@@ -37,7 +38,7 @@ FILES, PART = 6, 700
 @pytest.fixture(autouse=True)
 def _small_and_fast(monkeypatch):
     """Shards of half a file, and locks without a pause."""
-    monkeypatch.setattr(token_cache, "FolderLock", functools.partial(FolderLock, beat_seconds=0.01))
+    monkeypatch.setattr(cache_builder, "FolderLock", functools.partial(FolderLock, beat_seconds=0.01))
     monkeypatch.setattr(token_cache, "PART_BYTES", PART)
 
 
@@ -150,7 +151,7 @@ def test_the_identity_is_of_the_tokens(dataset, tmp_path):
 
 def test_a_stopped_build_continues_where_it_was(dataset, tmp_path, monkeypatch):
     """An error in the fourth shard: the first three are not built again, and nothing else is left."""
-    monkeypatch.setattr(token_cache.random, "randrange", lambda n: 0)
+    monkeypatch.setattr(cache_builder.random, "randrange", lambda n: 0)
     real, built = shard_builder.build_shard, []
 
     def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
@@ -204,11 +205,11 @@ def test_two_builders_share_the_work(dataset, tmp_path, monkeypatch):
 
 def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
     alone = cached(dataset, tmp_path / "alone")
-    monkeypatch.setattr(token_cache, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     started: list[Any] = []
-    worker = token_cache.WorkerProcess
-    monkeypatch.setattr(token_cache, "WorkerProcess", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
+    worker = cache_builder.WorkerProcess
+    monkeypatch.setattr(cache_builder, "WorkerProcess", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
     together = cached(dataset, tmp_path / "together")
     assert together.identity == alone.identity
     assert tokens_of(together) == tokens_of(alone)
@@ -217,7 +218,7 @@ def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
 
 
 def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     bad = tmp_path / "files" / "3.jsonl"
     bad.write_text('{"text": "a"}\n{"text": 5}\n')

@@ -115,8 +115,8 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
     """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
     training. Raises ConfigError if they cannot be read."""
-    from titanlite.data.documents import Source
     from titanlite.data.packing import ValidationSequences
+    from titanlite.data.source import Source
     from titanlite.data.token_cache import open_token_cache
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}

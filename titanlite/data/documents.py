@@ -1,51 +1,20 @@
-"""Datasets as documents of text: the built-in text, text, JSON and parquet files, datasets of the Hugging Face hub.
+"""Datasets as documents of text: the built-in text, text, JSON and parquet files, datasets of the Hugging Face hub."""
 
-To add one of the hub, add its name to `config.schema.Training.dataset` and its case to `_hub_arguments` (docs/data.md).
-"""
-
-import dataclasses
 import functools
 import glob
 import hashlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError, show
-from titanlite.config.rules import FILES
-from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
-from titanlite.errors import TrainingError
+from titanlite.data.source import Source
 
 # Suffixes of the files that are read from a folder, by dataset
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 SAMPLES_OF_ALL = 2**14  # of all files together
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Names a dataset by its options: those of the config or, for a validation split, a changed copy."""
-
-    training: Training
-    path_option: str = "training.dataset_path"
-    """The option that names the path, for messages."""
-
-    @property
-    def is_files(self) -> bool:
-        return self.training.dataset in FILES
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that a document is made of."""
-        return ("text",) if self.training.dataset == "text" else (self.training.dataset_text_key,)
-
-    def __str__(self) -> str:
-        """Return the option that names the dataset, with its value, for messages."""
-        if self.training.dataset_path:
-            return f"{self.path_option} = {show(self.training.dataset_path)}"
-        return f"training.dataset = {show(self.training.dataset)}"
 
 
 def open_dataset(source: Source) -> tuple[list[Segment], str]:
@@ -62,7 +31,9 @@ def open_dataset(source: Source) -> tuple[list[Segment], str]:
         segments = [Segment("", 0, len(texts), sum(map(len, texts)))]
         fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     else:
-        dataset = _load_hub(source, streaming=False)
+        from titanlite.data import hub  # here, as most runs are on files
+
+        dataset = hub.load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
     return segments, f"{fingerprint}/{source.columns}/{options.text_sample_by}"
 
@@ -76,7 +47,9 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
         stream: Any = [segment_of(options, file) for file in files]
         path, content = "", _content_hash(files, with_times=False)
     else:
-        stream, path, content = _load_hub(source, streaming=True), options.dataset_path, ""
+        from titanlite.data import hub  # here, as most runs are on files
+
+        stream, path, content = hub.load(source, streaming=True), options.dataset_path, ""
     identity = [options.dataset, path, options.dataset_config, options.dataset_split, source.columns]
     return stream, hashlib.sha256(f"{identity}/{options.text_sample_by}/{content}".encode()).hexdigest()
 
@@ -95,7 +68,9 @@ def read_documents(source: Source, segment: Segment) -> Iterator[tuple[int, str]
         texts = enumerate(_topics()[segment.begin : segment.end], segment.begin)
         rows = (Row(index, index + 1, {column: text}) for index, text in texts)
     else:
-        rows = _hub_rows(source, segment)
+        from titanlite.data import hub  # here, as most runs are on files
+
+        rows = hub.read_rows(source, segment)
     for row in rows:
         try:
             yield row.end, text_of(row.values[column], column)
@@ -122,65 +97,6 @@ def _topics() -> list[str]:
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
-
-
-def _hub_rows(source: Source, segment: Segment) -> Iterator[Row]:
-    dataset = _load_hub(source, streaming=False).select_columns(list(source.columns))
-    batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=1000)
-    index = segment.begin
-    for batch in read_hub(source, batches):
-        for values in zip(*(batch[column] for column in source.columns), strict=True):
-            yield Row(index, index + 1, dict(zip(source.columns, values, strict=True)))
-            index += 1
-
-
-def read_hub(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items, and raise what reading them raises as a TrainingError with a message of one line: the dataset
-    was found, and another start may succeed."""
-    try:
-        yield from items
-    except Exception as error:  # every format, the file system and the network raise their own
-        raise TrainingError(_hub_problem(source, "cannot be read", error)) from None
-
-
-def _hub_problem(source: Source, what: str, error: BaseException) -> str:
-    """Return the line that says what is wrong with a dataset of the hub, with the error that has the reason; `datasets`
-    and clients of the network wrap it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    reason = " ".join(str(error).split()) or type(error).__name__
-    reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
-    problem = (
-        f"{source}: {what}: {type(error).__name__}: {reason}; without a network, download its files elsewhere and "
-    )
-    return problem + 'name them with training.dataset_path and training.dataset = "json" or "parquet"'
-
-
-def _load_hub(source: Source, *, streaming: bool) -> Any:
-    """Return a dataset of the `datasets` library."""
-    import datasets  # here, since a run on files does not need it
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it also raises
-    try:
-        dataset = datasets.load_dataset(**_hub_arguments(source.training), streaming=streaming)
-        names = dataset.column_names or list(next(iter(dataset)))  # some formats know them from the first item
-    except StopIteration:
-        raise ConfigError([f"{source}: has no documents"]) from None
-    except Exception as error:  # the hub, the file system and every format raise their own
-        raise ConfigError([_hub_problem(source, "cannot be loaded", error)]) from None
-    for column in source.columns:
-        if column not in names:
-            problem = f"{source}: no column {show(column)}; set training.dataset_text_key to one of {', '.join(names)}"
-            raise ConfigError([problem])
-    return dataset
-
-
-def _hub_arguments(options: Training) -> dict[str, Any]:
-    """Return the arguments of datasets.load_dataset for a dataset on the Hugging Face hub."""
-    if options.dataset == "c4":
-        return {"path": "allenai/c4", "name": "en", "split": options.dataset_split}
-    return {"path": options.dataset_path, "name": options.dataset_config or None, "split": options.dataset_split}
 
 
 def _files(source: Source) -> list[Path]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training, Validation
-from titanlite.data.documents import Source, open_stream
+from titanlite.data.documents import open_stream
 from titanlite.data.loader import Sequences
 from titanlite.data.packing import PackedSequences, ValidationSequences
-from titanlite.data.streaming import StreamingSequences
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, Tokens
 from titanlite.data.tokenizer import Tokenizer
@@ -30,6 +30,8 @@ def open_sequences(
         content = content or f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}"  # of the first, for training
         splits |= {name: (source, cache.tokens(split)) for name, split in splits_of_cache.items()}
     if training.streaming:
+        from titanlite.data.streaming import StreamingSequences  # here, since most runs tokenize first
+
         dataset, content = open_stream(Source(training))
         sequences: Sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
         order = f"{tokenizer.identity}/seq_len {training.seq_len}/{training.streaming_shards} streaming shards"

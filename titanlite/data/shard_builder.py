@@ -20,8 +20,9 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
-from titanlite.data.documents import Source, read_documents
+from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DType, Shard, Split, write_shard
 from titanlite.data.tokenizer import BATCH, Tokenizer, build_tokenizer, encode_documents
 from titanlite.errors import TrainingError

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.loader import ConfigError
-from titanlite.data.documents import Source, read_documents, read_hub, text_of
+from titanlite.data import hub
+from titanlite.data.documents import read_documents, text_of
 from titanlite.data.files import Segment, is_splittable
 from titanlite.data.packing import Sequence, split_sequence
 from titanlite.data.shuffle import permuted
+from titanlite.data.source import Source
 from titanlite.data.token_shards import dtype_for
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
@@ -162,7 +164,7 @@ class StreamingSequences:
         """Yield the place and the text of each document, from a place on: a state of the datasets.IterableDataset."""
         (column,), files = self.source.columns, self.shards[shard]
         files.load_state_dict(self.beginnings[shard] if position is None else position)
-        for item in read_hub(self.source, files):
+        for item in hub.read(self.source, files):
             try:
                 yield position, text_of(item[column], column)
             except ValueError as error:

@@ -1,20 +1,9 @@
-"""The token cache: a dataset is tokenized once, into shards that every later run reads.
-
-A shard has the documents of one part of the dataset. Whoever builds a cache takes one part after another, under a lock
-of its own, and publishes the shard by renaming it. So several nodes that share the folder share the work, a build that
-was killed continues where it was, and a damaged shard is built again alone.
-"""
+"""The token cache: a dataset is tokenized once, into shards that every later run reads."""
 
 import contextlib
 import hashlib
-import os
-import queue
-import random
-import secrets
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +11,16 @@ import torch.distributed as dist
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
-from titanlite.data.documents import Source, open_dataset
+from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.shard_builder import InProcess, Work, WorkerProcess
-from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, TokenCache, shard_name
+from titanlite.data.source import Source
+from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import TrainingError
-from titanlite.progress import alive, mark, progress
-from titanlite.progress_bar import progress_bar
-from titanlite.reliability.files import sync, sync_folder
-from titanlite.reliability.folder_lock import FolderInUse, FolderLock
+from titanlite.progress import mark, progress
 
 PART_BYTES = 2**27
 """Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
-THREADS_PER_WORKER = 4
-"""Cores for each process that tokenizes. Reading and unpacking take one thread of it."""
 
 
 def parts_of(segments: list[Segment]) -> list[list[Segment]]:
@@ -87,31 +71,21 @@ def open_token_cache(
     dtype = token_shards.dtype_for(tokenizer.vocab_size)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
     if builds_cache:
-        work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
-        index = _Builder(folder, dtype, parts, work, tokenizer, option).complete()
+        try:
+            index = _complete_index(folder, dtype, len(parts))
+        except OSError as error:
+            raise ConfigError([f"{option}: cannot be read: {error.strerror}"]) from None
+        if index is None:
+            from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
+            from titanlite.data.shard_builder import Work
+
+            work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
+            index = CacheBuilder(folder, dtype, parts, work, tokenizer, option).build()
     else:
         index = _wait(folder, dtype)
     if not any(shard.train_documents or shard.validation_documents for shard in index.shards):
         raise ConfigError([f"{source}: has no documents"])
     return TokenCache(folder, index)
-
-
-def verify_token_cache(cache: TokenCache) -> bool:
-    """Read all tokens of a cache, compare them with their checksums, and remove damaged shards. Return whether there
-    was none."""
-    total = sum(shard.file_size(cache.index.dtype) for shard in cache.index.shards)
-    damaged = []
-    with progress_bar("verifying the token cache", total=total, unit="bytes", enabled=True) as advance:
-        for number in range(len(cache.index.shards)):
-            try:
-                for n_bytes in cache.verify(number):
-                    advance(n_bytes)
-            except DamagedShardError as error:
-                print(f"token cache {cache.folder}: {error}", flush=True)
-                damaged.append(number)
-    for number in damaged:
-        (cache.folder / shard_name(number)).unlink(missing_ok=True)
-    return not damaged
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
@@ -144,172 +118,22 @@ def _wait(folder: Path, dtype: DType) -> Index:
             time.sleep(0.2)
 
 
-class _Builder:
-    """Builds the shards of a token cache that are missing or damaged, alone or together with other runs."""
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: DType,
-        parts: list[list[Segment]],
-        work: Work,
-        tokenizer: Tokenizer,
-        option: str,
-    ):
-        self.folder, self.dtype, self.parts, self.work, self.tokenizer = folder, dtype, parts, work, tokenizer
-        self.option = option
-        self.shards: dict[int, Shard] = {}
-        self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self.stopped = threading.Event()
-        self._claim = threading.Lock()
-        self._unclaimed: list[int] = []
-
-    def complete(self) -> Index:
-        """Return the index of the complete cache. Raises ConfigError if it cannot be written."""
-        try:
-            index = self._index_of_complete()
-            if index is None:
-                self._build()
-                index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.parts))])
-                self._publish(token_shards.INDEX, index.encode())
-            return index
-        except OSError as error:
-            raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
-
-    def _index_of_complete(self) -> Index | None:
-        """Return the index of a cache whose shards are all there, with their sizes. Remove an index that is wrong."""
-        try:
-            index = token_shards.read_index(self.folder, self.dtype)
-            if len(index.shards) != len(self.parts):
-                raise DamagedShardError(
-                    f"{token_shards.INDEX} has {len(index.shards):,} shards, not {len(self.parts):,}"
-                )
-            for number, shard in enumerate(index.shards):
-                token_shards.check_size(self.folder / shard_name(number), shard, self.dtype)
-            return index
-        except FileNotFoundError:
-            return None
-        except DamagedShardError as error:
-            self._say(f"{error}; it is built again")
-            if self.folder.is_dir() and not self.folder.is_symlink():
-                (self.folder / token_shards.INDEX).unlink(missing_ok=True)
-            else:
-                self.folder.unlink()
-            return None
-
-    def _say(self, message: str) -> None:
-        print(f"token cache {self.folder}: {message}", flush=True)
-
-    def _build(self) -> None:
-        """Build all shards."""
-        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read it, and not write
-        token_shards.check_trusted(self.folder)  # some file systems do not keep owners or permissions
-        for number in range(len(self.parts)):
-            self._look(number)
-        first = random.randrange(len(self.parts))  # nodes that share the work begin at different places
-        missing = sorted(set(range(len(self.parts))) - set(self.shards), key=lambda number: (number < first, number))
-        self._unclaimed = missing
-        n_workers = max(1, min(len(missing), len(os.sched_getaffinity(0)) // THREADS_PER_WORKER))
-        total = sum(segment.bytes for number in missing for segment in self.parts[number])
-        with (
-            contextlib.ExitStack() as stack,
-            progress("building the token cache", total=total, unit="bytes") as advance,
-        ):
-            pool = stack.enter_context(ThreadPoolExecutor(n_workers))
-            stack.callback(self.stopped.set)
-            workers: list[Any] = [InProcess(self.work, self.tokenizer)]
-            if n_workers > 1:
-                workers = [WorkerProcess(self.work, threads=THREADS_PER_WORKER) for _ in range(n_workers)]
-            for worker in workers:
-                stack.callback(worker.close)
-            begin, n_tokens = time.monotonic(), 0
-            running = [pool.submit(self._work, worker) for worker in workers]
-            while any(not future.done() for future in running) or not self.advances.empty():
-                for future in running:
-                    if future.done():
-                        future.result()
-                with contextlib.suppress(queue.Empty):
-                    n_bytes, tokens = self.advances.get(timeout=0.1)
-                    n_tokens += tokens
-                    advance(n_bytes, f"{n_tokens:,} tokens, {n_tokens / (time.monotonic() - begin):,.0f} tokens/s")
-            for future in running:
-                future.result()
-        self._wait_for_others()
-
-    def _look(self, number: int, *, removes: bool = False) -> bool:
-        """Return whether a shard is there and has its size; `removes` removes what is damaged."""
-        path = self.folder / shard_name(number)
-        try:
-            self.shards[number] = token_shards.read_shard(path, self.dtype)
-        except FileNotFoundError:
-            return False
-        except DamagedShardError as error:
-            if removes:
-                self._say(f"{error}; it is built again")
-                path.unlink()
-            return False
-        return True
-
-    def _work(self, worker: Any) -> None:
-        """Build shards that no other run builds, until all are there or being built."""
-        while not self.stopped.is_set():
-            with self._claim:
-                if not self._unclaimed:
-                    return
-                number = self._unclaimed.pop(0)
-            with contextlib.suppress(FolderInUse):
-                self._build_shard(number, worker)
-
-    def _build_shard(self, number: int, worker: Any) -> None:
-        """Build a shard, unless it is there by now. Raises FolderInUse if another run builds it."""
-        lock = FolderLock(
-            self.folder,
-            name=f"{number:05}.lock",
-            purpose=self.option,
-            advice="this run waits until it has built this part of the token cache",
-            lost=lambda message: None,  # is_held() is asked before anything is published
-        )
-        with lock:
-            if self._look(number, removes=True):
-                return
-            for left in self.folder.glob(f"{number:05}.*.tmp"):  # by a run that was killed
-                left.unlink(missing_ok=True)
-            temporary = self.folder / f"{number:05}.{secrets.token_hex(8)}.tmp"
-            try:
-                shard = worker.build(temporary, self.dtype, number, self.parts[number], self._report)
-                if lock.is_held():  # else another run took over while this process was suspended
-                    os.rename(temporary, self.folder / shard_name(number))
-                    sync_folder(self.folder)
-                    self.shards[number] = shard
-            finally:
-                temporary.unlink(missing_ok=True)
-
-    def _report(self, n_bytes: int, n_tokens: int) -> None:
-        if self.stopped.is_set():
-            raise InterruptedError
-        self.advances.put((n_bytes, n_tokens))
-
-    def _wait_for_others(self) -> None:
-        """Wait for the shards that other runs build, and build what they leave."""
-        missing = [number for number in range(len(self.parts)) if number not in self.shards]
-        if not missing:
-            return
-        worker = InProcess(self.work, self.tokenizer)
-        with progress("waiting until another run has built its part of the token cache"):
-            while missing := [number for number in missing if not self._look(number)]:
-                with contextlib.suppress(FolderInUse):
-                    self._build_shard(missing[0], worker)
-                alive()
-                time.sleep(0.2)
-
-    def _publish(self, name: str, content: bytes) -> None:
-        """Write a file that has its full content from the first moment on."""
-        temporary = self.folder / f"{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
-                file.write(content)
-                sync(file)
-            temporary.replace(self.folder / name)
-            sync_folder(self.folder)
-        finally:
-            temporary.unlink(missing_ok=True)
+def _complete_index(folder: Path, dtype: DType, n_parts: int) -> Index | None:
+    """Return the index of a cache whose shards are all there, with their sizes. Remove an index that is wrong."""
+    try:
+        index = token_shards.read_index(folder, dtype)
+        if len(index.shards) != n_parts:
+            counts = f"{len(index.shards):,} shards, not {n_parts:,}"
+            raise DamagedShardError(f"{token_shards.INDEX} has {counts}")
+        for number, shard in enumerate(index.shards):
+            token_shards.check_size(folder / shard_name(number), shard, dtype)
+        return index
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except DamagedShardError as error:
+        print(f"token cache {folder}: {error}; it is built again", flush=True)
+        if folder.is_dir() and not folder.is_symlink():
+            (folder / token_shards.INDEX).unlink(missing_ok=True)
+        else:
+            folder.unlink()
+        return None

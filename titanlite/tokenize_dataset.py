@@ -13,6 +13,7 @@ anything else.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,11 @@ def main(argv: list[str]) -> int:
     from titanlite.errors import TrainingError  # here, so that --help does not wait for torch
     from titanlite.reliability import process
 
-    process.signals.stopped = lambda: print("what is complete stays; run the command again to continue", flush=True)
-    process.signals.listen(process.signals.received_by_rank)
+    def received(number: int) -> None:
+        if number != signal.SIGUSR1:
+            process.signals.end("asked to stop; run the command again to continue", status=0)
+
+    process.signals.listen(received)
     status = 0
     try:
         tokenize(argv)
@@ -48,7 +52,7 @@ def main(argv: list[str]) -> int:
 def tokenize(argv: list[str]) -> None:
     """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
     from titanlite.data.open import token_caches
-    from titanlite.data.token_cache import open_token_cache, verify_token_cache
+    from titanlite.data.token_cache import open_token_cache
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.plan.planner import resolve
 
@@ -60,11 +64,32 @@ def tokenize(argv: list[str]) -> None:
     options = {"cache_folder": config.training.cache_folder, "builds_cache": True}
     for source, fraction, splits in token_caches(config.training, config.validation):
         cache = open_token_cache(source, tokenizer, fraction, **options)
-        if verifies and not verify_token_cache(cache):
+        if verifies and not verify(cache):
             cache = open_token_cache(source, tokenizer, fraction, **options)
         print(f"{cache.folder}: {len(cache.index.shards):,} shards")
         for name, split in splits.items():
             print(f"{name}: {describe(config, cache, split)}", flush=True)
+
+
+def verify(cache: TokenCache) -> bool:
+    """Read all tokens of a cache, compare them with their checksums, and remove damaged shards. Return whether there
+    was none."""
+    from titanlite.data.token_shards import DamagedShardError, shard_name
+    from titanlite.progress_bar import progress_bar
+
+    total = sum(shard.file_size(cache.index.dtype) for shard in cache.index.shards)
+    damaged = []
+    with progress_bar("verifying the token cache", total=total, unit="bytes", enabled=True) as advance:
+        for number in range(len(cache.index.shards)):
+            try:
+                for n_bytes in cache.verify(number):
+                    advance(n_bytes)
+            except DamagedShardError as error:
+                print(f"token cache {cache.folder}: {error}", flush=True)
+                damaged.append(number)
+    for number in damaged:
+        (cache.folder / shard_name(number)).unlink(missing_ok=True)
+    return not damaged
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:
