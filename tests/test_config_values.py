@@ -51,7 +51,8 @@ WRONG_VALUES = {
     'true or false, or "all_heads"': ["model.qk_norm = 1", 'model.qk_norm = "true"'],
     "an integer >= 1": [
         "model.dim = 0", "model.n_layers = 0", "model.n_heads = 0", "model.n_kv_heads = 0", "model.ffn_dim = 0",
-        "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0", "training.streaming_shuffle_block = 0",
+        "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0",
+        "training.streaming_shuffle_block = 0",
         "training.seq_len = 0", "training.local_batch_size = 0", "training.steps = 0", "training.steps = 10.0",
         'training.steps = "10"', "training.steps = true", "training.steps = [1, 2]", "training.steps = 2020-01-01",
         "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",

@@ -347,6 +347,8 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 SHARD = "00002.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit of the tokens": (lambda folder: flip_a_bit(folder / SHARD, 4096), f"{SHARD}: the checksum of the "),
+    "a bit of a checksum": (lambda folder: flip_a_bit(folder / SHARD, -1), f"{SHARD}: the checksums are damaged"),
     "cut off": (lambda folder: os.truncate(folder / SHARD, 5000), f"{SHARD} has 5,000 bytes"),
     "longer": (lambda folder: os.truncate(folder / SHARD, 10**6), f"{SHARD} has 1,000,000 bytes"),
     "no shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
@@ -394,6 +396,7 @@ def test_what_is_damaged_is_built_again_and_a_line_says_so(dataset, tmp_path, ca
 @pytest.mark.parametrize("place", ["first token", "last token", "a length", "a checksum"])
 def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, tmp_path, monkeypatch, place):
     """Not when the cache is opened: it may have terabytes."""
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
     tensors = built._tensors[2]
     at = {"first token": 0, "last token": tensors["train"][2] - 1, "a length": tensors["train_documents"][1]}
@@ -420,6 +423,7 @@ def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, 
 
 def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(token_shards, "BLOCK", 64)
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
     expected = tokens_of(built)[0]
     flip_a_bit(built.folder / SHARD, token_shards.HEADER + 130)
@@ -429,7 +433,8 @@ def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch
         tokens[first + 60 : first + 70]
 
 
-def test_verify_finds_all_damage(dataset, tmp_path, capsys):
+def test_verify_finds_all_damage(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
     assert verify_token_cache(built)
     for number in (1, 4):

@@ -13,6 +13,7 @@ import pytest
 from tests.data_helpers import flat, some_texts, write
 from tests.launches import wait_until
 from titanlite import tokenize_dataset as command
+from titanlite.data import token_cache
 
 OPTIONS = ["debug", "--training.dataset=json", "--validation.fraction=0.25", "--training.seq_len=16"]
 
@@ -40,7 +41,8 @@ def test_it_says_what_the_run_reads(tmp_path, capsys):
     assert validation.startswith(f"validation: 15 documents, {len(flat(texts[3::4])):,} tokens, ")
 
 
-def test_verify_builds_damaged_shards_again(tmp_path, capsys):
+def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     write(tmp_path / "a.jsonl", some_texts())
     command.tokenize(options(tmp_path))
     before = capsys.readouterr().out

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from titanlite.progress import mark, progress
 
 PART_BYTES = 2**27
 """Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
+
+
+VERIFIED_AT_START = 2**30
+"""Bytes of a cache that is verified completely when it is opened, in less than a second. The blocks of a larger one are
+verified when they are read."""
 
 
 def parts_of(segments: list[Segment]) -> list[list[Segment]]:
@@ -119,7 +125,8 @@ def _wait(folder: Path, dtype: DType) -> Index:
 
 
 def _complete_index(folder: Path, dtype: DType, n_parts: int) -> Index | None:
-    """Return the index of a cache whose shards are all there, with their sizes. Remove an index that is wrong."""
+    """Return the index of a cache whose shards are all there, with their sizes and, of a small one, their checksums.
+    Remove what is wrong."""
     try:
         index = token_shards.read_index(folder, dtype)
         if len(index.shards) != n_parts:
@@ -127,6 +134,13 @@ def _complete_index(folder: Path, dtype: DType, n_parts: int) -> Index | None:
             raise DamagedShardError(f"{token_shards.INDEX} has {counts}")
         for number, shard in enumerate(index.shards):
             token_shards.check_size(folder / shard_name(number), shard, dtype)
+        if sum(shard.file_size(dtype) for shard in index.shards) <= VERIFIED_AT_START:
+            for number in range(len(index.shards)):
+                try:
+                    deque(TokenCache(folder, index).verify(number), maxlen=0)
+                except DamagedShardError:
+                    (folder / shard_name(number)).unlink()
+                    raise
         return index
     except (FileNotFoundError, NotADirectoryError):
         return None
