@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.parity.process_pool import ProcessPool
 from titanlite.plan.schedule import Action, own_actions, pipeline_bubble, simulate

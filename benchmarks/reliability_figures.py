@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from python_path import ROOT
 
-from titanlite.data import token_files
-from titanlite.reliability.files import checksum
+from titanlite.data import token_shards
 from titanlite.reliability.folder_lock import FolderLock
 from titanlite.sdc import hash_of_bits
 
@@ -93,17 +92,14 @@ def time_hash() -> None:
 
 def time_checksums() -> None:
     tokens = np.random.default_rng(0).integers(0, 300, BYTES // 2, dtype=np.uint16)
-    split = token_files.Split(bytes=BYTES, xxh3_64=checksum(tokens.tobytes()), largest_token=int(tokens.max()))
-    empty = token_files.Split(bytes=0, xxh3_64=checksum(b""), largest_token=-1)
-    summary = token_files.Summary(
-        dtype="uint16", documents=1, tokens=BYTES // 2, sha256="0" * 64, train=split, validation=empty
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / token_files.FILES["train"]).write_bytes(tokens.tobytes())
-        (Path(folder) / token_files.FILES["validation"]).touch()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shard = token_shards.write_shard(folder / token_shards.shard_name(0), "uint16", [("train", tokens, BYTES // 2)])
+        index = token_shards.Index(dtype="uint16", shards=[shard])
 
         def verify() -> None:
-            token_files.verify(Path(folder), summary, lambda read: None)
+            for _ in token_shards.TokenCache(folder, index).verify(0):
+                pass
 
         report("token cache verified", [BYTES / 1e9 / seconds(verify) for _ in range(REPETITIONS)], "GB/s")
 

@@ -29,6 +29,7 @@ BATCH, GLOBAL_BATCH, SEQ_LEN = "training.local_batch_size", "training.global_bat
 STEPS, TOTAL_STEPS = "training.steps", "lr_scheduler.total_steps"
 DATASET, PATH, TEXT_KEY = "training.dataset", "training.dataset_path", "training.dataset_text_key"
 STREAMING, SHUFFLE, STREAMING_SHARDS = "training.streaming", "training.shuffle", "training.streaming_shards"
+SHUFFLE_BLOCK = "training.streaming_shuffle_block"
 VALIDATE, FRACTION = "validation.enable", "validation.fraction"
 PROMPTS = "validation.generate_prompts"
 VALIDATION_PATH, VALIDATION_SPLIT = "validation.dataset_path", "validation.dataset_split"

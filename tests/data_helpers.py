@@ -11,18 +11,18 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from titanlite import data
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
-from titanlite.data import packing
-from titanlite.data.documents import Source, load_documents, load_stream
+from titanlite.data import documents, packing
+from titanlite.data.documents import open_dataset, read_documents
+from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard
 from titanlite.data.packing import PackedSequences
+from titanlite.data.source import Source
 from titanlite.data.streaming import StreamingSequences
 from titanlite.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer, encode_documents
 
 T = 16
 BYTES = ByteTokenizer()
-MANY: Any = SimpleNamespace(bos=69_998, eos=69_999, vocab_size=70_000, identity="many", encode=BYTES.encode)
 NO_SPECIAL_TOKENS: Any = SimpleNamespace(bos=None, eos=-1)  # for tokens that are just numbers
 
 Lists = tuple[list[int], list[int], list[int]]  # inputs, targets and document positions of a sequence
@@ -107,13 +107,13 @@ def source(dataset: str, path: Any, **options: Any) -> Source:
 
 
 def texts_of(*arguments: Any, **options: Any) -> list[str]:
-    return [text for batch in load_documents(source(*arguments, **options)).batches() for text in batch]
+    dataset = source(*arguments, **options)
+    return [text for segment in open_dataset(dataset)[0] for _, text in read_documents(dataset, segment)]
 
 
 def open_stream(dataset: str, path: Any, streaming_shards: int = 1, **options: Any) -> StreamingSequences:
     opened = source(dataset, path, streaming_shards=streaming_shards, **options)
-    iterable, column, _ = load_stream(opened)
-    return StreamingSequences(iterable, column, opened, BYTES)
+    return StreamingSequences(documents.open_stream(opened)[0], opened, BYTES, seed=42)
 
 
 def rejections(*arguments: Any, **options: Any) -> Iterator[str]:
@@ -136,16 +136,16 @@ def open_loader(
     *,
     data_rank: int = 0,
     data_parallel_degree: int = 1,
-    shard: data.SequenceShard | None = None,
+    shard: SequenceShard | None = None,
     state: Any = None,
     **options: Any,
-) -> data.Loader:
+) -> Loader:
     ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
-    shard = data.SequenceShard() if shard is None else shard
-    return data.Loader(sequences, training(**options), **ranks, shard=shard, pin=False, state=state)
+    shard = SequenceShard() if shard is None else shard
+    return Loader(sequences, training(**options), **ranks, shard=shard, pin=False, state=state)
 
 
-def _sequences_of(batches: list[data.Batch], local_batch_size: int) -> list[Lists]:
+def _sequences_of(batches: list[Batch], local_batch_size: int) -> list[Lists]:
     """Of batches with a document mask."""
     for tokens, targets, positions, document_positions in batches:
         assert tokens.shape == targets.shape == positions.shape == (local_batch_size, T)
@@ -156,7 +156,7 @@ def _sequences_of(batches: list[data.Batch], local_batch_size: int) -> list[List
 
 
 def consume(
-    make: Callable[[], data.Sequences], *, n_ranks: int, steps: int, batch: int, size: int = 1, state: Any = None
+    make: Callable[[], Sequences], *, n_ranks: int, steps: int, batch: int, size: int = 1, state: Any = None
 ) -> tuple[list[list[Lists]], list[dict[str, Any]]]:
     """What all ranks train on in some steps, each step's sequences in their global order, and the ranks' states (not of
     streaming shards: those are gathered, which takes a pool of ranks)."""

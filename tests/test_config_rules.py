@@ -58,7 +58,8 @@ REJECTED = [
     ({DATASET: "hub", PATH: "x", VALIDATION_PATH: "y"},
      {VALIDATION_PATH: 'is "text" or "json" or "parquet"; set that'}),
     ({STREAMING: True, SHUFFLE: False}, {STREAMING: "the built-in text is in memory"}),
-    ({DATASET: "c4", STREAMING: True}, {SHUFFLE: "a shuffled stream cannot resume exactly"}),
+    ({**C4_STREAM, SHUFFLE_BLOCK: 8}, {SHUFFLE_BLOCK: "read only with training.shuffle = true"}),
+    ({SHUFFLE_BLOCK: 8}, {SHUFFLE_BLOCK: "is true; set that"}),
     ({**C4_STREAM, FRACTION: 0.1}, {FRACTION: "streaming cannot split off validation documents"}),
     ({**TEXT_STREAM, VALIDATE: True}, {VALIDATE: "streaming cannot split off validation documents"}),
     ({STREAMING_SHARDS: 8}, {STREAMING_SHARDS: "is true; set that"}),
@@ -276,11 +277,6 @@ MESSAGES = {
         {GROWTH: 10},
         'FILE: training.loss_scale_growth_interval = 10: read only when training.mixed_precision_param is "float16"; '
         "set that, or remove it",
-    ),
-    "shuffled stream": (
-        {DATASET: "c4", STREAMING: True},
-        "FILE: training.shuffle = true (default): a shuffled stream cannot resume exactly; set false (documents in "
-        "file order), or training.streaming = false",
     ),
     "validation of a stream": (
         {**TEXT_STREAM, VALIDATE: True},

@@ -52,6 +52,7 @@ WRONG_VALUES = {
     "an integer >= 1": [
         "model.dim = 0", "model.n_layers = 0", "model.n_heads = 0", "model.n_kv_heads = 0", "model.ffn_dim = 0",
         "model.vocab_size = 0", "model.rope_original_seq_len = 0", "training.streaming_shards = 0",
+        "training.streaming_shuffle_block = 0",
         "training.seq_len = 0", "training.local_batch_size = 0", "training.steps = 0", "training.steps = 10.0",
         'training.steps = "10"', "training.steps = true", "training.steps = [1, 2]", "training.steps = 2020-01-01",
         "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",
@@ -313,9 +314,6 @@ WRONG_INPUT = [
      "query heads",
      'FILE: training.dataset_path = "" (default): training.dataset = "text" needs a file, folder or glob',
      "FILE: training.global_batch_size = 12: expected a multiple of training.local_batch_size = 8"]),
-    ('training.dataset = "c4"\ntraining.streaming = true\ntraining.shuffle = true', (),
-     ["FILE: training.shuffle = true: a shuffled stream cannot resume exactly; set false (documents in file "
-     "order), or training.streaming = false"]),
     ("training.steps = 0\noptimizer.beta1 = 2", ("--training.steps=-5",),
      ["CLI: training.steps = -5: expected an integer >= 1",
      "FILE: optimizer.beta1 = 2: expected a finite number >= 0 and < 1"]),

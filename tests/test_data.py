@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.data_helpers import BYTES, T, as_lists, built_in_texts, flat, rejection, some_texts, training, write
-from titanlite import build, config, data
+from titanlite import build, config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Validation
+from titanlite.data import open as opening
+from titanlite.data.loader import Sequences
 from titanlite.data.packing import ValidationSequences
 from titanlite.data.streaming import StreamingSequences
 
@@ -26,10 +28,10 @@ Validated = dict[str, Any]  # options of [validation]
 
 def open_sequences(
     tmp_path: Path, validation: Validated | None = None, *, tokenizer: Any = BYTES, seed: int = 0, **options: Any
-) -> tuple[data.Sequences, ValidationSequences | None, str]:
+) -> tuple[Sequences, ValidationSequences | None, str]:
     trained = training(**{"cache_folder": str(tmp_path / "cache"), "streaming_shards": 1} | options)
     validated = Validation(**{"enable": True} | (validation or {}))
-    return data.open_sequences(tokenizer, trained, validated, seed=seed, builds_cache=True)
+    return opening.open_sequences(tokenizer, trained, validated, seed=seed, builds_cache=True)
 
 
 def test_built_in_text_is_packed_and_split(tmp_path):
@@ -37,13 +39,13 @@ def test_built_in_text_is_packed_and_split(tmp_path):
     texts = built_in_texts()
     for_validation = [number for number in range(len(texts)) if (number + 1) * 5 // 100 > number * 5 // 100]
     assert len(for_validation) == len(texts) // 20
-    assert sequences.tokens.tolist() == flat(
+    assert sequences.tokens[:].tolist() == flat(
         [text for number, text in enumerate(texts) if number not in for_validation]
     )
-    assert validation.tokens.tolist() == flat([texts[number] for number in for_validation])
+    assert validation.tokens[:].tolist() == flat([texts[number] for number in for_validation])
     without = open_sequences(tmp_path, {"enable": False})
     assert without[1] is None
-    assert without[0].tokens.tolist() == sequences.tokens.tolist(), "validation must not change the training data"
+    assert without[0].tokens[:].tolist() == sequences.tokens[:].tolist(), "validation must not change the training data"
     line = rejection(lambda: open_sequences(tmp_path, {"fraction": 1e-6}))
     assert line.startswith("validation.fraction = 1e-06: selects no document")
 
@@ -57,8 +59,10 @@ def test_files_of_its_own_for_the_validation_split(tmp_path, streaming):
     options = {"dataset": "json", "dataset_path": str(file), "streaming": streaming}
     sequences, validation, _ = open_sequences(tmp_path, {"dataset_path": str(own)}, **options)
     assert as_lists(next(sequences.read(0, 1, {}))[0])[0] == flat(some_texts())[:T]
-    assert isinstance(sequences, StreamingSequences) if streaming else sequences.tokens.tolist() == flat(some_texts())
-    assert validation.tokens.tolist() == flat(["validate", "on this"])
+    assert (
+        isinstance(sequences, StreamingSequences) if streaming else sequences.tokens[:].tolist() == flat(some_texts())
+    )
+    assert validation.tokens[:].tolist() == flat(["validate", "on this"])
     for path, reason in ((tmp_path / "nowhere", "no such file"), (write(tmp_path / "none", [None]), "null")):
         line = rejection(lambda path=path: open_sequences(tmp_path, {"dataset_path": str(path)}, **options))
         assert line.startswith(f'validation.dataset_path = "{path}": ')
@@ -110,7 +114,7 @@ def build_after(job: Path, path: Path, seconds: float) -> str:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     before = backend.options._timeout
     backend._set_default_timeout(timedelta(seconds=1))
-    open_sequences = build.data.open_sequences
+    open_sequences = build.open_sequences
 
     def open_late(*arguments: Any, **options: Any) -> Any:
         sequences = open_sequences(*arguments, **options)
@@ -118,7 +122,7 @@ def build_after(job: Path, path: Path, seconds: float) -> str:
         return sequences
 
     try:
-        with mock.patch.object(build.data, "open_sequences", open_late):
+        with mock.patch.object(build, "open_sequences", open_late):
             return build_in_rank(job, [path] * 2)
     finally:
         backend._set_default_timeout(before)

@@ -8,8 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.data_helpers import open_stream, rejections, source, texts_of, write
-from titanlite.data.documents import load_documents, load_stream
+from tests.data_helpers import open_stream, rejection, rejections, source, texts_of, write
+from titanlite.data import documents
 from titanlite.errors import TrainingError
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -19,7 +19,7 @@ def test_text_json_and_parquet_files(tmp_path):
     write(tmp_path / "a.txt", ["one", "two", "", "three", ""])
     write(tmp_path / "b.txt", ["four"])
     assert texts_of("text", tmp_path) == ["one\ntwo\n\nthree\n", "four"]
-    assert texts_of("text", tmp_path, text_sample_by="paragraph") == ["one\ntwo", "three\n", "four"]
+    assert texts_of("text", tmp_path, text_sample_by="paragraph") == ["one\ntwo", "three", "four"]
     assert texts_of("text", tmp_path, text_sample_by="line") == ["one", "two", "", "three", "four"]
     write(tmp_path / "lines.jsonl", ["one", "two\nlines"])
     (tmp_path / "list.json").write_text(json.dumps([{"text": "three", "other": "2!", "id": 0}]))
@@ -54,7 +54,7 @@ def test_another_text_with_the_same_time_and_size_is_noticed(tmp_path, size):
         text = "a" * place + "b" + "a" * (size - 1 - place)
         os.utime(write(file, [text]), (1e9, 1e9))
         assert texts_of("text", file) == [text]
-        identities |= {load_documents(source("text", file)).fingerprint, load_stream(source("text", file))[2]}
+        identities |= {documents.open_dataset(source("text", file))[1], documents.open_stream(source("text", file))[1]}
     assert len(identities) == 20
 
 
@@ -72,7 +72,7 @@ def test_missing_files_are_rejected(tmp_path, dataset, path, reason):
 @pytest.mark.parametrize(
     ("texts", "text_key", "reason"),
     [
-        (["one"], "no", 'no column "no"; set training.dataset_text_key to one of text, other, id'),
+        (["one"], "no", 'no column "no"; it has text, other, id (training.dataset_text_key)'),
         (["one"], "id", 'column "id" holds a value of type int where a document\'s text is expected'),
         (["one", "two", None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
         ([None], "text", 'column "text" holds no text (null) where a document\'s text is expected'),
@@ -81,26 +81,34 @@ def test_missing_files_are_rejected(tmp_path, dataset, path, reason):
 )
 def test_a_column_that_is_no_text_is_rejected(tmp_path, kind, texts, text_key, reason):
     file = write(tmp_path / f"a.{kind}", texts)
-    assert (
-        list(rejections(kind, file, dataset_text_key=text_key)) == [f'training.dataset_path = "{file}": {reason}'] * 2
-    )
+    row = f"row {len(texts)}" if kind == "parquet" else f"line {len(texts)}"
+    where = f'training.dataset_path = "{file}": {file}, {row}: '
+    if reason.startswith("no "):
+        where = f"{file}: " if kind == "parquet" else f"{file}, line 1: "
+    assert list(rejections(kind, file, dataset_text_key=text_key)) == [where + reason] * 2
 
 
-def test_an_empty_file_is_rejected(tmp_path):
-    (tmp_path / "a.json").touch()
-    assert list(rejections("json", tmp_path)) == [f'training.dataset_path = "{tmp_path}": has no documents'] * 2
+def test_an_empty_file_is_rejected_where_it_is_streamed(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    line = rejection(lambda: open_stream("json", tmp_path))
+    assert line == f'training.dataset_path = "{tmp_path}": has no documents'
 
 
-@pytest.mark.parametrize("what", ["loaded", "read"])
-@pytest.mark.parametrize(("dataset", "reason"), [("json", "JSON"), ("parquet", "Parquet"), ("text", "utf-8")])
-def test_broken_files_are_rejected_with_the_reason(tmp_path, dataset, reason, what):
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        ("json", ", line 1: no JSON: 'utf-8' "),
+        ("parquet", ": cannot be read: ArrowInvalid: Parquet"),
+        ("text", ": no UTF-8: "),
+    ],
+)
+def test_broken_files_are_rejected_with_the_reason(tmp_path, dataset, reason):
     ending = "txt" if dataset == "text" else dataset
-    if what == "read":  # the first file can be
-        write(tmp_path / f"0.{ending}", ["good"])
-    (tmp_path / f"1.{ending}").write_bytes(b"{\xff\xfe")
+    write(tmp_path / f"0.{ending}", ["good"])
+    broken = tmp_path / f"1.{ending}"
+    broken.write_bytes(b"{\xff\xfe")
     for line in rejections(dataset, tmp_path):
-        assert line.startswith(f'training.dataset_path = "{tmp_path}": cannot be {what}: ')
-        assert reason in line
+        assert line.startswith(f"{broken}{reason}")
 
 
 @pytest.mark.parametrize(

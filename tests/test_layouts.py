@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
-from titanlite import build, config, data, loss, optimizer
+from titanlite import build, config, loss, optimizer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
+from titanlite.data import loader
+from titanlite.data.loader import Batch
 from titanlite.parallel import fsdp, mesh, pipeline, tensor
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.parity.process_pool import RankError
@@ -402,23 +404,23 @@ def _replicated_gradients_counted_twice(rank: int) -> Any:
 
 
 def _positions_not_offset(rank: int) -> Any:
-    real = data.loader.collate
+    real = loader.collate
 
-    def local(*arguments: Any, **options: Any) -> data.Batch:
+    def local(*arguments: Any, **options: Any) -> Batch:
         batch = real(*arguments, **options)
         return batch._replace(positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous())
 
-    return mock.patch.object(data.loader, "collate", local)
+    return mock.patch.object(loader, "collate", local)
 
 
 def _document_mask_ignored(rank: int) -> Any:
     """Attention crosses document boundaries."""
-    real = data.loader.collate
+    real = loader.collate
 
-    def without_document_positions(*arguments: Any, **options: Any) -> data.Batch:
+    def without_document_positions(*arguments: Any, **options: Any) -> Batch:
         return real(*arguments, **options)._replace(document_positions=None)
 
-    return mock.patch.object(data.loader, "collate", without_document_positions)
+    return mock.patch.object(loader, "collate", without_document_positions)
 
 
 @pytest.mark.parametrize(

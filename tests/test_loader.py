@@ -24,9 +24,10 @@ from tests.data_helpers import (
     training,
 )
 from tests.launches import wait_until
-from titanlite import data
 from titanlite.config.schema import Validation
+from titanlite.data import loader as loader_module
 from titanlite.data import packing
+from titanlite.data.loader import Batch, SequenceShard, n_validation_batches, validation_batches
 from titanlite.data.packing import PackedSequences, ValidationSequences
 from titanlite.loss import IGNORED
 
@@ -51,7 +52,7 @@ def test_an_epochs_order_is_a_permutation():
 
 def test_the_order_never_changes():
     """Numbers of an earlier version: another order would send a resumed run over other data, unnoticed."""
-    epochs = [1, 8, 5, 3, 7, 9, 4, 0, 6, 2], [9, 5, 8, 7, 6, 4, 0, 3, 1, 2]
+    epochs = [2, 7, 5, 3, 9, 4, 8, 6, 0, 1], [3, 6, 2, 9, 8, 0, 4, 5, 1, 7]
     assert indices_of(numbered_sequences(), range(20)) == [*epochs[0], *epochs[1]]
 
 
@@ -125,7 +126,7 @@ class EndlessSequences:
 
 
 def test_batches_are_prefetched_but_not_without_end_nor_after_close(monkeypatch):
-    monkeypatch.setattr(data.loader, "PREFETCH_STEPS", 3)
+    monkeypatch.setattr(loader_module, "PREFETCH_STEPS", 3)
     sequences = EndlessSequences()
     loader = open_loader(sequences)
     sequences.wait_for(4 * 4)  # three steps wait to be asked for, and the next one waits for room in the queue
@@ -143,7 +144,7 @@ def test_batches_are_prefetched_but_not_without_end_nor_after_close(monkeypatch)
 
 
 def test_an_error_is_raised_where_the_batch_is_waited_for_each_time(monkeypatch):
-    monkeypatch.setattr(data.loader, "PREFETCH_STEPS", 1)
+    monkeypatch.setattr(loader_module, "PREFETCH_STEPS", 1)
     loader = open_loader(EndlessSequences(fails_at=6))
     loader.next()
     for _ in range(3):
@@ -162,13 +163,13 @@ def validate(
     data_rank: int = 0,
     data_parallel_degree: int = 1,
     steps: int = -1,
-    shard: data.SequenceShard | None = None,
+    shard: SequenceShard | None = None,
     **options: Any,
-) -> list[data.Batch]:
+) -> list[Batch]:
     """The batches that one rank validates on."""
     ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
-    shard = data.SequenceShard() if shard is None else shard
-    batches = data.validation_batches(sequences, training(**options), Validation(steps=steps), **ranks, shard=shard)
+    shard = SequenceShard() if shard is None else shard
+    batches = validation_batches(sequences, training(**options), Validation(steps=steps), **ranks, shard=shard)
     return list(batches)
 
 
@@ -178,7 +179,7 @@ def test_validation_takes_every_target_once(length, n_ranks):
     sequences = ValidationSequences(np.arange(1, length + 1), NO_SPECIAL_TOKENS, T)
     for size in (1, 2, 5):
         batches = [validate(sequences, rank, n_ranks, local_batch_size=size) for rank in range(n_ranks)]
-        count = data.n_validation_batches(
+        count = n_validation_batches(
             sequences, training(local_batch_size=size), Validation(steps=-1), data_parallel_degree=n_ranks
         )
         assert {len(own) for own in batches} == {count}, "every rank must take as many batches"
@@ -197,7 +198,7 @@ def test_validation_is_capped_by_its_steps():
     sequences = ValidationSequences(np.arange(10 * T + 1), NO_SPECIAL_TOKENS, T)
     for steps, expected in ((-1, 3), (1, 1), (2, 2), (3, 3), (4, 3)):
         sections = training(local_batch_size=2), Validation(steps=steps)
-        assert data.n_validation_batches(sequences, *sections, data_parallel_degree=2) == expected
+        assert n_validation_batches(sequences, *sections, data_parallel_degree=2) == expected
         assert [len(validate(sequences, rank, 2, steps, local_batch_size=2)) for rank in range(2)] == [expected] * 2
 
 
@@ -222,12 +223,12 @@ def test_validation_ends_documents_and_stops_after_some_steps():
 # What of each sequence a rank takes ----------------------------------------------------------------------------------
 
 OWN, RING = np.array([14, 3, 4, 9, 0]), np.array([11, 0, 3, 4, 15, 14, 9, 2])
-SHARD = data.SequenceShard(OWN, RING)
+SHARD = SequenceShard(OWN, RING)
 EVERYTHING = np.arange(T)
 
 
 def expected_batches(
-    sequences: Any, indices: list[int], size: int, shard: data.SequenceShard, document_mask: bool
+    sequences: Any, indices: list[int], size: int, shard: SequenceShard, document_mask: bool
 ) -> list[list[Any]]:
     """The lists of the batches of some sequences, their elements taken one by one."""
     batches = []
@@ -242,9 +243,9 @@ def expected_batches(
     return batches
 
 
-def lists_of(batches: list[data.Batch], size: int, shard: data.SequenceShard) -> list[list[Any]]:
+def lists_of(batches: list[Batch], size: int, shard: SequenceShard) -> list[list[Any]]:
     for batch in batches:
-        assert isinstance(batch, data.Batch)
+        assert isinstance(batch, Batch)
         for tensor, indices in zip(batch, [shard.own] * 3 + [shard.ring], strict=True):
             if tensor is not None:
                 assert tensor.dtype == torch.int64
@@ -253,7 +254,7 @@ def lists_of(batches: list[data.Batch], size: int, shard: data.SequenceShard) ->
     return [[tensor if tensor is None else tensor.tolist() for tensor in batch] for batch in batches]
 
 
-def check_training(shard: data.SequenceShard, document_mask: bool, size: int = 3) -> None:
+def check_training(shard: SequenceShard, document_mask: bool, size: int = 3) -> None:
     """Two data-parallel ranks, two steps of twelve sequences."""
     tokens = np.array(flat(some_texts()))
     sequences = PackedSequences(tokens, BYTES, training(shuffle=True), seed=0)
@@ -266,7 +267,7 @@ def check_training(shard: data.SequenceShard, document_mask: bool, size: int = 3
         assert lists_of(batches, size, shard) == expected, "another shard"
 
 
-def check_validation(shard: data.SequenceShard, document_mask: bool, size: int = 3) -> None:
+def check_validation(shard: SequenceShard, document_mask: bool, size: int = 3) -> None:
     """Two data-parallel ranks and a full split, which ends in padding."""
     sequences = ValidationSequences(np.array(flat(some_texts(20))), BYTES, T)
     n_padded = 2 * size * -(-sequences.n_sequences // (2 * size))
@@ -283,51 +284,51 @@ def test_a_rank_takes_its_shard_of_each_sequence(check, document_mask):
     for size in (1, 3):
         check(SHARD, document_mask, size)
     check(SHARD._replace(own=EVERYTHING), document_mask)
-    check(data.SequenceShard(EVERYTHING, EVERYTHING), document_mask)
+    check(SequenceShard(EVERYTHING, EVERYTHING), document_mask)
 
 
 def test_a_rank_takes_everything_unless_told_otherwise():
-    sequences, shard = numbered_sequences(), data.SequenceShard(EVERYTHING, EVERYTHING)
+    sequences, shard = numbered_sequences(), SequenceShard(EVERYTHING, EVERYTHING)
     validation = ValidationSequences(sequences.tokens, NO_SPECIAL_TOKENS, T)
-    loader = open_loader(sequences, local_batch_size=2, shard=data.SequenceShard())
+    loader = open_loader(sequences, local_batch_size=2, shard=SequenceShard())
     batches = loader.next()
     loader.close()
     assert lists_of(batches, 2, shard) == expected_batches(sequences, [0, 1, 2, 3], 2, shard, False)
-    batches = validate(validation, steps=1, shard=data.SequenceShard(), local_batch_size=2)
+    batches = validate(validation, steps=1, shard=SequenceShard(), local_batch_size=2)
     assert lists_of(batches, 2, shard) == expected_batches(validation, [0, 1, 2, 3], 2, shard, False)
 
 
-Collate = Callable[[list[packing.Sequence], data.SequenceShard, bool], data.Batch]
+Collate = Callable[[list[packing.Sequence], SequenceShard, bool], Batch]
 
 
-def _positions_in_shard(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _positions_in_shard(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     return collate(rows, shard, mask)._replace(positions=torch.arange(len(shard.own)).repeat(len(rows), 1))
 
 
-def _next_in_shard(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _next_in_shard(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     batch = collate(rows, shard, mask)
     return batch._replace(targets=batch.tokens.roll(-1, dims=1))
 
 
-def _document_positions_of_own(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _document_positions_of_own(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     return collate(rows, shard._replace(ring=shard.own[np.arange(len(shard.ring)) % len(shard.own)]), mask)
 
 
-def _mask_forgotten(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _mask_forgotten(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     return collate(rows, shard, mask)._replace(positions=collate(rows, shard, False).positions)
 
 
-def _mask_unasked(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _mask_unasked(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     return collate(rows, shard, True)._replace(document_positions=None)
 
 
-def _columns_first(collate: Collate, rows: Any, shard: data.SequenceShard, mask: bool) -> data.Batch:
+def _columns_first(collate: Collate, rows: Any, shard: SequenceShard, mask: bool) -> Batch:
     """As numpy leaves what it takes by an array of indices."""
     batch = collate(rows, shard, mask)
-    return data.Batch(*(tensor if tensor is None else tensor.T.contiguous().T for tensor in batch))
+    return Batch(*(tensor if tensor is None else tensor.T.contiguous().T for tensor in batch))
 
 
-INJECTED_BUGS: dict[Callable[..., data.Batch], bool] = {
+INJECTED_BUGS: dict[Callable[..., Batch], bool] = {
     _positions_in_shard: False,
     _next_in_shard: False,
     _document_positions_of_own: True,
@@ -341,17 +342,15 @@ INJECTED_BUGS: dict[Callable[..., data.Batch], bool] = {
 @pytest.mark.parametrize("check", [check_training, check_validation])
 @pytest.mark.parametrize("bug", INJECTED_BUGS)
 def test_a_wrong_shard_fails(monkeypatch, bug, check):
-    real = data.loader.collate
+    real = loader_module.collate
 
-    def collate(rows: list[packing.Sequence], shard: data.SequenceShard, mask: bool) -> data.Batch:
+    def collate(rows: list[packing.Sequence], shard: SequenceShard, mask: bool) -> Batch:
         return real(rows, shard, document_mask=mask, pin=False)
 
-    def broken(
-        rows: list[packing.Sequence], shard: data.SequenceShard, *, document_mask: bool, pin: bool
-    ) -> data.Batch:
+    def broken(rows: list[packing.Sequence], shard: SequenceShard, *, document_mask: bool, pin: bool) -> Batch:
         return bug(collate, rows, shard, document_mask)
 
-    monkeypatch.setattr(data.loader, "collate", broken)
+    monkeypatch.setattr(loader_module, "collate", broken)
     with pytest.raises(AssertionError, match="not contiguous" if bug is _columns_first else "another shard"):
         check(SHARD, INJECTED_BUGS[bug])
 
@@ -360,7 +359,7 @@ def test_a_wrong_shard_fails(monkeypatch, bug, check):
 def test_ranks_that_share_sequences_take_each_token_once(document_mask):
     """Whichever tokens each of four takes; the target of a token is what follows it, whoever takes that."""
     indices = np.split(np.random.RandomState(0).permutation(T), (3, 4, 11))
-    shards = [data.SequenceShard(own, EVERYTHING) for own in indices]
+    shards = [SequenceShard(own, EVERYTHING) for own in indices]
     options = {"local_batch_size": 2, "document_mask": document_mask}
     loaders = [open_loader(numbered_sequences(), shard=shard, **options) for shard in shards]
     seen: Counter[tuple[int, int, int]] = Counter()

@@ -437,6 +437,7 @@ NIGHTLY = {
 }
 
 
+@pytest.mark.timeout(900)  # 32 ranks take five minutes on two busy cores
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_layout_matches_reference(ranks, tmp_path, name):
     layout = EXPERTS | (LAYOUTS | NIGHTLY)[name]

@@ -21,7 +21,7 @@ from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
 from titanlite.config.schema import Optimizer
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
 from titanlite.low_bit_adam import LowBitAdam, _float32
 from titanlite.optimizer import build_optimizer, clip_factor, clipped_step, gradient_norm

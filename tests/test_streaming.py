@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.data_helpers import (
     BYTES,
     T,
+    as_lists,
     consume,
     flat,
     in_steps,
@@ -23,8 +24,9 @@ from tests.data_helpers import (
     rejection,
     write,
 )
-from titanlite.data import packing
-from titanlite.data.streaming import StreamingSequences
+from titanlite.data import files, packing
+from titanlite.data.files import END, Segment
+from titanlite.data.streaming import StreamingSequences, partition
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 
@@ -52,11 +54,23 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 class Expected:
-    """The sequences of the streaming shards, packed by hand: each shard has equally many files, over and over."""
+    """The sequences of the streaming shards, packed by hand: each shard has as many bytes of the files, over and over.
+    A document of parquet is in its file where its number says."""
 
-    def __init__(self, kind: str):
-        files, size = [file_texts(kind, number) for number in range(FILES)], FILES // SHARDS[kind]
-        texts = [[text for file in files[i : i + size] for text in file] for i in range(0, FILES, size)]
+    def __init__(self, kind: str, folder: Path):
+        sizes = [(folder / f"{number}.{kind}").stat().st_size for number in range(FILES)]
+        texts: list[list[str]] = [[] for _ in range(SHARDS[kind])]
+        before = 0
+        for number, size in enumerate(sizes):
+            own = file_texts(kind, number)
+            begins = [size * row // len(own) for row in range(len(own))]
+            if kind == "json":
+                lines = (folder / f"{number}.json").read_bytes().splitlines(keepends=True)
+                begins = [sum(map(len, lines[:row])) for row in range(len(own))]
+            for begin, text in zip(begins, own, strict=True):
+                limits = [sum(sizes) * shard // len(texts) for shard in range(1, len(texts))]
+                texts[sum(before + begin >= limit for limit in limits)].append(text)
+            before += size
         self.shards = [np.array(flat(own)) for own in texts]
         self.positions = [np.array(positions_of(own)) for own in texts]
 
@@ -74,10 +88,12 @@ def streaming_sequences(kind: str, folder: Path) -> Callable[[], StreamingSequen
 
 @pytest.mark.parametrize("kind", SHARDS)
 def test_streaming_shards_do_not_depend_on_the_ranks(folders, kind):
-    assert max(len(tokens) for tokens in Expected(kind).shards) < 40 * 8 * T / SHARDS[kind] / 2, "two epochs"
+    assert max(len(tokens) for tokens in Expected(kind, folders[kind]).shards) < 40 * 8 * T / SHARDS[kind] / 2, (
+        "two epochs"
+    )
     for n_ranks, size in ((1, 8), (2, 1), (2, 4), (4, 2)):
         consumed, _ = consume(streaming_sequences(kind, folders[kind]), n_ranks=n_ranks, steps=40, batch=8, size=size)
-        assert consumed == in_steps(Expected(kind), 8, 40)
+        assert consumed == in_steps(Expected(kind, folders[kind]), 8, 40)
 
 
 def run_in_rank(
@@ -125,13 +141,15 @@ def check_resume(kind: str, folder: Path, state: dict[str, Any], n_ranks: int, b
     """What follows a state is what follows without a stop."""
     steps = 8 // batch + 1
     consumed, _ = consume(streaming_sequences(kind, folder), n_ranks=n_ranks, steps=steps, batch=batch, state=state)
-    assert consumed == in_steps(Expected(kind), batch, steps, first=state["next_sequence"])
+    assert consumed == in_steps(Expected(kind, folder), batch, steps, first=state["next_sequence"])
 
 
 @pytest.mark.parametrize("kind", SHARDS)
 def test_streaming_shards_resume_exactly_after_every_step(saved, folders, kind):
     assert saved[kind, 2] == saved[kind, 4]
-    assert min(len(tokens) for tokens in Expected(kind).shards) < STEPS * BATCH * T / SHARDS[kind], "past an end"
+    assert min(len(tokens) for tokens in Expected(kind, folders[kind]).shards) < STEPS * BATCH * T / SHARDS[kind], (
+        "past an end"
+    )
     assert len(saved["json", 2][0]["streaming_shards"]) == 4, "half of the shards have not begun after the first step"
     for step, state in enumerate(saved[kind, 2], 1):
         assert state["next_sequence"] == step * BATCH
@@ -196,13 +214,12 @@ def test_a_document_of_many_sequences_resumes_within(tmp_path):
         assert np.array_equal(sequence.inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
 
 
-def test_a_failing_disk_is_no_error_of_the_config(tmp_path):
+def test_a_failing_disk_is_no_error_of_the_config(tmp_path, monkeypatch):
     """Another start may succeed, so the launcher may start the ranks anew."""
     write(tmp_path / "0.txt", ["some text"])
     stream = open_stream("text", tmp_path, 1, text_sample_by="line")
-    stream.dataset = mock.Mock()
-    stream.dataset.shard.return_value = files = mock.MagicMock()
-    files.__iter__.side_effect = OSError(errno.EIO, "Input/output error")
+    failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(files, "_open", failing)
     loader = open_loader(stream, local_batch_size=2, global_batch_size=2)
     with pytest.raises(TrainingError, match=r"cannot be read: OSError: .* Input/output error"):
         loader.next()
@@ -212,11 +229,63 @@ def test_a_failing_disk_is_no_error_of_the_config(tmp_path):
 def test_streaming_shards_without_a_file_or_without_documents_are_rejected(tmp_path):
     write(tmp_path / "0.txt", ["some text"])
     write(tmp_path / "1.txt", [""])
-    line = rejection(lambda: open_stream("text", tmp_path, 3, text_sample_by="line"))
-    assert line.startswith("training.streaming_shards = 3: the dataset has 2 files")
-    loader = open_loader(
-        open_stream("text", tmp_path, 2, text_sample_by="line"), local_batch_size=2, global_batch_size=2
-    )
+    line = rejection(lambda: open_stream("text", tmp_path, 3))
+    assert line.startswith("training.streaming_shards = 3: the dataset has 2 files, and these cannot be split")
+    stream = open_stream("text", tmp_path, 3, text_sample_by="line")  # a line cannot be split either
+    loader = open_loader(stream, local_batch_size=2, global_batch_size=2)
     for _ in range(2):
-        assert rejection(loader.next) == "training.streaming_shards = 2: shard 1 has no documents"
+        assert rejection(loader.next) == "training.streaming_shards = 3: shard 1 has no documents"
     loader.close()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64])
+def test_a_partition_has_every_row_once_and_shards_of_as_many_bytes(n):
+    segments = [Segment(f"{number}", 0, rows, 10 * rows) for number, rows in enumerate([50, 3, 0, 997, 20])]
+    shards = partition(segments, n)
+    rows = [(each.file, row) for shard in shards for each in shard for row in range(each.begin, each.end)]
+    assert rows == [(each.file, row) for each in segments for row in range(each.end)]
+    sizes = [sum(each.bytes for each in shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+    compressed = [segment._replace(end=END) for segment in segments]
+    shards = partition(compressed, n)
+    assert sorted(each for shard in shards for each in shard) == sorted(compressed)
+    assert all(shard == sorted(shard, key=compressed.index) for shard in shards)
+    assert all(shards) == (n <= len(compressed))
+
+
+# Shuffled blocks -----------------------------------------------------------------------------------------------------
+
+
+def shuffled(kind: str, folder: Path, block: int = 5) -> StreamingSequences:
+    return open_stream(kind, folder, SHARDS[kind], shuffle=True, streaming_shuffle_block=block)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_shuffled_blocks_have_the_sequences_of_a_shard_once(folders, kind):
+    n, block = SHARDS[kind], 5
+    reader = shuffled(kind, folders[kind], block).read(0, 1, {})
+    read = [as_lists(next(reader)[0]) for _ in range(3 * block * n)]
+    expected = Expected(kind, folders[kind])
+    orders = []
+    for shard in range(n):
+        for first in range(0, 3 * block, block):
+            own = [read[shard + n * number] for number in range(first, first + block)]
+            in_order = [as_lists(expected[shard + n * number]) for number in range(first, first + block)]
+            assert sorted(own) == sorted(in_order)
+            orders.append([in_order.index(sequence) for sequence in own])
+    assert len({tuple(order) for order in orders}) > 1, "all blocks have one order"
+    assert orders != [sorted(order) for order in orders]
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_shuffled_blocks_resume_exactly_after_every_sequence(folders, kind):
+    n = SHARDS[kind]
+    reader, states = shuffled(kind, folders[kind]).read(0, 1, {}), {}
+    steps = [next(reader) for _ in range(14 * n)]
+    for number, (_, (shard, state)) in enumerate(steps[:-n], 1):
+        states[shard] = json.loads(json.dumps(state))
+        resumed = shuffled(kind, folders[kind]).read(number, 1, dict(states))
+        for expected, after in steps[number : number + n]:
+            sequence, state = next(resumed)
+            assert as_lists(sequence) == as_lists(expected)
+            assert state == after

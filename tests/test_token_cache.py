@@ -1,213 +1,334 @@
-"""The token cache: built once, for one text, tokenizer and validation fraction, and shared by ranks and nodes."""
+"""The token cache: shards built once, by one or several processes, and damage that is found before it is read."""
 
 import functools
-import hashlib
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch.distributed as dist
-import xxhash
 
-from tests.data_helpers import BYTES, MANY, flat, rejection, some_texts, source, write
+from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
 from titanlite import progress
 from titanlite.config.loader import ConfigError
-from titanlite.data import token_cache, token_files
-from titanlite.data.documents import Documents, load_documents
-from titanlite.data.token_cache import is_validation_document, open_token_cache
+from titanlite.data import cache_builder, shard_builder, token_cache, token_shards
+from titanlite.data.shard_builder import is_validation_document
+from titanlite.data.source import Source
+from titanlite.data.token_cache import open_token_cache, parts_of
+from titanlite.data.token_shards import TokenCache
+from titanlite.errors import TrainingError
 from titanlite.reliability.folder_lock import FolderLock
+from titanlite.tokenize_dataset import verify as verify_token_cache
+
+FILES, PART = 6, 700
 
 
 @pytest.fixture(autouse=True)
-def _fast_lock(monkeypatch):
-    monkeypatch.setattr(token_cache, "FolderLock", functools.partial(FolderLock, beat_seconds=0.01))
+def _small_and_fast(monkeypatch):
+    """Shards of half a file, and locks without a pause."""
+    monkeypatch.setattr(cache_builder, "FolderLock", functools.partial(FolderLock, beat_seconds=0.01))
+    monkeypatch.setattr(token_cache, "PART_BYTES", PART)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9])
-def test_validation_fraction_is_exact_and_even(fraction):
-    """Of the first n documents, n x fraction belong to the validation split, for every n."""
-    validation = np.cumsum([is_validation_document(document, fraction) for document in range(5000)])
-    assert (np.abs(validation - fraction * np.arange(1, 5001)) < 1).all()
-    assert validation[-1] == pytest.approx(5000 * fraction, abs=1 if fraction == 1 / 3 else 0)
+def texts_of_files() -> list[list[str]]:
+    texts = some_texts(20 * FILES)
+    return [texts[number::FILES] for number in range(FILES)]
 
 
-def in_memory(texts: list[str]) -> Documents:
-    batches = [texts[i : i + 7] for i in range(0, len(texts), 7)]
-    return Documents(hashlib.sha256("\0".join(texts).encode()).hexdigest(), lambda: iter(batches))
+@pytest.fixture
+def dataset(tmp_path) -> Source:
+    """Six files of JSON lines of 20 documents."""
+    for number, texts in enumerate(texts_of_files()):
+        write(tmp_path / "files" / f"{number}.jsonl", texts)
+    return source("json", tmp_path / "files")
 
 
 def cached(
-    documents: Documents, cache: Path, tokenizer: Any = BYTES, fraction: float = 0.25, builds_cache: bool = True
-) -> tuple[list[int], list[int], str]:
-    options = {"cache_folder": str(cache), "builds_cache": builds_cache}
-    train, validation, content = open_token_cache(documents, tokenizer, fraction, **options)
-    for tokens in (train, validation):
-        assert isinstance(tokens, np.memmap)
-        assert tokens.itemsize == (4 if tokenizer is MANY else 2)
-    return train.tolist(), validation.tolist(), content
+    dataset: Source, cache: Path, tokenizer: Any = BYTES, fraction: float = 0.25, builds_cache: bool = True
+) -> TokenCache:
+    return open_token_cache(dataset, tokenizer, fraction, cache_folder=str(cache), builds_cache=builds_cache)
 
 
-def check_split(tokens: tuple[list[int], list[int], str], texts: list[str], every: int = 4, **options: Any) -> None:
-    """Every so manieth document is for validation, and it alone; no document is split."""
-    assert tokens[1] == flat(texts[every - 1 :: every], **options)
-    assert tokens[0] == flat([text for number, text in enumerate(texts, 1) if number % every], **options)
+def tokens_of(cache: TokenCache) -> tuple[list[int], list[int]]:
+    train, validation = (cache.tokens(split)[:].tolist() for split in ("train", "validation"))
+    return train, validation
 
 
-def test_token_cache_is_built_once_for_each_text_tokenizer_and_fraction(tmp_path, assets):
-    texts, cache = some_texts(), tmp_path / "cache"
-    cases = [(texts, BYTES, 4), ([*texts[:-2], "other", "x"], BYTES, 4), (texts, BYTES, 2)]
-    cases += [(texts, assets.open(), 4), (texts, MANY, 4)]
-    contents = set()
-    for case, tokenizer, every in cases:
-        documents = in_memory(case)
-        tokens = cached(documents, cache, tokenizer, 1 / every)
-        check_split(tokens, case, every, tokenizer=tokenizer)
-        asked_again = Documents(documents.fingerprint, lambda: pytest.fail("tokenizes again"))
-        assert cached(asked_again, cache, tokenizer, 1 / every) == tokens
-        contents.add(tokens[2])
-    assert len(contents) == len(list(cache.iterdir())) == len(cases), "a lock or an unfinished folder is left"
-    assert cached(Documents("moved", in_memory(texts).batches), cache)[2] in contents, "the hash is of the tokens"
+def folder_of(cache: Path) -> Path:
+    (folder,) = cache.iterdir()
+    return folder
 
 
-@pytest.mark.parametrize("cleans_up", [True, False], ids=["stopped", "killed"])
-def test_an_unfinished_token_cache_is_never_used(tmp_path, monkeypatch, cleans_up):
-    documents = in_memory(some_texts())
-    broken = Documents(documents.fingerprint, lambda: iter([*documents.batches(), [None]]))
-    with monkeypatch.context() as patch:
-        if not cleans_up:
-            patch.setattr(token_cache.shutil, "rmtree", lambda *arguments, **options: None)
-        with pytest.raises(AttributeError, match="NoneType"):
-            cached(broken, tmp_path)
-    assert bool(list(tmp_path.iterdir())) != cleans_up
-    check_split(cached(documents, tmp_path), some_texts())
-    assert len(list(tmp_path.iterdir())) == 1, "what the killed run left is still there"
+# What is in it -------------------------------------------------------------------------------------------------------
 
 
-def test_one_run_at_a_time_builds_a_token_cache(tmp_path):
-    """Also of two nodes that share the folder: the other one waits, and uses what is there."""
-    documents, building, may_build = in_memory(some_texts()), threading.Event(), threading.Event()
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9])
+@pytest.mark.parametrize("part", [0, 1, 77])
+def test_validation_fraction_is_exact_and_even(fraction, part):
+    """Of the first n documents of a part, n x fraction belong to the validation split, for every n."""
+    validation = np.cumsum([is_validation_document(part, document, fraction) for document in range(5000)])
+    assert (np.abs(validation - fraction * np.arange(1, 5001)) < 1).all()
 
-    def batches() -> Iterator[list[str]]:
-        building.set()
-        may_build.wait(10)
-        yield from documents.batches()
 
+def test_parts_of_few_documents_have_the_validation_fraction_together():
+    validation = sum(is_validation_document(part, 0, 0.05) for part in range(2000))
+    assert validation == pytest.approx(100, abs=2)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+def test_a_token_cache_has_all_documents_in_order(dataset, tmp_path, fraction):
+    cache = cached(dataset, tmp_path / "cache", fraction=fraction)
+    parts = parts_of(token_cache.open_dataset(dataset)[0])
+    assert len(cache.index.shards) == len(parts) > FILES
+    documents = [
+        [text for segment in part for _, text in shard_builder.read_documents(dataset, segment)] for part in parts
+    ]
+    assert [text for part in documents for text in part] == [text for texts in texts_of_files() for text in texts]
+    splits: dict[bool, list[str]] = {False: [], True: []}
+    for number, part in enumerate(documents):
+        for index, text in enumerate(part):
+            splits[is_validation_document(number, index, fraction)].append(text)
+    assert tokens_of(cache) == (flat(splits[False]), flat(splits[True]))
+    train = cache.tokens("train")
+    assert len(train) == len(flat(splits[False]))
+    for begin in range(0, len(train), 37):
+        assert train[begin : begin + 100].tolist() == flat(splits[False])[begin : begin + 100]
+
+
+def test_a_shard_is_a_safetensors_file(dataset, tmp_path):
+    """With the number of tokens of each document."""
+    cache, folder = cached(dataset, tmp_path / "cache"), folder_of(tmp_path / "cache")
+    tokens = []
+    for number, shard in enumerate(cache.index.shards):
+        tensors = safetensors.numpy.load_file(folder / token_shards.shard_name(number))
+        assert set(tensors) == {"train", "validation", "train_documents", "validation_documents", "checksums"}
+        assert tensors["train"].dtype == np.uint16
+        for split in ("train", "validation"):
+            ends = np.cumsum(tensors[f"{split}_documents"])
+            assert len(tensors[split]) == (ends[-1] if len(ends) else 0) == getattr(shard, f"{split}_tokens")
+            assert (tensors[split][ends - 1] == BYTES.eos).all()
+        tokens += tensors["train"].tolist()
+    assert tokens == tokens_of(cache)[0]
+
+
+def test_each_text_tokenizer_and_fraction_has_a_cache_of_its_own(dataset, tmp_path, assets):
+    folder = tmp_path / "cache"
+    caches = [cached(dataset, folder), cached(dataset, folder, assets.open()), cached(dataset, folder, fraction=0.5)]
+    assert len({cache.identity for cache in caches}) == 3
+    write(tmp_path / "files" / "6.jsonl", ["one more"])
+    caches.append(cached(dataset, folder))
+    assert len({cache.folder for cache in caches}) == len(list(folder.iterdir())) == 4
+
+
+def test_a_complete_cache_is_not_built_again(dataset, tmp_path, monkeypatch):
+    built = tokens_of(cached(dataset, tmp_path / "cache"))
+    monkeypatch.setattr(shard_builder, "read_documents", lambda *arguments: pytest.fail("tokenizes again"))
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == built
+
+
+def test_the_identity_is_of_the_tokens(dataset, tmp_path):
+    shutil.copytree(tmp_path / "files", tmp_path / "moved", copy_function=shutil.copyfile)
+    moved = source("json", tmp_path / "moved")
+    caches = [cached(each, tmp_path / f"cache{number}") for number, each in enumerate((dataset, moved))]
+    assert caches[0].folder.name != caches[1].folder.name, "the files have other times"
+    assert caches[0].identity == caches[1].identity
+
+
+# Builds that are stopped, killed, shared -----------------------------------------------------------------------------
+
+
+def test_a_stopped_build_continues_where_it_was(dataset, tmp_path, monkeypatch):
+    """An error in the fourth shard: the first three are not built again, and nothing else is left."""
+    monkeypatch.setattr(cache_builder.random, "randrange", lambda n: 0)
+    real, built = shard_builder.build_shard, []
+
+    def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
+        if number == 3 and 3 not in built:
+            built.append(number)
+            path.write_text("half of it")
+            raise KeyboardInterrupt
+        built.append(number)
+        return real(path, dtype, number, *arguments)
+
+    monkeypatch.setattr(shard_builder, "build_shard", build)
+    with pytest.raises(KeyboardInterrupt):
+        cached(dataset, tmp_path / "cache")
+    names = {f"0000{number}.safetensors" for number in range(3)}
+    assert {file.name for file in folder_of(tmp_path / "cache").iterdir()} == names
+    assert built == [0, 1, 2, 3]
+    interrupted = tokens_of(cached(dataset, tmp_path / "cache"))
+    assert sorted(built[4:]) == list(range(3, len(parts_of(token_cache.open_dataset(dataset)[0]))))
+    assert interrupted == tokens_of(cached(dataset, tmp_path / "other"))
+
+
+def test_what_a_killed_build_leaves_is_removed(dataset, tmp_path):
+    built = tokens_of(cached(dataset, tmp_path / "cache"))
+    folder = folder_of(tmp_path / "cache")
+    names = {file.name for file in folder.iterdir()}
+    (folder / "00002.safetensors").unlink()
+    (folder / "tokens.json").unlink()
+    (folder / "00002.0123456789abcdef.tmp").write_text("half of it")
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == built
+    assert {file.name for file in folder.iterdir()} == names
+
+
+def test_two_builders_share_the_work(dataset, tmp_path, monkeypatch):
+    """Each builds shards that the other does not, and both have the same cache."""
+    real, built = shard_builder.build_shard, []
+
+    def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
+        built.append((threading.current_thread().name, number))
+        time.sleep(0.02)
+        return real(path, dtype, number, *arguments)
+
+    monkeypatch.setattr(shard_builder, "build_shard", build)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(cached, Documents(documents.fingerprint, batches), tmp_path)
-        building.wait(10)
-        never = Documents(documents.fingerprint, lambda: pytest.fail("tokenizes too"))
-        second = pool.submit(cached, never, tmp_path)
-        time.sleep(0.1)
-        assert not second.done()
-        may_build.set()
-        assert second.result(10) == first.result(10)
-    assert len(list(tmp_path.iterdir())) == 1, "unfinished files or a lock are left"
+        first, second = (pool.submit(cached, dataset, tmp_path / "cache") for _ in range(2))
+        assert tokens_of(first.result(60)) == tokens_of(second.result(60))
+    numbers = [number for _, number in built]
+    assert sorted(numbers) == list(range(len(first.result().index.shards))), "one was built twice"
+    assert len({name for name, _ in built}) == 2, "one builder did nothing"
+    assert not [file for file in folder_of(tmp_path / "cache").iterdir() if "safetensors" not in file.name][1:]
 
 
-def test_other_ranks_of_a_node_wait_for_the_token_cache(tmp_path):
-    documents, may_build = in_memory(some_texts()), threading.Event()
+def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
+    alone = cached(dataset, tmp_path / "alone")
+    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    started: list[Any] = []
+    worker = cache_builder.WorkerProcess
+    monkeypatch.setattr(cache_builder, "WorkerProcess", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
+    together = cached(dataset, tmp_path / "together")
+    assert together.identity == alone.identity
+    assert tokens_of(together) == tokens_of(alone)
+    assert len(started) == 2
+    assert all(each.process.poll() is not None for each in started), "a worker is left"
 
-    def batches() -> Iterator[list[str]]:
-        may_build.wait(10)
-        yield from documents.batches()
 
-    with ThreadPoolExecutor(2) as pool:
-        never = Documents(documents.fingerprint, lambda: pytest.fail("tokenizes too"))
-        waiting = pool.submit(cached, never, tmp_path, builds_cache=False)
-        building = pool.submit(cached, Documents(documents.fingerprint, batches), tmp_path)
+def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    bad = tmp_path / "files" / "3.jsonl"
+    bad.write_text('{"text": "a"}\n{"text": 5}\n')
+    line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+    assert f'{bad}, line 2: column "text" holds a value of type int' in line
+
+
+def test_a_worker_ends_with_its_parent():
+    command = [sys.executable, "-m", "titanlite.data.shard_builder"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    work = {"training": {}, "path_option": "", "hf_assets_path": "", "validation_fraction": 0.0}
+    assert process.stdin
+    process.stdin.write(json.dumps(work).encode() + b"\n")
+    process.stdin.flush()
+    process.stdin.close()
+    assert process.wait(30) == 1
+
+
+def test_other_ranks_of_a_node_wait_for_the_token_cache(dataset, tmp_path, monkeypatch):
+    folder = cached(dataset, tmp_path / "cache").folder
+    monkeypatch.setattr(token_cache, "_of_builder", lambda find, builds: find() if builds else folder.name)
+    shutil.rmtree(folder)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cached, dataset, tmp_path / "cache", builds_cache=False)
+        time.sleep(0.3)
         assert not waiting.done()
-        may_build.set()
-        assert waiting.result(10) == building.result(10)
+        assert tokens_of(cached(dataset, tmp_path / "cache")) == tokens_of(waiting.result(10))
 
 
-def test_a_folder_that_cannot_be_written_is_rejected(tmp_path):
+def build_in_rank(folder: Path, broken: bool) -> str:
+    """The identity of the cache, or the problem. Only the first rank reads the dataset."""
+    files = folder / "files" if dist.get_rank() == 0 and not broken else folder / "nowhere"
+    options = {"cache_folder": str(folder / "cache"), "builds_cache": dist.get_rank() == 0}
+    try:
+        return open_token_cache(source("json", files), BYTES, 0.0, **options).identity
+    except ConfigError as error:
+        return "\n".join(error.problems)
+
+
+def test_ranks_read_the_cache_that_the_first_of_their_node_builds(ranks, dataset, tmp_path):
+    first, second = ranks(2).run(build_in_rank, folder=tmp_path, broken=False)
+    assert first == second
+    first, second = ranks(2).run(build_in_rank, folder=tmp_path, broken=True)
+    assert first == second
+    assert first.endswith("no such file or folder")
+
+
+def test_a_folder_that_cannot_be_written_is_rejected(dataset, tmp_path):
     (tmp_path / "file").write_text("")
-    line = rejection(lambda: cached(in_memory(["a"]), tmp_path / "file" / "cache"))
+    line = rejection(lambda: cached(dataset, tmp_path / "file" / "cache"))
     assert line.startswith(f'training.cache_folder = "{tmp_path}/file/cache": cannot be written: ')
 
 
-def test_a_token_cache_of_another_format_is_built_again(tmp_path, monkeypatch):
-    """Its files are neither found nor misread."""
-    documents = in_memory(some_texts())
-    with monkeypatch.context() as patch:
-        patch.setattr(token_files, "FORMAT", 3)
-        cached(documents, tmp_path)
-    (old,) = tmp_path.iterdir()
-    (old / "validation.bin").unlink()
-    check_split(cached(documents, tmp_path), some_texts())
-    (new,) = set(tmp_path.iterdir()) - {old}
-    assert {file.name for file in new.iterdir()} == {"train.bin", "validation.bin", "tokens.json", "verified.json"}
+def test_a_full_disk_is_one_line_and_leaves_no_unfinished_file(dataset, tmp_path, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(token_shards._Blocks, "write", full)
+    line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+    assert line == f'training.cache_folder = "{tmp_path / "cache"}": cannot be written: No space left on device'
+    assert list(folder_of(tmp_path / "cache").iterdir()) == []
 
 
-def test_progress_of_the_token_cache(tmp_path, monkeypatch, capfd):
-    """The rank that builds it reports documents, tokens and bytes; one of those that wait says so."""
+def test_a_dataset_without_documents_is_rejected(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    line = rejection(lambda: cached(source("json", tmp_path), tmp_path / "cache"))
+    assert line == f'training.dataset_path = "{tmp_path}": has no documents'
+
+
+def test_progress_of_the_token_cache(dataset, tmp_path, monkeypatch, capfd):
+    """The rank that builds it reports bytes, tokens and their rate; one of those that wait says so."""
     monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.01)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    texts, reported = ["abc"] * 14, threading.Event()
+    real, may_go_on = shard_builder.build_shard, threading.Event()
 
-    def batches() -> Iterator[list[str]]:
-        yield texts[:7]
-        reported.wait(10)
-        yield texts[7:]
+    def build(path: Path, dtype: Any, number: int, *arguments: Any) -> Any:
+        shard = real(path, dtype, number, *arguments)
+        may_go_on.wait(20)
+        return shard
 
-    def stderr_with(text: str) -> str:
+    def stderr_with(pattern: str) -> None:
         lines = ""
 
         def printed() -> bool:
             nonlocal lines
             lines += capfd.readouterr().err
-            return text in lines
+            return re.search(pattern, lines) is not None
 
-        wait_until(printed, text, seconds=10)
-        return lines
+        wait_until(printed, pattern, seconds=20)
 
-    documents = Documents("fingerprint", batches, count=14)
+    folder = cached(dataset, tmp_path / "cache").folder
+    shutil.rmtree(folder)
+    monkeypatch.setattr(shard_builder, "build_shard", build)
+    monkeypatch.setattr(token_cache, "_of_builder", lambda find, builds: find() if builds else folder.name)
     with ThreadPoolExecutor(2) as pool:
-        building = pool.submit(cached, documents, tmp_path)
-        lines = stderr_with("7 of 14 documents")
-        assert re.search(
-            r"building the token cache: 7 of 14 documents, .* left; 35 tokens, \d+\.\d MB/s of text\n", lines
-        )
-        waiting = pool.submit(cached, documents, tmp_path, builds_cache=False)
+        building = pool.submit(cached, dataset, tmp_path / "cache")
+        stderr_with(r"building the token cache: [\d,]+ of [\d,]+ bytes, .* left; [\d,]+ tokens, [\d,]+ tokens/s\n")
+        waiting = pool.submit(cached, dataset, tmp_path / "cache", builds_cache=False)
         stderr_with("waiting until another rank has built the token cache: 0:00:00\n")
-        reported.set()
-        assert waiting.result(10) == building.result(10)
-        capfd.readouterr()
-        cached(documents, tmp_path)
-        assert not capfd.readouterr().err, "a cache that is there is not reported"
+        may_go_on.set()
+        assert tokens_of(waiting.result(10)) == tokens_of(building.result(10))
 
 
 # Damaged and hostile files -------------------------------------------------------------------------------------------
 
 
-def change_json(folder: Path, **changes: Any) -> None:
-    """Change keys of tokens.json ("train.bytes" is in an object), with a correct checksum."""
-    file = folder / "tokens.json"
-    content = json.loads(file.read_text())
-    for key, value in changes.items():
-        *outer, name = key.split("__")
-        (content[outer[0]] if outer else content)[name] = value
-    del content["xxh3_64"]
-    file.write_text(json.dumps({**content, "xxh3_64": xxhash.xxh3_64_hexdigest(json.dumps(content).encode())}))
-
-
-def poison(folder: Path, token: int) -> None:
-    """Replace the first token; its checksum and all others are made to fit."""
-    file = folder / "train.bin"
-    tokens = np.fromfile(file, "uint16")
-    tokens[0] = token
-    tokens.tofile(file)
-    change_json(folder, train__xxh3_64=xxhash.xxh3_64_hexdigest(tokens.tobytes()), train__largest_token=token)
+def flip_a_bit(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 def replace(file: Path, make: Callable[[Path], None]) -> None:
@@ -215,173 +336,147 @@ def replace(file: Path, make: Callable[[Path], None]) -> None:
     make(file)
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[7] ^= 1
-    file.write_bytes(content)
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change tokens.json, with a correct checksum."""
+    content = json.loads((folder / "tokens.json").read_text())
+    change(content)
+    del content["xxh3_64"]
+    checksum = token_shards.checksum(json.dumps(content).encode())
+    (folder / "tokens.json").write_text(json.dumps({**content, "xxh3_64": checksum}))
 
 
+SHARD = "00002.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit of the tokens": (lambda folder: flip_a_bit(folder / "train.bin"), "train.bin: the checksum differs"),
-    "cut off": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has 100 bytes, and tokens.json says"),
-    "longer": (lambda folder: os.truncate(folder / "validation.bin", 10**6), "validation.bin has 1,000,000 bytes"),
-    "no file": (lambda folder: (folder / "validation.bin").unlink(), "validation.bin is missing"),
+    "a bit of the tokens": (lambda folder: flip_a_bit(folder / SHARD, 4096), f"{SHARD}: the checksum of the "),
+    "a bit of a checksum": (lambda folder: flip_a_bit(folder / SHARD, -1), f"{SHARD}: the checksums are damaged"),
+    "cut off": (lambda folder: os.truncate(folder / SHARD, 5000), f"{SHARD} has 5,000 bytes"),
+    "longer": (lambda folder: os.truncate(folder / SHARD, 10**6), f"{SHARD} has 1,000,000 bytes"),
+    "no shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
+    "a pipe": (lambda folder: replace(folder / SHARD, os.mkfifo), f"{SHARD} is not a regular file"),
+    "a link": (lambda folder: replace(folder / SHARD, lambda file: file.symlink_to("/dev/zero")), "not a regular"),
     "no JSON": (lambda folder: (folder / "tokens.json").write_bytes(b"\0" * 99), "tokens.json: Invalid JSON"),
     "large JSON": (lambda folder: os.truncate(folder / "tokens.json", 10**9), "tokens.json has 1,000,000,000 bytes"),
-    "torn JSON": (lambda folder: flip_a_bit(folder / "tokens.json"), "tokens.json"),
-    "dtype O": (lambda folder: change_json(folder, dtype="O"), "tokens.json: dtype: Input should be 'uint16' or"),
-    "dtype uint32": (lambda folder: change_json(folder, dtype="uint32"), "dtype uint32 for a vocabulary of 258"),
+    "torn JSON": (lambda folder: flip_a_bit(folder / "tokens.json", 9), "tokens.json"),
+    "dtype O": (lambda folder: change_index(folder, lambda index: index.update(dtype="O")), "dtype: Input should be"),
+    "dtype uint32": (lambda folder: change_index(folder, lambda index: index.update(dtype="uint32")), "dtype uint32"),
     "text for a count": (
-        lambda folder: change_json(folder, tokens="9"),
-        "tokens.json: tokens: Input should be",
+        lambda folder: change_index(folder, lambda index: index["shards"][0].update(train_tokens="9")),
+        "tokens.json: shards.0.train_tokens: Input should be",
     ),
-    "negative size": (lambda folder: change_json(folder, train__bytes=-2), "tokens.json: train.bytes: Input should be"),
-    "odd size": (lambda folder: change_json(folder, train__bytes=3), "the sizes of the files do not fit"),
-    "more tokens": (lambda folder: change_json(folder, tokens=10**9), "do not fit 1,000,000,000 tokens"),
-    "unknown key": (
-        lambda folder: change_json(folder, order="F"),
-        "tokens.json: order: Extra inputs",
+    "negative count": (
+        lambda folder: change_index(folder, lambda index: index["shards"][1].update(train_tokens=-2)),
+        "tokens.json: shards.1.train_tokens: Input should be",
     ),
-    "token out of range": (lambda folder: poison(folder, 258), "train.bin has a token 258, and the vocabulary 258"),
-    "false maximum": (lambda folder: change_json(folder, train__largest_token=3), "train.bin: the checksum differs"),
-    "a pipe": (lambda folder: replace(folder / "train.bin", os.mkfifo), "train.bin is not a regular file"),
-    "a link": (
-        lambda folder: replace(folder / "train.bin", lambda file: file.symlink_to("/dev/zero")),
-        "not a regular",
+    "more tokens": (
+        lambda folder: change_index(folder, lambda index: index["shards"][1].update(train_tokens=10**9)),
+        "00001.safetensors has ",
     ),
+    "fewer shards": (lambda folder: change_index(folder, lambda index: index["shards"].pop()), "tokens.json has "),
+    "no shards": (lambda folder: change_index(folder, lambda index: index.update(shards=[])), "tokens.json: shards"),
     "a file": (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "it is not a folder"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_token_cache_is_built_again_and_says_so(tmp_path, capsys, damage):
-    documents, (change, reason) = in_memory(some_texts()), DAMAGES[damage]
-    built = cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
+def test_what_is_damaged_is_built_again_and_a_line_says_so(dataset, tmp_path, capsys, damage):
+    change, reason = DAMAGES[damage]
+    built = tokens_of(cached(dataset, tmp_path / "cache"))
+    folder = folder_of(tmp_path / "cache")
     change(folder)
     capsys.readouterr()
-    assert cached(documents, tmp_path) == built
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"token cache {folder}: ")
-    assert reason in line
-    assert line.endswith("; it is removed and built again")
-    assert cached(documents, tmp_path) == built
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == built
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"token cache {folder}: ")
+    assert reason in first
+    assert first.endswith("; it is built again")
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == built
     assert capsys.readouterr().out == ""
 
 
-def test_checksums_are_verified_once_and_when_a_file_has_changed(tmp_path, monkeypatch):
-    documents, verified = in_memory(some_texts()), []
-    verify = token_files.verify
-    monkeypatch.setattr(token_files, "verify", lambda folder, *rest: (verified.append(folder), verify(folder, *rest)))
-    built = cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    assert cached(documents, tmp_path) == built
-    assert verified == [], "a new cache is verified, though its checksums are those of what was written"
-    changes = [lambda: os.utime(folder / "train.bin", ns=(1, 1)), (folder / "verified.json").unlink]
-    changes += [lambda: (folder / "verified.json").write_text("[")]
-    for number, change in enumerate(changes, 1):
-        change()
-        assert cached(documents, tmp_path) == cached(documents, tmp_path) == built
-        assert len(verified) == number
+@pytest.mark.parametrize("place", ["first token", "last token", "a length", "a checksum"])
+def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, tmp_path, monkeypatch, place):
+    """Not when the cache is opened: it may have terabytes."""
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
+    built = cached(dataset, tmp_path / "cache")
+    tensors = built._tensors[2]
+    at = {"first token": 0, "last token": tensors["train"][2] - 1, "a length": tensors["train_documents"][1]}
+    at["a checksum"] = tensors["checksums"][1]
+    expected = tokens_of(built)
+    flip_a_bit(built.folder / SHARD, token_shards.HEADER + at[place])
+    opened = cached(dataset, tmp_path / "cache")
+    first = built.tokens("train")._ends[1]
+    opened.tokens("train")[:first]
+    with pytest.raises(TrainingError) as raised:
+        opened.tokens("train")[first : first + 10]
+    line = str(raised.value)
+    assert line.startswith(f"token cache {built.folder}: {SHARD}: the checksum")
+    assert line.endswith("; it is removed, and the next start builds it again")
+    assert not (built.folder / SHARD).exists()
+    read = []
+    real = shard_builder.build_shard
+    monkeypatch.setattr(
+        shard_builder, "build_shard", lambda p, d, number, *rest: read.append(number) or real(p, d, number, *rest)
+    )
+    assert tokens_of(cached(dataset, tmp_path / "cache")) == expected
+    assert read == [2]
 
 
-def test_waiting_ranks_wait_until_a_changed_cache_is_verified(tmp_path):
-    documents = in_memory(some_texts())
-    built = cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    flip_a_bit(folder / "train.bin")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(cached, documents, tmp_path, builds_cache=False)
-        time.sleep(0.2)
-        assert not waiting.done()
-        assert cached(documents, tmp_path) == waiting.result(10) == built
+def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "BLOCK", 64)
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
+    built = cached(dataset, tmp_path / "cache")
+    expected = tokens_of(built)[0]
+    flip_a_bit(built.folder / SHARD, token_shards.HEADER + 130)
+    tokens, first = cached(dataset, tmp_path / "cache").tokens("train"), int(built.tokens("train")._ends[1])
+    assert tokens[first : first + 64].tolist() == expected[first : first + 64]
+    with pytest.raises(TrainingError, match="the checksum of the 64 bytes from 4,224 on differs"):
+        tokens[first + 60 : first + 70]
 
 
-def test_a_token_cache_that_cannot_be_written_is_verified_by_each_rank(tmp_path, monkeypatch):
-    documents = in_memory(some_texts())
-    built = cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    (folder / "verified.json").unlink()
-    monkeypatch.setattr(os, "access", lambda *arguments: False)
-    assert cached(documents, tmp_path, builds_cache=False) == built
-    flip_a_bit(folder / "train.bin")
-    line = rejection(lambda: cached(documents, tmp_path, builds_cache=False))
-    assert line == f"token cache {folder}: train.bin: the checksum differs"
+def test_verify_finds_all_damage(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
+    built = cached(dataset, tmp_path / "cache")
+    assert verify_token_cache(built)
+    for number in (1, 4):
+        flip_a_bit(built.folder / token_shards.shard_name(number), token_shards.HEADER + 5)
+    assert not verify_token_cache(cached(dataset, tmp_path / "cache"))
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "00001.safetensors",
+        "00004.safetensors",
+    ]
+    assert verify_token_cache(cached(dataset, tmp_path / "cache"))
 
 
-FILES_OF_A_CACHE = ("", "train.bin", "validation.bin", "tokens.json", "verified.json")
-
-
-def test_a_token_cache_that_others_can_write_is_rejected(tmp_path):
-    documents = in_memory(some_texts())
-    cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    for path in [folder / name for name in FILES_OF_A_CACHE]:
+def test_a_token_cache_that_others_can_write_is_rejected(dataset, tmp_path):
+    built = cached(dataset, tmp_path / "cache")
+    for path in [built.folder, built.folder / SHARD, built.folder / "tokens.json"]:
         mode = path.stat().st_mode
         for bit in (0o020, 0o002):
             path.chmod(mode | bit)
-            for builds_cache in (True, False):
-                line = rejection(lambda builds=builds_cache: cached(documents, tmp_path, builds_cache=builds))
-                assert line.startswith(f"{path}: other users may write it, and so choose what is trained on; ")
-                assert line.endswith(f" chmod -R go-w {path}")
-            path.chmod(mode)
-    cached(documents, tmp_path)
+            line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+            assert line.startswith(f"{path}: other users may write it, and so choose what is trained on; ")
+            assert line.endswith(f" chmod -R go-w {path}")
+        path.chmod(mode)
+    cached(dataset, tmp_path / "cache")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_a_token_cache_of_another_user_is_rejected(tmp_path):
-    documents = in_memory(some_texts())
-    cached(documents, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    for path in [folder / name for name in FILES_OF_A_CACHE]:
+def test_a_token_cache_of_another_user_is_rejected(dataset, tmp_path):
+    built = cached(dataset, tmp_path / "cache")
+    for path in [built.folder, built.folder / SHARD, built.folder / "tokens.json"]:
         os.chown(path, 12345, -1)
-        for builds_cache in (True, False):
-            line = rejection(lambda builds=builds_cache: cached(documents, tmp_path, builds_cache=builds))
-            assert line.startswith(f"{path}: belongs to user with the ID 12345, who could change what is trained on; ")
+        line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+        assert line.startswith(f"{path}: belongs to user with the ID 12345, who could change what is trained on; ")
         os.chown(path, 0, -1)
-    cached(documents, tmp_path)
+    cached(dataset, tmp_path / "cache")
 
 
-def test_a_new_token_cache_is_writable_by_this_user_only_whatever_the_umask(tmp_path):
+def test_a_new_token_cache_is_writable_by_this_user_only_whatever_the_umask(dataset, tmp_path):
     before = os.umask(0)
     try:
-        cached(in_memory(some_texts()), tmp_path)
+        folder = cached(dataset, tmp_path / "cache").folder
     finally:
         os.umask(before)
-    (folder,) = tmp_path.iterdir()
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
     assert modes.pop(folder.name) == 0o755
     assert set(modes.values()) == {0o644}, modes
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(token_cache._SplitWriter, "write", full)
-    line = rejection(lambda: cached(in_memory(some_texts()), tmp_path))
-    assert line == f'training.cache_folder = "{tmp_path}": cannot be written: No space left on device'
-    assert list(tmp_path.iterdir()) == []
-
-
-def build_while_a_file_changes(folder: Path) -> str:
-    """Build the cache of a file that changes after rank 0 has looked at it and before rank 1 has."""
-    rank, documents = dist.get_rank(), folder / "a.txt"
-    for looks in range(2):
-        if rank == looks:
-            loaded = load_documents(source("text", documents))
-        dist.barrier()
-        if rank == looks == 0:
-            documents.write_text("another text")
-        dist.barrier()
-    try:
-        return open_token_cache(loaded, BYTES, 0.0, cache_folder=str(folder / "cache"), builds_cache=rank == 0)[2]
-    except ConfigError as error:
-        return "\n".join(error.problems)
-
-
-def test_a_file_that_changes_between_the_looks_of_two_ranks_is_rejected(ranks, tmp_path):
-    write(tmp_path / "a.txt", ["a text"])
-    (line,) = set(ranks(2).run(build_while_a_file_changes, folder=tmp_path))
-    path = f'training.dataset_path = "{tmp_path}/a.txt"'
-    assert line.startswith(f"{path}: rank 1 read other documents than rank 0 of its node: a file changed meanwhile;")

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite import data, optimizer
+from titanlite import optimizer
 from titanlite.config import Config, ConfigError
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import rank_of_stage
+from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard, n_validation_batches, validation_batches
+from titanlite.data.open import open_sequences
+from titanlite.data.packing import ValidationSequences
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
@@ -138,7 +141,7 @@ def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()
     return built
 
 
-def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, data.ValidationSequences | None, str]:
+def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, ValidationSequences | None, str]:
     """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
@@ -153,7 +156,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[data.Sequences, d
         raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
     # Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
     group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-    sequences, validation, identity = data.open_sequences(
+    sequences, validation, identity = open_sequences(
         tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
     )
     mark("waiting for the data of other ranks", limited=False)
@@ -171,7 +174,7 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
     """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
-    shard = data.SequenceShard(
+    shard = SequenceShard(
         own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
         ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
     )
@@ -179,18 +182,18 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def build_loader(
-    config: Config, layout: Layout, sequences: data.Sequences, *, device: torch.device, state: dict[str, Any] | None
-) -> data.Loader:
+    config: Config, layout: Layout, sequences: Sequences, *, device: torch.device, state: dict[str, Any] | None
+) -> Loader:
     """Return this rank's batches, from where a saved run stopped (`state`) or from the first."""
     share = sequence_share(config, layout)
-    return data.Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
+    return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 
 def build_validation_batches(
-    config: Config, layout: Layout, sequences: data.ValidationSequences
-) -> tuple[Iterator[data.Batch], int]:
+    config: Config, layout: Layout, sequences: ValidationSequences
+) -> tuple[Iterator[Batch], int]:
     """Return this rank's batches of one validation, and how many they are."""
     training, validation, share = config.training, config.validation, sequence_share(config, layout)
     degree = config.parallelism.data_parallel_degree
-    total = data.n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
-    return data.validation_batches(sequences, training, validation, **share), total
+    total = n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
+    return validation_batches(sequences, training, validation, **share), total

@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": ("titanlite.plan.command", "plan memory, communication and step time without the hardware"),
     "advise": ("titanlite.advise.command", "search the layouts of a model on so many devices"),
     "parity": ("titanlite.parity.command", "compare a config's layout with a single process"),
+    "tokenize": ("titanlite.tokenize_dataset", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.checkpoint.command", "list and verify the checkpoints of a run"),
     "convert": ("titanlite.checkpoint.convert", "convert a checkpoint of the older format"),
     "config": ("titanlite.config.command", "print a resolved config, or the reference of all options"),

@@ -115,12 +115,12 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
     """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
     training. Raises ConfigError if they cannot be read."""
-    from titanlite.data import ValidationSequences
-    from titanlite.data.documents import Source, load_documents
+    from titanlite.data.packing import ValidationSequences
+    from titanlite.data.source import Source
     from titanlite.data.token_cache import open_token_cache
 
-    source, cache = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    tokens, _, _ = open_token_cache(load_documents(source), tokenizer, 0.0, **cache)
+    source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
+    tokens = open_token_cache(source, tokenizer, 0.0, **options).tokens("train")
     if len(tokens) < 2:
         raise ConfigError([f"{source}: has no text"])
     return ValidationSequences(tokens, tokenizer, training.seq_len)

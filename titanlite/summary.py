@@ -2,16 +2,17 @@
 
 import torch
 
-from titanlite import data
 from titanlite.config import Config
 from titanlite.config.schema import Model, stage_modules
+from titanlite.data.loader import Sequences
+from titanlite.data.packing import ValidationSequences
 
 
 def run_summary(
     config: Config,
     n_parameters: int,
-    sequences: data.Sequences,
-    validation: data.ValidationSequences | None,
+    sequences: Sequences,
+    validation: ValidationSequences | None,
     peak_flops_source: str,
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
@@ -116,7 +117,7 @@ def expert_summary(config: Config) -> list[str]:
     return [f"experts    {experts}"]
 
 
-def validation_summary(config: Config, validation: data.ValidationSequences | None) -> str:
+def validation_summary(config: Config, validation: ValidationSequences | None) -> str:
     """Return the size of the validation split, and how much of it validation.steps reads."""
     if validation is None:
         return "none"

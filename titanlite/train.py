@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite import build, data, metrics, provenance
+from titanlite import build, metrics, provenance
 from titanlite.config import USAGE, Config, Launch, check, load
+from titanlite.data.loader import Batch
 from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
@@ -254,7 +255,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         checkpointer.close()
 
 
-def largest_loss(loss_sum: Tensor, batches: list[data.Batch], contributes_loss: bool) -> float:
+def largest_loss(loss_sum: Tensor, batches: list[Batch], contributes_loss: bool) -> float:
     """Return the largest of the ranks' own mean losses, in nats."""
     own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
     own = own.nan_to_num(nan=-math.inf) if contributes_loss else torch.full_like(own, -math.inf)  # 0 / 0: no target

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.config.schema import Parallelism
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.loss import count_valid
 from titanlite.optimizer import scale_gradients
 from titanlite.parallel import fsdp

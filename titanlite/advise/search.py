@@ -24,8 +24,8 @@ from titanlite.advise.search_space import (
 )
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.plan.planner import make_plan, process_pool
-from titanlite.plan.progress_bar import progress_bar
 from titanlite.plan.report import time_shares
+from titanlite.progress_bar import progress_bar
 
 ROUNDS, PLANS_PER_ROUND = 3, 4
 """How many layouts are planned at most, whatever the number of cores."""

@@ -46,7 +46,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.text_sample_by"], DATASET, ("text",), ()),
     (["validation.dataset_path"], DATASET, FILES, ()),
     ([PROMPTS], "validation.enable", (True,), (False,)),
-    (["training.streaming_shards"], STREAMING, (True,), ()),
+    (["training.streaming_shards", "training.streaming_shuffle_block"], STREAMING, (True,), ()),
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
     (["activation_checkpoint.selective_ac_option"], AC_MODE, ("selective",), ("none",)),
     (["activation_checkpoint.memory_budget"], AC_MODE, ("memory_budget",), ("none",)),
@@ -126,9 +126,8 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject("training.dataset_path", f"training.dataset = {show(dataset)} needs {path}")
     if streaming and dataset == "pydoc_topics":
         reject(STREAMING, "the built-in text is in memory; set false", DATASET)
-    if streaming and config.training.shuffle:
-        message = "a shuffled stream cannot resume exactly; set false (documents in file order), or "
-        reject("training.shuffle", message + "training.streaming = false", STREAMING)
+    if streaming and "training.streaming_shuffle_block" in changed and not config.training.shuffle:
+        reject("training.streaming_shuffle_block", "read only with training.shuffle = true", "training.shuffle")
     has_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
     split_keys = (DATASET, "validation.dataset_path", "validation.dataset_split")
     if streaming and FRACTION in changed:

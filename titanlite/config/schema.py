@@ -45,10 +45,15 @@ class Training(Section):
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
-    """Streaming: shards that the files are partitioned into; packed sequence k is from shard k mod streaming_shards, on
-    any number of ranks. It must be a multiple of the data-parallel degree, and at most the number of files."""
+    """Streaming: shards that the dataset is partitioned into; packed sequence k is from shard k mod streaming_shards,
+    on any number of ranks. It must be a multiple of the data-parallel degree and, where files cannot be split (hub,
+    compressed files, a document a file), at most the number of files."""
+    streaming_shuffle_block: Count = 256
+    """Streaming with shuffle: sequences of a shard that are shuffled among themselves. A rank has them in memory, for
+    each of its shards; a run that resumes reads up to one block again."""
     shuffle: bool = True
-    """Shuffle the packed sequences, seeded by debug.seed, anew each epoch. Streaming cannot shuffle."""
+    """Shuffle the packed sequences, seeded by debug.seed: all of an epoch, anew each epoch or, with streaming, blocks
+    of them within each streaming shard."""
     cache_folder: str = "~/.cache/titanlite"
     """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
-from titanlite.data.streaming import StreamingSequences
+from titanlite.data.packing import Sequence, ValidationSequences
 from titanlite.model import Documents
 
-Sequences = PackedSequences | StreamingSequences
+Sequences = Any
+"""PackedSequences, or StreamingSequences with training.streaming."""
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
 
 

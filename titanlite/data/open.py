@@ -1,12 +1,15 @@
 """From the options of a dataset to its packed sequences."""
 
+from collections.abc import Iterator
+
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training, Validation
-from titanlite.data.documents import Source, load_documents, load_stream
+from titanlite.data.documents import open_stream
 from titanlite.data.loader import Sequences
 from titanlite.data.packing import PackedSequences, ValidationSequences
-from titanlite.data.streaming import StreamingSequences
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
+from titanlite.data.token_shards import Split, Tokens
 from titanlite.data.tokenizer import Tokenizer
 
 
@@ -19,29 +22,45 @@ def open_sequences(
     Epochs are shuffled by `seed`. The rank with `builds_cache`, one per node, builds a missing token cache. Data that
     cannot be read or is too short raises ConfigError.
     """
-    source, validation_source = Source(training), _validation_source(training, validation)
-    cache = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
+    options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
+    splits: dict[str, tuple[Source, Tokens]] = {}
+    content = ""
+    for source, fraction, splits_of_cache in token_caches(training, validation):
+        cache = open_token_cache(source, tokenizer, fraction, **options)
+        content = content or f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}"  # of the first, for training
+        splits |= {name: (source, cache.tokens(split)) for name, split in splits_of_cache.items()}
     if training.streaming:
-        dataset, column, content = load_stream(source)
-        sequences: Sequences = StreamingSequences(dataset, column, source, tokenizer)
+        from titanlite.data.streaming import StreamingSequences  # here, since most runs tokenize first
+
+        dataset, content = open_stream(Source(training))
+        sequences: Sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
         order = f"{tokenizer.identity}/seq_len {training.seq_len}/{training.streaming_shards} streaming shards"
+        order += f"/seed {seed}/blocks of {training.streaming_shuffle_block}" if training.shuffle else ""
     else:
-        fraction = 0.0 if validation_source else validation.fraction
-        documents = load_documents(source)
-        tokens, validation_tokens, content = open_token_cache(documents, tokenizer, fraction, **cache)
-        sequences = PackedSequences(tokens, tokenizer, training, seed=seed)
+        sequences = PackedSequences(splits["training"][1], tokenizer, training, seed=seed)
         order = f"seq_len {training.seq_len}/{f'seed {seed}' if training.shuffle else 'in order'}"
     if not validation.enable:
         return sequences, None, f"{content}/{order}"
-    if validation_source:
-        validation_tokens, _, _ = open_token_cache(load_documents(validation_source), tokenizer, 0.0, **cache)
-    if len(validation_tokens) < 2:
-        problem = f"{validation_source}: has no text to validate on"
-        if not validation_source:
+    source, tokens = splits["validation"]
+    if len(tokens) < 2:
+        problem = f"{source}: has no text to validate on"
+        if not _validation_source(training, validation):
             problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; set it "
             problem += "higher, or set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
-    return sequences, ValidationSequences(validation_tokens, tokenizer, training.seq_len), f"{content}/{order}"
+    return sequences, ValidationSequences(tokens, tokenizer, training.seq_len), f"{content}/{order}"
+
+
+def token_caches(training: Training, validation: Validation) -> Iterator[tuple[Source, float, dict[str, Split]]]:
+    """Yield the token caches of a run, that of the training documents first: the dataset, the fraction of its documents
+    that belongs to its validation split, and the splits of the cache by what they are for."""
+    source = _validation_source(training, validation)
+    fraction = 0.0 if source else validation.fraction
+    if not training.streaming:
+        splits: dict[str, Split] = {"training": "train"}
+        yield Source(training), fraction, splits if source else {**splits, "validation": "validation"}
+    if source and validation.enable:
+        yield source, 0.0, {"validation": "train"}
 
 
 def _validation_source(training: Training, validation: Validation) -> Source | None:

@@ -11,6 +11,8 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
+from titanlite.data.shuffle import permuted
+from titanlite.data.token_shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
@@ -47,18 +49,17 @@ def positions_in_documents(ends: np.ndarray) -> np.ndarray:
 class PackedSequences:
     """The training split as an endless order of packed sequences, the same for any number of ranks.
 
-    `tokens` is a flat array of token ids. With training.shuffle, each epoch has an order drawn from (seed, epoch). Too
-    few tokens for one sequence raise ConfigError.
+    `tokens` is a flat array of token ids. With training.shuffle, each epoch has an order of its own, by (seed, epoch).
+    Too few tokens for one sequence raise ConfigError.
     """
 
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
+    def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, training: Training, *, seed: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, training.seq_len
         self.shuffle, self.seed = training.shuffle, seed
         self.n_sequences = max(len(tokens) - 1, 0) // self.seq_len
         if not self.n_sequences:
             problem = f"training.seq_len = {self.seq_len}: the dataset has {len(tokens):,} tokens, fewer than the "
             raise ConfigError([problem + "seq_len + 1 of one packed sequence; set it lower or train on more text"])
-        self._epoch, self._order = -1, np.empty(0)
 
     def __str__(self) -> str:
         return f"{self.n_sequences:,} packed sequences per epoch"
@@ -67,11 +68,7 @@ class PackedSequences:
         """Return the sequence with a global index 0, 1, 2, ...; epochs follow one another."""
         epoch, position = divmod(index, self.n_sequences)
         if self.shuffle:
-            if epoch != self._epoch:
-                # RandomState: numpy promises that its numbers never change, as it does not for newer generators.
-                generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self.seed, epoch))))
-                self._epoch, self._order = epoch, generator.permutation(self.n_sequences)
-            position = int(self._order[position])
+            position = permuted(position, self.n_sequences, self.seed, epoch)
         start = position * self.seq_len
         return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
@@ -86,7 +83,7 @@ class PackedSequences:
 class ValidationSequences:
     """The validation split, once and in order; the last sequence is padded with ignored targets."""
 
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, seq_len: int):
+    def __init__(self, tokens: Tokens | np.ndarray, tokenizer: Tokenizer, seq_len: int):
         self.tokens, self.tokenizer, self.seq_len = tokens, tokenizer, seq_len
         self.n_sequences = -(-max(len(tokens) - 1, 0) // seq_len)
 

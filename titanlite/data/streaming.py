@@ -1,8 +1,8 @@
 """Streaming: packed sequences of documents that are read and tokenized while training, for large datasets.
 
-The files of the dataset are partitioned into a fixed number of streaming shards, and packed sequence k is the next one
-of shard k mod shards. Data-parallel rank r of d takes the sequences k = r mod d and so, as d divides the number of
-shards, complete shards: one rank tokenizes each document, and the order does not depend on the number of ranks.
+The dataset is partitioned into a fixed number of streaming shards, and packed sequence k is the next one of shard
+k mod shards. Data-parallel rank r of d takes the sequences k = r mod d and so, as d divides the number of shards,
+complete shards: one rank tokenizes each document, and the order does not depend on the number of ranks.
 """
 
 from collections import deque
@@ -12,31 +12,76 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.loader import ConfigError
-from titanlite.data.documents import Source, read_items, text_of
+from titanlite.data import hub
+from titanlite.data.documents import read_documents, text_of
+from titanlite.data.files import Segment, is_splittable
 from titanlite.data.packing import Sequence, split_sequence
+from titanlite.data.shuffle import permuted
+from titanlite.data.source import Source
+from titanlite.data.token_shards import dtype_for
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
 ShardState = dict[str, Any]
-"""Where a shard is resumed, as plain JSON: {"position": state of the datasets.IterableDataset before the first document
-that is not used up, None before any; "used": how many of that document's tokens are}."""
+"""Where a shard is resumed, as plain JSON: {"position": where the first document that is not used up begins, None at
+the beginning; "used": how many of its tokens are; "block": number of the shuffled block; "taken": how many of its
+sequences are}"""
+
+
+def partition(segments: list[Segment], n: int) -> list[list[Segment]]:
+    """Partition a dataset into n shards of nearly as many bytes: exactly where all files can be split, else by files,
+    the largest first to the smallest shard. The rows of a shard keep their order."""
+    shards: list[list[Segment]] = [[] for _ in range(n)]
+    if all(map(is_splittable, segments)):
+        total = sum(segment.bytes for segment in segments)
+        first = 0  # bytes before the segment
+        for segment in segments:
+            n_rows = segment.end - segment.begin
+            for number, shard in enumerate(shards):
+                limits = (total * number // n, total * (number + 1) // n)
+                low, high = (min(max(limit - first, 0), segment.bytes) for limit in limits)
+                if low < high:
+                    begin, end = (segment.begin - n_rows * -limit // segment.bytes for limit in (low, high))
+                    shard.append(Segment(segment.file, begin, end, high - low))
+            first += segment.bytes
+        return shards
+    sizes = [0] * n
+    for number in sorted(range(len(segments)), key=lambda number: (-segments[number].bytes, number)):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += max(segments[number].bytes, 1)
+        shards[smallest].append(segments[number])
+    return [sorted(shard, key=segments.index) for shard in shards]
 
 
 class StreamingSequences:
     """The training split as an endless order of packed sequences, read from streaming shards.
 
-    `dataset` is a datasets.IterableDataset, and `column` names its text. Fewer files than shards raise ConfigError.
+    With training.shuffle, the sequences of a shard are shuffled in blocks of training.streaming_shuffle_block, by the
+    seed. `dataset` is what documents.open_stream returns. Too few files for the shards raise ConfigError.
     """
 
-    def __init__(self, dataset: Any, column: str, source: Source, tokenizer: Tokenizer):
-        self.dataset, self.column, self.source, self.tokenizer = dataset, column, source, tokenizer
-        self.seq_len, self.n_shards = source.training.seq_len, source.training.streaming_shards
-        if dataset.num_shards < self.n_shards:
-            problem = f"training.streaming_shards = {self.n_shards}: the dataset has {dataset.num_shards} files, and a "
-            problem += "file cannot be split without depending on the ranks; set it to at most that, with no more "
+    def __init__(self, dataset: list[Segment] | Any, source: Source, tokenizer: Tokenizer, *, seed: int):
+        self.source, self.tokenizer, self.seed = source, tokenizer, seed
+        options = source.training
+        self.seq_len, self.n_shards = options.seq_len, options.streaming_shards
+        self.block = options.streaming_shuffle_block if options.shuffle else 1
+        self.shards: list[Any]
+        if source.is_files:
+            if not any(segment.bytes for segment in dataset):
+                raise ConfigError([f"{source}: has no documents"])
+            self.shards, self.n_files = partition(dataset, self.n_shards), len(dataset)
+            enough = all(self.shards)
+        else:
+            self.n_files = dataset.num_shards
+            enough = self.n_files >= self.n_shards
+            self.shards = [dataset.shard(num_shards=self.n_shards, index=i) for i in range(self.n_shards) if enough]
+            self.beginnings = [shard.state_dict() for shard in self.shards]
+        if not enough:
+            problem = f"training.streaming_shards = {self.n_shards}: the dataset has {self.n_files} files, and these "
+            problem += "cannot be split without depending on the ranks; set it to at most that, with no more "
             raise ConfigError([problem + "data-parallel ranks, or training.streaming = false"])
 
     def __str__(self) -> str:
-        return f"{self.n_shards} streaming shards of {self.dataset.num_shards} files"
+        return f"{self.n_shards} streaming shards of {self.n_files} files"
 
     def read(
         self, first: int, stride: int, shard_states: dict[int, ShardState]
@@ -47,12 +92,30 @@ class StreamingSequences:
         while True:
             shard = first % self.n_shards
             if shard not in readers:
-                readers[shard] = self._read_shard(shard, shard_states.get(shard, {"position": None, "used": 0}))
+                start = {"position": None, "used": 0, "block": 0, "taken": 0}
+                readers[shard] = self._read_shard(shard, start | shard_states.get(shard, {}))
             tokens, state = next(readers[shard])
             yield split_sequence(tokens, self.tokenizer), (shard, state)
             first += stride
 
     def _read_shard(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
+        """Yield sequences of T + 1 tokens of one shard, a block of them in an order of its own."""
+        place = {"position": start["position"], "used": start["used"]}
+        block, taken = start["block"], start["taken"]
+        sequences = self._in_order(shard, place)
+        while True:
+            tokens = []
+            for _ in range(self.block):
+                sequence, after = next(sequences)
+                tokens.append(sequence)
+            for number in range(taken, self.block):
+                state = {**place, "block": block, "taken": number + 1}
+                if number + 1 == self.block:
+                    state = {**after, "block": block + 1, "taken": 0}
+                yield tokens[permuted(number, self.block, self.seed, shard, block)], state
+            place, block, taken = after, block + 1, 0
+
+    def _in_order(self, shard: int, start: ShardState) -> Iterator[tuple[np.ndarray, ShardState]]:
         """Yield sequences of T + 1 tokens of one shard; the last token of one is the first of the next."""
         pending: deque[list[Any]] = deque()  # [position before the document, its tokens, how many are used]
         documents = self._documents(shard, start)
@@ -72,19 +135,38 @@ class StreamingSequences:
             position, _, used = pending[0]  # at least the shared last token is pending
             yield sequence, {"position": position, "used": used}
 
-    def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[dict[str, Any] | None, np.ndarray, int]]:
-        """Yield the documents of one shard, over and over: position before the document, its tokens, how many of them
-        are used already."""
-        files = self.dataset.shard(num_shards=self.n_shards, index=shard)
-        beginning = files.state_dict()
+    def _documents(self, shard: int, start: ShardState) -> Iterator[tuple[Any, np.ndarray, int]]:
+        """Yield the documents of one shard, over and over: where it begins, its tokens, how many of them are used."""
+        dtype = dtype_for(self.tokenizer.vocab_size)
         position, used = start["position"], start["used"]
+        texts = self._texts_of_files if self.source.is_files else self._texts_of_hub
         while True:
-            files.load_state_dict(beginning if position is None else position)
             is_empty = position is None
-            for item in read_items(self.source, files):
-                text = text_of(self.source, self.column, item[self.column])
-                yield position, encode_documents(self.tokenizer, [text])[0], used
-                is_empty, used, position = False, 0, files.state_dict()
+            for begin, text in texts(shard, position):
+                yield begin, encode_documents(self.tokenizer, [text])[0].astype(dtype), used
+                is_empty, used = False, 0
             if is_empty:
                 raise ConfigError([f"training.streaming_shards = {self.n_shards}: shard {shard} has no documents"])
             position = None
+
+    def _texts_of_files(self, shard: int, position: list[int] | None) -> Iterator[tuple[Any, str]]:
+        """Yield the place and the text of each document, from a place on: a segment's index, and a row in it."""
+        segments: list[Segment] = self.shards[shard]
+        number, begin = position or (0, segments[0].begin)
+        while number < len(segments):
+            for end, text in read_documents(self.source, segments[number]._replace(begin=begin)):
+                yield [number, begin], text
+                begin = end
+            number += 1
+            begin = segments[number].begin if number < len(segments) else 0
+
+    def _texts_of_hub(self, shard: int, position: dict[str, Any] | None) -> Iterator[tuple[Any, str]]:
+        """Yield the place and the text of each document, from a place on: a state of the datasets.IterableDataset."""
+        (column,), files = self.source.columns, self.shards[shard]
+        files.load_state_dict(self.beginnings[shard] if position is None else position)
+        for item in hub.read(self.source, files):
+            try:
+                yield position, text_of(item[column], column)
+            except ValueError as error:
+                raise ConfigError([f"{self.source}: {error}"]) from None
+            position = files.state_dict()

@@ -2,12 +2,30 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titanlite.config.loader import ConfigError, show
+
+PIECE, BATCH = 2**18, 2**20
+"""Characters of a text, and of all texts, that are encoded at a time: the library takes some 200 bytes for each token
+until then."""
+
+
+def split_text(text: str) -> list[str]:
+    """Return a text in pieces of at most PIECE characters: up to a line feed before anything but white space, so that
+    byte-level BPE has the tokens of the text in one piece; else up to a space, else anywhere."""
+    pieces, begin = [], 0
+    while len(text) - begin > PIECE:
+        piece = text[begin : begin + PIECE]
+        ends = [match.end() for match in re.finditer(r"\n(?=\S)", piece)]
+        end = ends[-1] if ends else max(piece.rfind(" "), 0) or PIECE
+        pieces.append(piece[:end])
+        begin += end
+    return [*pieces, text[begin:]]
 
 
 class ByteTokenizer:
@@ -16,7 +34,7 @@ class ByteTokenizer:
     bos: int | None = 256
     eos: int = 257
     vocab_size = 258
-    identity = "bytes"
+    identity, path = "bytes", ""
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without BOS and EOS."""
@@ -43,6 +61,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path):
         from tokenizers import Tokenizer  # here, since a run on bytes does not need it
 
+        self.path = str(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         settings_file = file.parent / "tokenizer_config.json"
         try:
@@ -78,9 +97,23 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without BOS and EOS."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        """Return the token ids of each text, uint32, without BOS and EOS. A text of more than PIECE characters is
+        encoded in pieces, which end where a line does, if it has lines."""
+        pieces, numbers = [], []
+        for number, text in enumerate(texts):
+            for piece in split_text(text):
+                pieces.append(piece)
+                numbers.append(number)
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        begin, size = 0, 0
+        for end, piece in enumerate(pieces, 1):
+            size += len(piece)
+            if size >= BATCH or end == len(pieces):
+                encodings = self.tokenizer.encode_batch_fast(pieces[begin:end], add_special_tokens=False)
+                for number, encoding in zip(numbers[begin:end], encodings, strict=True):
+                    ids[number].append(np.array(encoding.ids, dtype=np.uint32))
+                begin, size = end, 0
+        return [own[0] if len(own) == 1 else np.concatenate(own) for own in ids]
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens, and tokens that the vocabulary lacks, have none."""

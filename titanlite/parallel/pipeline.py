@@ -16,7 +16,7 @@ from torch.utils._pytree import register_pytree_node
 
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.model import Documents, Llama
 from titanlite.parallel.fsdp import reshard
 from titanlite.progress import alive

@@ -8,7 +8,7 @@ from titanlite import build
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config, Launch
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
 from titanlite.parity.reference import RandomSequences, Trace, trace_of

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titanlite import build
 from titanlite.config import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD
-from titanlite.data import Batch
+from titanlite.data.loader import Batch
 from titanlite.model import Llama
 from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import fsdp, mesh

@@ -20,10 +20,10 @@ from titanlite.plan.cost_model import CostModel
 from titanlite.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.plan.find_device import find_device
 from titanlite.plan.memory_timeline import Bytes, Point
-from titanlite.plan.progress_bar import progress_bar
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import layers_of
 from titanlite.plan.step import StageCost, pipelined_step, single_stage_step
+from titanlite.progress_bar import progress_bar
 
 # CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
 # buffers of a process group.

@@ -1,0 +1,194 @@
+"""Build the shards of a token cache that are missing or damaged.
+
+A shard has the documents of one part of the dataset. Whoever builds a cache takes one part after another, under a lock
+of its own, and publishes the shard by renaming it. So several nodes that share the folder share the work, a build that
+was killed continues where it was, and a damaged shard is built again alone.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.loader import ConfigError
+from titanlite.data import token_shards
+from titanlite.data.files import Segment
+from titanlite.data.shard_builder import InProcess, Work, WorkerProcess
+from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.progress import alive, progress
+from titanlite.reliability import process
+from titanlite.reliability.files import sync, sync_folder
+from titanlite.reliability.folder_lock import FolderInUse, FolderLock
+
+THREADS_PER_WORKER = 4
+"""Cores for each process that tokenizes. Reading and unpacking take one thread of it."""
+
+
+class CacheBuilder:
+    """Builds the shards of a token cache that are missing or damaged, alone or together with other runs."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: DType,
+        parts: list[list[Segment]],
+        work: Work,
+        tokenizer: Tokenizer,
+        option: str,
+    ):
+        self.folder, self.dtype, self.parts, self.work, self.tokenizer = folder, dtype, parts, work, tokenizer
+        self.option = option
+        self.shards: dict[int, Shard] = {}
+        self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self._claim = threading.Lock()
+        self._unfinished: list[Callable[[], None]] = []  # removes what is there while a shard is built
+        self._unclaimed: list[int] = []
+
+    def build(self) -> Index:
+        """Build all shards and the index, and return it. Raises ConfigError if they cannot be written."""
+        try:
+            self._build()
+            index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.parts))])
+            self._publish(token_shards.INDEX, index.encode())
+            return index
+        except OSError as error:
+            raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
+
+    def _say(self, message: str) -> None:
+        print(f"token cache {self.folder}: {message}", flush=True)
+
+    def _build(self) -> None:
+        """Build all shards."""
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read it, and not write
+        token_shards.check_trusted(self.folder)  # some file systems do not keep owners or permissions
+        for number in range(len(self.parts)):
+            self._look(number)
+        first = random.randrange(len(self.parts))  # nodes that share the work begin at different places
+        missing = sorted(set(range(len(self.parts))) - set(self.shards), key=lambda number: (number < first, number))
+        self._unclaimed = missing
+        n_workers = max(1, min(len(missing), len(os.sched_getaffinity(0)) // THREADS_PER_WORKER))
+        total = sum(segment.bytes for number in missing for segment in self.parts[number])
+        with (
+            contextlib.ExitStack() as stack,
+            progress("building the token cache", total=total, unit="bytes") as advance,
+        ):
+            pool = stack.enter_context(ThreadPoolExecutor(n_workers))
+            stack.callback(self.stopped.set)
+            process.at_exit.append(self._stop)
+            stack.callback(process.at_exit.remove, self._stop)
+            workers: list[Any] = [InProcess(self.work, self.tokenizer)]
+            if n_workers > 1:
+                workers = [WorkerProcess(self.work, threads=THREADS_PER_WORKER) for _ in range(n_workers)]
+            for worker in workers:
+                stack.callback(worker.close)
+            begin, n_tokens = time.monotonic(), 0
+            running = [pool.submit(self._work, worker) for worker in workers]
+            while any(not future.done() for future in running) or not self.advances.empty():
+                for future in running:
+                    if future.done():
+                        future.result()
+                with contextlib.suppress(queue.Empty):
+                    n_bytes, tokens = self.advances.get(timeout=0.1)
+                    n_tokens += tokens
+                    advance(n_bytes, f"{n_tokens:,} tokens, {n_tokens / (time.monotonic() - begin):,.0f} tokens/s")
+            for future in running:
+                future.result()
+        self._wait_for_others()
+
+    def _stop(self) -> None:
+        """Leave complete shards only, before a signal ends the process."""
+        self.stopped.set()
+        for remove in list(self._unfinished):
+            remove()
+
+    def _look(self, number: int, *, removes: bool = False) -> bool:
+        """Return whether a shard is there and has its size; `removes` removes what is damaged."""
+        path = self.folder / shard_name(number)
+        try:
+            self.shards[number] = token_shards.read_shard(path, self.dtype)
+        except FileNotFoundError:
+            return False
+        except DamagedShardError as error:
+            if removes:
+                self._say(f"{error}; it is built again")
+                path.unlink()
+            return False
+        return True
+
+    def _work(self, worker: Any) -> None:
+        """Build shards that no other run builds, until all are there or being built."""
+        while not self.stopped.is_set():
+            with self._claim:
+                if not self._unclaimed:
+                    return
+                number = self._unclaimed.pop(0)
+            with contextlib.suppress(FolderInUse):
+                self._build_shard(number, worker)
+
+    def _build_shard(self, number: int, worker: Any) -> None:
+        """Build a shard, unless it is there by now. Raises FolderInUse if another run builds it."""
+        lock = FolderLock(
+            self.folder,
+            name=f"{number:05}.lock",
+            purpose=self.option,
+            advice="this run waits until it has built this part of the token cache",
+            lost=lambda message: None,  # is_held() is asked before anything is published
+        )
+        with lock:
+            if self._look(number, removes=True):
+                return
+            for left in self.folder.glob(f"{number:05}.*.tmp"):  # by a run that was killed
+                left.unlink(missing_ok=True)
+            temporary = self.folder / f"{number:05}.{secrets.token_hex(8)}.tmp"
+            removals = [functools.partial(temporary.unlink, missing_ok=True), lock.release]
+            self._unfinished += removals
+            try:
+                shard = worker.build(temporary, self.dtype, number, self.parts[number], self._report)
+                if lock.is_held():  # else another run took over while this process was suspended
+                    os.rename(temporary, self.folder / shard_name(number))
+                    sync_folder(self.folder)
+                    self.shards[number] = shard
+            finally:
+                for remove in removals:
+                    self._unfinished.remove(remove)
+                temporary.unlink(missing_ok=True)
+
+    def _report(self, n_bytes: int, n_tokens: int) -> None:
+        if self.stopped.is_set():
+            raise InterruptedError
+        self.advances.put((n_bytes, n_tokens))
+
+    def _wait_for_others(self) -> None:
+        """Wait for the shards that other runs build, and build what they leave."""
+        missing = [number for number in range(len(self.parts)) if number not in self.shards]
+        if not missing:
+            return
+        worker = InProcess(self.work, self.tokenizer)
+        with progress("waiting until another run has built its part of the token cache"):
+            while missing := [number for number in missing if not self._look(number)]:
+                with contextlib.suppress(FolderInUse):
+                    self._build_shard(missing[0], worker)
+                alive()
+                time.sleep(0.2)
+
+    def _publish(self, name: str, content: bytes) -> None:
+        """Write a file that has its full content at any time."""
+        temporary = self.folder / f"{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
+                file.write(content)
+                sync(file)
+            temporary.replace(self.folder / name)
+            sync_folder(self.folder)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,31 @@
+"""The options that name a dataset."""
+
+import dataclasses
+
+from titanlite.config.loader import show
+from titanlite.config.rules import FILES
+from titanlite.config.schema import Training
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Names a dataset by its options: those of the config or, for a validation split, a changed copy."""
+
+    training: Training
+    path_option: str = "training.dataset_path"
+    """The option that names the path, for messages."""
+
+    @property
+    def is_files(self) -> bool:
+        return self.training.dataset in FILES
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a document is made of."""
+        return ("text",) if self.training.dataset == "text" else (self.training.dataset_text_key,)
+
+    def __str__(self) -> str:
+        """Return the option that names the dataset, with its value, for messages."""
+        if self.training.dataset_path:
+            return f"{self.path_option} = {show(self.training.dataset_path)}"
+        return f"training.dataset = {show(self.training.dataset)}"

@@ -1,0 +1,367 @@
+"""The files of a token cache, and how tokens are read from them.
+
+    tokens.json          what each shard holds, by number
+    00000.safetensors    a shard: the tokens of some of the dataset's documents, in their order
+
+A shard is a safetensors file (https://github.com/huggingface/safetensors) with the tensors
+
+    train, validation                         uint16 or uint32: the tokens of each split, documents end to end
+    train_documents, validation_documents     uint32: the number of tokens of each document
+    checksums                                 uint64: XXH3 of each BLOCK bytes of the tensors before
+
+A block's checksum is verified when a process reads the block first. So a cache of any size is opened at once, and
+damage is found before it is trained on.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pwd
+import shlex
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+import numpy as np
+import xxhash
+from pydantic import Field, ValidationError
+
+from titanlite.config.loader import ConfigError
+from titanlite.errors import TrainingError
+from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync
+
+FORMAT = 5  # part of a cache's name; raised when the names or the content of its files change
+INDEX = "tokens.json"
+HEADER, BLOCK = 4096, 2**16  # bytes
+LARGEST_INDEX = 2**28  # bytes
+OPEN_FILES = 64  # of a process
+
+Split = Literal["train", "validation"]
+DType = Literal["uint16", "uint32"]
+
+
+class DamagedShardError(Exception):
+    """A file of a token cache is not what it should be; the message says how."""
+
+
+class Shard(Record):
+    """What a shard holds."""
+
+    train_tokens: Count
+    validation_tokens: Count
+    train_documents: Count
+    validation_documents: Count
+    text_bytes: Count
+    """Of UTF-8, in both splits."""
+    train_xxh3_64: Checksum
+    """Of the tokens of the training split."""
+    checksums_xxh3_64: Checksum
+    """Of the checksums of the blocks."""
+
+    def tensors(self, dtype: DType) -> dict[str, tuple[str, int, int]]:
+        """Return the type of each tensor of the file, and where it begins and ends, in bytes after the header."""
+        size, kind = np.dtype(dtype).itemsize, {"uint16": "U16", "uint32": "U32"}[dtype]
+        sizes = {
+            "train": (kind, self.train_tokens * size),
+            "validation": (kind, self.validation_tokens * size),
+            "train_documents": ("U32", self.train_documents * 4),
+            "validation_documents": ("U32", self.validation_documents * 4),
+        }
+        sizes["checksums"] = ("U64", -(-sum(n for _, n in sizes.values()) // BLOCK) * 8)
+        begin, tensors = 0, {}
+        for name, (kind, n_bytes) in sizes.items():
+            tensors[name] = kind, begin, begin + n_bytes
+            begin += n_bytes
+        return tensors
+
+    def file_size(self, dtype: DType) -> int:
+        return HEADER + self.tensors(dtype)["checksums"][2]
+
+
+class Index(Record):
+    """The content of tokens.json."""
+
+    dtype: DType
+    shards: Annotated[list[Shard], Field(min_length=1)]
+    xxh3_64: Checksum = "0" * 16
+    """Of the rest of this file."""
+
+    def checksum(self) -> str:
+        """Return what `xxh3_64` must be."""
+        return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
+
+    def encode(self) -> bytes:
+        """Return the file, with its checksum."""
+        return json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode()
+
+
+def dtype_for(vocab_size: int) -> DType:
+    """Return the data type that the tokens of a vocabulary are stored in."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def shard_name(number: int) -> str:
+    return f"{number:05}.safetensors"
+
+
+def check_trusted(path: Path) -> os.stat_result:
+    """Return the status of a file or folder that belongs to this user or root, and that nobody else may write: whoever
+    can write it chooses what is trained on. Raises ConfigError for any other, FileNotFoundError if there is none."""
+    status = path.lstat()
+    if status.st_uid not in (os.geteuid(), 0):
+        try:
+            owner = pwd.getpwuid(status.st_uid).pw_name
+        except KeyError:
+            owner = f"with the ID {status.st_uid}"
+        problem = f"{path}: belongs to user {owner}, who could change what is trained on; choose another "
+        raise ConfigError([problem + "training.cache_folder, or remove this folder to have it built again"])
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+        problem = f"{path}: other users may write it, and so choose what is trained on; choose another "
+        problem += "training.cache_folder, remove this folder to have it built again or, if you trust its content, run "
+        raise ConfigError([problem + f"chmod -R go-w {shlex.quote(str(path))}"])
+    return status
+
+
+def _regular_file(path: Path) -> os.stat_result:
+    """Return the status of a regular file to be trusted. Raises DamagedShardError if it is something else."""
+    try:
+        status = check_trusted(path)
+    except FileNotFoundError:
+        raise DamagedShardError(f"{path.name} is missing") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedShardError(f"{path.name} is not a regular file")
+    return status
+
+
+# Write ---------------------------------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """Writes bytes to a file, and computes the checksum of each block."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.checksums, self._rest = file, list[int](), b""
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        data = self._rest + data
+        n_complete = len(data) // BLOCK * BLOCK
+        for begin in range(0, n_complete, BLOCK):
+            self.checksums.append(xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK]))
+        self._rest = data[n_complete:]
+
+    def finish(self) -> bytes:
+        """Return the checksums of all blocks."""
+        if self._rest:
+            self.checksums.append(xxhash.xxh3_64_intdigest(self._rest))
+        return np.array(self.checksums, "<u8").tobytes()
+
+
+def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
+    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
+    bytes of its text."""
+    counts = {"train": 0, "validation": 0}
+    lengths: dict[str, list[int]] = {"train": [], "validation": []}
+    text_bytes, train_hash = 0, xxhash.xxh3_64()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o644)) as file,
+        tempfile.SpooledTemporaryFile(max_size=2**24, dir=path.parent) as validation,
+    ):
+        file.write(b"\0" * HEADER)
+        blocks = _Blocks(file)
+        for split, tokens, n_bytes in documents:
+            encoded = tokens.astype(dtype).tobytes()
+            if split == "train":
+                blocks.write(encoded)
+                train_hash.update(encoded)
+            else:
+                validation.write(encoded)
+            lengths[split].append(len(tokens))
+            counts[split] += len(tokens)
+            text_bytes += n_bytes
+        validation.seek(0)
+        while chunk := validation.read(2**24):
+            blocks.write(chunk)
+        for split_lengths in lengths.values():
+            blocks.write(np.array(split_lengths, "<u4").tobytes())
+        checksums = blocks.finish()
+        file.write(checksums)
+        shard = Shard(
+            train_tokens=counts["train"],
+            validation_tokens=counts["validation"],
+            train_documents=len(lengths["train"]),
+            validation_documents=len(lengths["validation"]),
+            text_bytes=text_bytes,
+            train_xxh3_64=train_hash.hexdigest(),
+            checksums_xxh3_64=checksum(checksums),
+        )
+        file.seek(0)
+        file.write(_header(shard, dtype))
+        sync(file)
+    return shard
+
+
+def _header(shard: Shard, dtype: DType) -> bytes:
+    """Return the header of a shard's file, HEADER bytes."""
+    header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
+    for name, (kind, begin, end) in shard.tensors(dtype).items():
+        shape = [(end - begin) // {"U16": 2, "U32": 4, "U64": 8}[kind]]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    return (HEADER - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(HEADER - 8)
+
+
+# Read ----------------------------------------------------------------------------------------------------------------
+
+
+def read_shard(path: Path, dtype: DType) -> Shard:
+    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
+    not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
+    path.lstat()
+    _regular_file(path)
+    with path.open("rb") as file:
+        header = file.read(HEADER)
+    try:
+        shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedShardError(f"{path.name}: the header is damaged") from None
+    if header != _header(shard, dtype):
+        raise DamagedShardError(f"{path.name}: the header is damaged")
+    check_size(path, shard, dtype)
+    return shard
+
+
+def check_size(path: Path, shard: Shard, dtype: DType) -> None:
+    """Raise DamagedShardError if a file has not the size of the shard, and ConfigError if it is not to be trusted."""
+    size, expected = _regular_file(path).st_size, shard.file_size(dtype)
+    if size != expected:
+        raise DamagedShardError(f"{path.name} has {size:,} bytes, not {expected:,}")
+
+
+def read_index(folder: Path, dtype: DType) -> Index:
+    """Return tokens.json. Raises FileNotFoundError if there is none, ConfigError if the folder or the file is not to be
+    trusted, and DamagedShardError if it is not the index of a cache of that type."""
+    if not stat.S_ISDIR(check_trusted(folder).st_mode):
+        raise DamagedShardError("it is not a folder")
+    file = folder / INDEX
+    file.lstat()
+    status = _regular_file(file)
+    if status.st_size > LARGEST_INDEX:
+        raise DamagedShardError(f"{INDEX} has {status.st_size:,} bytes")
+    try:
+        index = Index.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise DamagedShardError(f"{INDEX}: {first_problem(error)}") from None
+    if index.xxh3_64 != index.checksum():
+        raise DamagedShardError(f"{INDEX}: the checksum differs")
+    if index.dtype != dtype:
+        raise DamagedShardError(f"{INDEX}: dtype {index.dtype}, not {dtype}")
+    return index
+
+
+class TokenCache:
+    """A complete token cache, whose shards are read when they are needed."""
+
+    def __init__(self, folder: Path, index: Index):
+        self.folder, self.index = folder, index
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_shard)
+        self._checksums = functools.lru_cache(maxsize=OPEN_FILES)(self._read_checksums)
+        self._verified: dict[int, np.ndarray] = {}
+        self._tensors = [shard.tensors(index.dtype) for shard in index.shards]
+
+    @property
+    def identity(self) -> str:
+        """A hash of the training split's tokens and how they are split into shards."""
+        hashes = "/".join(shard.train_xxh3_64 for shard in self.index.shards)
+        return f"{self.index.dtype}/{checksum(hashes.encode())}"
+
+    def tokens(self, split: Split) -> "Tokens":
+        return Tokens(self, split)
+
+    def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
+        """Return a slice of a tensor of a shard. Raises TrainingError if the shard is damaged, and removes it, so that
+        the next start builds it again; or if it cannot be read now."""
+        kind, first, last = self._tensors[number][tensor]
+        dtype, path = np.dtype({"U16": "<u2", "U32": "<u4"}[kind]), self.folder / shard_name(number)
+        first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
+        try:
+            return np.frombuffer(self._read(number, first, last), dtype)
+        except DamagedShardError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            problem = f"token cache {self.folder}: {error}; it is removed, and the next start builds it again"
+            raise TrainingError(problem) from None
+        except OSError as error:
+            raise cannot_read(str(path), error) from None
+
+    def verify(self, number: int) -> Iterator[int]:
+        """Read all blocks of a shard; yield the bytes of each. Raises DamagedShardError if a checksum differs."""
+        n_bytes = self._tensors[number]["checksums"][1]
+        for begin in range(0, n_bytes, BLOCK):
+            self._read(number, begin, min(begin + BLOCK, n_bytes))
+            yield min(BLOCK, n_bytes - begin)
+
+    def _open_shard(self, number: int) -> BinaryIO:
+        path = self.folder / shard_name(number)
+        check_size(path, self.index.shards[number], self.index.dtype)
+        return open(path, "rb", buffering=0)
+
+    def _read(self, number: int, begin: int, end: int) -> bytes | memoryview:
+        """Return bytes after the header of a shard, once the checksums of their blocks have been verified."""
+        file, n_bytes = self._open(number), self._tensors[number]["checksums"][1]
+        if number not in self._verified:
+            self._verified[number] = np.zeros(-(-n_bytes // BLOCK), bool)
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        if self._verified[number][first:last].all():
+            return self._pread(file, begin, end, number)
+        data = memoryview(self._pread(file, first * BLOCK, min(last * BLOCK, n_bytes), number))
+        checksums = self._checksums(number)[first:last]
+        for block, expected in enumerate(checksums):
+            if xxhash.xxh3_64_intdigest(data[block * BLOCK : (block + 1) * BLOCK]) != int(expected):
+                name, at = shard_name(number), HEADER + (first + block) * BLOCK
+                raise DamagedShardError(f"{name}: the checksum of the {BLOCK:,} bytes from {at:,} on differs")
+        self._verified[number][first:last] = True
+        return data[begin - first * BLOCK : end - first * BLOCK]
+
+    def _read_checksums(self, number: int) -> np.ndarray:
+        _, begin, end = self._tensors[number]["checksums"]
+        data = self._pread(self._open(number), begin, end, number)
+        if checksum(data) != self.index.shards[number].checksums_xxh3_64:
+            raise DamagedShardError(f"{shard_name(number)}: the checksums are damaged")
+        return np.frombuffer(data, "<u8")
+
+    def _pread(self, file: BinaryIO, begin: int, end: int, number: int) -> bytes:
+        data = os.pread(file.fileno(), end - begin, HEADER + begin)
+        if len(data) != end - begin:
+            raise DamagedShardError(f"{shard_name(number)}: ends before byte {HEADER + end:,}")
+        return data
+
+
+class Tokens:
+    """The tokens of a split as one flat array, of which slices are read when they are asked for."""
+
+    def __init__(self, cache: TokenCache, split: Split):
+        self.cache, self.split = cache, split
+        counts = [getattr(shard, f"{split}_tokens") for shard in cache.index.shards]
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return a slice without a step."""
+        begin, end, _ = part.indices(len(self))
+        slices = []
+        number = int(np.searchsorted(self._ends, begin, side="right"))
+        while begin < end:
+            first = int(self._ends[number - 1]) if number else 0
+            last = min(end, int(self._ends[number]))
+            if last > begin:
+                slices.append(self.cache.read(number, self.split, begin - first, last - first))
+            begin, number = last, number + 1
+        if len(slices) == 1:
+            return slices[0]
+        return np.concatenate([np.empty(0, self.cache.index.dtype), *slices])

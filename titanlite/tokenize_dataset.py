@@ -1,0 +1,108 @@
+"""Tokenize the dataset of a config before a run, on any machine: it needs no GPU.
+
+    titanlite tokenize CONFIG [--section.key=value ...] [--verify]
+
+Builds what is missing of the token cache in training.cache_folder, for training and for validation. A build that is
+stopped continues where it was. Several machines that share the folder share the work, if each runs this command.
+Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config.
+--verify also reads every token and compares it with its checksum; what is damaged is built again.
+
+Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
+anything else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from titanlite.config import Config, ConfigError, load
+from titanlite.config.loader import print_problems
+
+if TYPE_CHECKING:
+    from titanlite.data.token_shards import Split, TokenCache
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite tokenize`. Returns the exit status if the config is wrong, and ends the process otherwise."""
+    if not argv or "-h" in argv or "--help" in argv:
+        print(__doc__)
+        return 0
+    from titanlite.errors import TrainingError  # here, so that --help does not wait for torch
+    from titanlite.reliability import process
+
+    def received(number: int) -> None:
+        if number != signal.SIGUSR1:
+            process.signals.end("asked to stop; run the command again to continue", status=0)
+
+    process.signals.listen(received)
+    status = 0
+    try:
+        tokenize(argv)
+    except ConfigError as error:
+        print_problems(error)
+        status = 2
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    process.exit_process(status)
+
+
+def tokenize(argv: list[str]) -> None:
+    """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
+    from titanlite.data.open import token_caches
+    from titanlite.data.token_cache import open_token_cache
+    from titanlite.data.tokenizer import build_tokenizer
+    from titanlite.plan.planner import resolve
+
+    verifies = "--verify" in argv
+    config, _, _ = resolve(load([argument for argument in argv if argument != "--verify"]), None)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    if config.training.streaming:
+        print("training: nothing to do, since training.streaming = true reads the documents while training")
+    options = {"cache_folder": config.training.cache_folder, "builds_cache": True}
+    for source, fraction, splits in token_caches(config.training, config.validation):
+        cache = open_token_cache(source, tokenizer, fraction, **options)
+        if verifies and not verify(cache):
+            cache = open_token_cache(source, tokenizer, fraction, **options)
+        print(f"{cache.folder}: {len(cache.index.shards):,} shards")
+        for name, split in splits.items():
+            print(f"{name}: {describe(config, cache, split)}", flush=True)
+
+
+def verify(cache: TokenCache) -> bool:
+    """Read all tokens of a cache, compare them with their checksums, and remove damaged shards. Return whether there
+    was none."""
+    from titanlite.data.token_shards import DamagedShardError, shard_name
+    from titanlite.progress_bar import progress_bar
+
+    total = sum(shard.file_size(cache.index.dtype) for shard in cache.index.shards)
+    damaged = []
+    with progress_bar("verifying the token cache", total=total, unit="bytes", enabled=True) as advance:
+        for number in range(len(cache.index.shards)):
+            try:
+                for n_bytes in cache.verify(number):
+                    advance(n_bytes)
+            except DamagedShardError as error:
+                print(f"token cache {cache.folder}: {error}", flush=True)
+                damaged.append(number)
+    for number in damaged:
+        (cache.folder / shard_name(number)).unlink(missing_ok=True)
+    return not damaged
+
+
+def describe(config: Config, cache: TokenCache, split: Split) -> str:
+    """Return the line about a split: its documents, tokens and bytes and, of the training split, what they are for the
+    run."""
+    shards, training = cache.index.shards, config.training
+    documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
+    text_bytes = sum(shard.text_bytes for shard in shards)
+    per_token = text_bytes / max(sum(shard.train_tokens + shard.validation_tokens for shard in shards), 1)
+    line = f"{documents:,} documents, {tokens:,} tokens, {per_token:.2f} bytes of text per token"
+    if split == "validation":
+        return line
+    sequences = (tokens - 1) // training.seq_len
+    epoch = sequences / training.global_batch_size
+    line += f"; an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
+    return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"
