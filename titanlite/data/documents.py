@@ -8,14 +8,14 @@ import functools
 import glob
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.rules import FILES
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, place, read_rows, segment_of
+from titanlite.data.files import Row, Segment, column_option, place, read_rows, segment_of
 from titanlite.errors import TrainingError
 
 # Suffixes of the files that are read from a folder, by dataset
@@ -39,7 +39,12 @@ class Source:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a document is made of."""
-        return ("text",) if self.training.dataset == "text" else (self.training.dataset_text_key,)
+        options = self.training
+        if options.dataset_format == "messages":
+            return (options.dataset_messages_key,)
+        if options.dataset_format == "prompt_response":
+            return (options.dataset_prompt_key, options.dataset_response_key)
+        return ("text",) if options.dataset == "text" else (options.dataset_text_key,)
 
     def __str__(self) -> str:
         """Return the option that names the dataset, with its value, for messages."""
@@ -81,14 +86,17 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     return stream, hashlib.sha256(f"{identity}/{options.text_sample_by}/{content}".encode()).hexdigest()
 
 
-def read_documents(source: Source, segment: Segment) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text.
+def read_documents(
+    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
+    row's columns, or raises ValueError; None: it is the only column.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.
         TrainingError: if the dataset cannot be read now, and perhaps can later.
     """
-    (column,) = source.columns
+    column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
     elif source.training.dataset == "pydoc_topics":
@@ -98,7 +106,7 @@ def read_documents(source: Source, segment: Segment) -> Iterator[tuple[int, str]
         rows = _hub_rows(source, segment)
     for row in rows:
         try:
-            yield row.end, text_of(row.values[column], column)
+            yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:
             where = place(source.training, segment.file, row.begin) if source.is_files else f"row {row.begin + 1:,}"
             raise ConfigError([f"{source}: {where}: {error}"]) from None
@@ -171,8 +179,8 @@ def _load_hub(source: Source, *, streaming: bool) -> Any:
         raise ConfigError([_hub_problem(source, "cannot be loaded", error)]) from None
     for column in source.columns:
         if column not in names:
-            problem = f"{source}: no column {show(column)}; set training.dataset_text_key to one of {', '.join(names)}"
-            raise ConfigError([problem])
+            option = column_option(source.training, column)
+            raise ConfigError([f"{source}: no column {show(column)}; set {option} to one of {', '.join(names)}"])
     return dataset
 
 

@@ -24,13 +24,13 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import Source, open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.shard_builder import InProcess, Work, WorkerProcess
+from titanlite.data.shard_builder import InProcess, Work, WorkerProcess, chat_template_of
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, TokenCache, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import TrainingError
 from titanlite.progress import alive, mark, progress
 from titanlite.progress_bar import progress_bar
-from titanlite.reliability.files import sync, sync_folder
+from titanlite.reliability.files import sync_folder
 from titanlite.reliability.folder_lock import FolderInUse, FolderLock
 
 PART_BYTES = 2**27
@@ -76,7 +76,10 @@ def open_token_cache(
     parts: list[list[Segment]] = []
 
     def find() -> str:
+        template = chat_template_of(source.training, tokenizer)
         segments, fingerprint = open_dataset(source)
+        if template:
+            fingerprint += f"/{source.training.dataset_format}/{template.identity}"
         parts.extend(parts_of(segments))
         limits = [[(piece.begin, piece.end) for piece in part] for part in parts]
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{limits}"
@@ -84,7 +87,8 @@ def open_token_cache(
 
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(cache_folder).expanduser() / _of_builder(find, builds_cache)
-    dtype = token_shards.dtype_for(tokenizer.vocab_size)
+    has_targets = source.training.dataset_format != "text"
+    dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=has_targets)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
     if builds_cache:
         work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
@@ -171,7 +175,7 @@ class _Builder:
             if index is None:
                 self._build()
                 index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.parts))])
-                self._publish(token_shards.INDEX, index.encode())
+                token_shards.publish(self.folder / token_shards.INDEX, index.encode())
             return index
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
@@ -301,15 +305,3 @@ class _Builder:
                     self._build_shard(missing[0], worker)
                 alive()
                 time.sleep(0.2)
-
-    def _publish(self, name: str, content: bytes) -> None:
-        """Write a file that has its full content from the first moment on."""
-        temporary = self.folder / f"{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
-                file.write(content)
-                sync(file)
-            temporary.replace(self.folder / name)
-            sync_folder(self.folder)
-        finally:
-            temporary.unlink(missing_ok=True)
