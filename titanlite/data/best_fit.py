@@ -4,9 +4,9 @@ The documents of a shard of the token cache are packed by themselves, the longes
 least free space that it fits into. The result is a packing table, a file that depends on the documents' lengths and the
 sequence length alone. So any rank finds sequence i at once, and the order is the same for any number of ranks.
 
-    <token cache>/best_fit-train-2048-split/packing.json       how many sequences each shard has
-    <token cache>/best_fit-train-2048-split/00000.table        int64: where the documents of each sequence begin in the
-                                                               rest of the table, which has (first token, tokens) of each
+    <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
+    <token cache>/best_fit-train-2048-split/00000.table     int64: where the documents of each sequence begin in the
+                                                            rest of the table: (first token, tokens) of each
 """
 
 import bisect
@@ -61,7 +61,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 bisect.insort(spaces, space)
             free.setdefault(space, []).extend(chosen)
 
-    for size, at, end in zip((-sizes).tolist(), begins.tolist(), [*begins[1:].tolist(), len(lengths)], strict=True):
+    for size, at, end in zip((-sizes).tolist(), begins.tolist(), [*begins.tolist(), len(lengths)][1:], strict=True):
         while at < end:
             index = bisect.bisect_left(spaces, size)
             space = spaces[index] if index < len(spaces) else capacity
@@ -165,9 +165,9 @@ class Index(Record):
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
-    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes the packing tables if
-    they are missing, and other ranks of its node wait for them. Conversations that are too long raise ConfigError if
-    training.long_conversations says so."""
+    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes the packing tables
+    if they are missing, and other ranks of its node wait for them. Conversations that are too long raise ConfigError
+    if training.long_conversations says so."""
     has_targets = training.dataset_format != "text"  # the cache marks the tokens that are not trained on
     long: LongDocuments = training.long_conversations if has_targets else "split"
     not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
@@ -181,11 +181,10 @@ def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds
         except OSError as error:
             option = f"training.cache_folder = {show(training.cache_folder)}"
             raise ConfigError([f"{option}: cannot be written: {error.strerror}"]) from None
-    with progress("waiting until another rank has packed the documents", enabled=False):
-        while index is None:
-            with contextlib.suppress(FileNotFoundError, DamagedShardError):
-                index = _read_index(cache, folder, check_tables=False)
-            time.sleep(0.2)
+    while index is None:
+        time.sleep(0.2)
+        with contextlib.suppress(FileNotFoundError, DamagedShardError):
+            index = _read_index(cache, folder, check_tables=False)
     return BestFit(cache, split, folder, index, training.seq_len, long, not_trained)
 
 
@@ -323,7 +322,7 @@ class BestFit:
         """Return the file of a packing table whose checksum has been verified once by this process."""
         path, table = self.folder / _table_name(number), self.index.tables[number]
         token_shards.regular_file(path)
-        file = open(path, "rb", buffering=0)  # noqa: SIM115: the cache of open files closes it
+        file = path.open("rb", buffering=0)
         if number not in self._verified and checksum(file.read()) != table.xxh3_64:
             raise DamagedShardError(f"{path.name}: the checksum differs")
         self._verified.add(number)

@@ -1,7 +1,7 @@
 """Chat templates: from the messages of a conversation to its text, and which of it the assistant has said.
 
-A template is data of the tokenizer, written in the language of jinja2, and runs in jinja2's sandbox: it has no files, no
-attributes that lead to code, no time and no random numbers.
+A template is data of the tokenizer, written in the language of jinja2, and runs in jinja2's sandbox: it has no files,
+no attributes that lead to code, no time and no random numbers.
 
 What the template writes may be special tokens, and what a message holds never is. To tell them apart in any template,
 special tokens in messages are replaced before it runs by two characters each that stand for them.
