@@ -132,17 +132,17 @@ class ChatTemplate:
         text = self._render(escaped)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
         regions = _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, text)
-        spans = [span for region, is_trained in regions for span in self._spans(region, is_trained)]
+        spans = [span for region, is_trained in regions for span in self._spans(region, is_trained=is_trained)]
         if not any(span.is_trained for span in spans):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
         return Conversation(spans)
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a user's message and of the beginning of the assistant's answer."""
+        """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if the
+        template cannot render them."""
         rendered = self._render([self._escape({"role": "user", "content": text})], add_generation_prompt=True)
-        return self.encode([Conversation(list(self._spans(re.sub(f"[{BEGIN}{END}]", "", rendered), False)))], "uint32")[
-            0
-        ].tolist()
+        spans = list(self._spans(rendered, is_trained=True))
+        return self.encode([Conversation(spans)], "uint32")[0].tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
         """Return the tokens of each conversation; those that are not trained on have the bit `not_trained_bit`."""
@@ -189,7 +189,7 @@ class ChatTemplate:
                 end = len(through)
         yield text[end:], False
 
-    def _spans(self, region: str, is_trained: bool) -> Iterator[Span]:
+    def _spans(self, region: str, *, is_trained: bool) -> Iterator[Span]:
         """Yield the spans of a part of a rendered text: the texts that were escaped, and what is between them."""
         end = 0
         for match in re.finditer(f"{ESCAPE}(.)", region, re.DOTALL):
