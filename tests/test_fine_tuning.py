@@ -143,7 +143,6 @@ HOSTILE = [
     "{{ messages.append(1) }}",
     "{{ range(10**9) }}",
     "{% include '/etc/passwd' %}",
-    "{{ [1, 2] | random }}",
     "{{ strftime_now('%d') }}",
     "{{ raise_exception('only\ntwo roles') }}",
 ]
@@ -156,7 +155,7 @@ def test_a_template_has_no_code_no_time_and_no_random_numbers(template, source):
         own.conversation(CONVERSATIONS[0])
 
 
-@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}"])
+@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ [1, 2] | random }}"])
 def test_a_template_that_cannot_be_read_is_one_line(template, source):
     assert "tokenizer_config.json: the chat template cannot be read: line 1: " in rejection(lambda: template(source))
 

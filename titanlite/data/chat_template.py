@@ -138,8 +138,8 @@ class ChatTemplate:
         return Conversation(spans)
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if the
-        template cannot render them."""
+        """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
+        the template cannot render them."""
         rendered = self._render([self._escape({"role": "user", "content": text})], add_generation_prompt=True)
         spans = list(self._spans(rendered, is_trained=True))
         return self.encode([Conversation(spans)], "uint32")[0].tolist()
