@@ -14,8 +14,9 @@ from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening
-from titanlite.data import token_shards
+from titanlite.data import shard_builder, token_shards
 from titanlite.data.chat_template import ChatTemplate
+from titanlite.data.documents import Source, open_dataset
 from titanlite.data.token_shards import not_trained_bit
 from titanlite.generate.text import encode_questions
 from titanlite.loss import IGNORED
@@ -275,6 +276,22 @@ def test_a_large_vocabulary_takes_32_bits(template, tmp_path, monkeypatch):
     opened = Opened(tmp_path, tokenizer, file)
     assert opened.packing.cache.index.dtype == "uint32"
     assert sorted(opened.trained_texts(tokenizer)) == sorted(ANSWERS)
+
+
+def test_other_processes_build_the_same_shards(template, tmp_path):
+    own = template(PLAIN)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
+    work = shard_builder.Work(options, "training.dataset_path", own.tokenizer.path, 0.0)
+    segments = open_dataset(Source(options))[0]
+    worker = shard_builder.WorkerProcess(work, threads=1)
+    try:
+        shard = worker.build(tmp_path / "a", "uint16", 0, segments, lambda *counts: None)
+    finally:
+        worker.close()
+    builder = shard_builder.InProcess(work, own.tokenizer)
+    assert builder.build(tmp_path / "b", "uint16", 0, segments, lambda *counts: None) == shard
+    assert shard.train_documents == 3
 
 
 def conversation(answer: str, question: str = "a") -> dict[str, Any]:

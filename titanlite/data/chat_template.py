@@ -123,6 +123,10 @@ class ChatTemplate:
         identity = json.dumps([source, self.special_tokens, self.escaped])
         self.identity = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
 
+    def document(self, training: Training, values: dict[str, Any]) -> Conversation:
+        """Return the conversation of a row, by its columns. Raises ValueError if it is none, or cannot be rendered."""
+        return self.conversation(messages_of(training, values))
+
     def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
         """Return the text of messages. Raises ValueError if the template cannot render them, or does so in a way that
         does not tell what the assistant has said."""

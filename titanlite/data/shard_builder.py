@@ -64,12 +64,10 @@ def build_shard(
     """Tokenize a part into a new file. Raises ConfigError or TrainingError for what cannot be read."""
     source, template = Source(work.training, work.path_option), chat_template_of(work.training, tokenizer)
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
-    document_of = None
+    document_of: Callable[[dict[str, Any]], str] | None = None
     if template:
-        from titanlite.data.chat_template import messages_of
-
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = lambda values: template.conversation(messages_of(work.training, values))  # noqa: E731
+        document_of = functools.partial(template.document, work.training)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so

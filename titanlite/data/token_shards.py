@@ -213,7 +213,7 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a file that has its full content from the first moment on."""
+    """Write a file that has its full content as soon as it exists."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
