@@ -12,6 +12,7 @@ import transformers
 
 from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
+from titanlite import evaluate
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening
 from titanlite.data import shard_builder, token_shards
@@ -314,6 +315,20 @@ def test_long_conversations(template, tmp_path):
     assert len(truncated.packing) == 2, "a question without an answer is left out"
     assert str(truncated.sequences).endswith("2 of 3 conversations truncated")
     assert dropped.identity != truncated.identity
+
+
+def test_an_evaluation_reads_each_conversation_once(template, tmp_path):
+    tokenizer = template(PLAIN).tokenizer
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    options = {"dataset": "json", "dataset_path": str(file), "dataset_format": "messages", "packing": "best_fit"}
+    trained = training(**options, cache_folder=str(tmp_path / "cache"), seq_len=64, long_conversations="drop")
+    sequences = evaluate.open_sequences(tokenizer, trained, builds_cache=True)
+    targets = [as_lists(sequences[index])[1] for index in range(sequences.n_sequences)]
+    texts = ["Blue</s>", "two</s>", "three</s>"]
+    trained_on = [
+        token for tokens in tokenizer.encode([text[:-4] for text in texts]) for token in [*tokens, tokenizer.eos]
+    ]
+    assert sorted(t for own in targets for t in own if t != IGNORED) == sorted(trained_on)
 
 
 def test_identity_and_cache_are_of_the_template_and_the_format(template, tmp_path):
