@@ -32,6 +32,7 @@ WRONG_VALUES = {
         "job.dump_folder = 3", "job.description = true", "job.description = 2020-01-01",
         'job.description = ["a", "b"]', "model.hf_assets_path = 3", "training.dataset_path = 3",
         "training.dataset_config = 3", "training.dataset_split = 3", "training.dataset_text_key = 3",
+        "training.dataset_messages_key = 3", "training.dataset_prompt_key = 3", "training.dataset_response_key = 3",
         "training.cache_folder = 3", "checkpoint.folder = 3", "checkpoint.initial_load_path = 3",
         "metrics.save_tb_folder = 3", "validation.dataset_path = 3", "validation.dataset_split = 3",
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
@@ -132,6 +133,9 @@ WRONG_VALUES = {
     'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
         'training.dataset = "c5"', "training.dataset = true",
     ],
+    'one of "text", "messages", "prompt_response"': ['training.dataset_format = "chat"'],
+    'one of "reject", "drop", "truncate"': ['training.long_conversations = "split"'],
+    'one of "concatenate", "best_fit"': ['training.packing = "first_fit"'],
     'one of "document", "paragraph", "line"': ['training.text_sample_by = "sentence"'],
     'one of "float32", "bfloat16", "float64"': ['training.dtype = "float16"'],
     'one of "auto", "bfloat16", "float32", "float64"': [

@@ -102,7 +102,12 @@ def describe(config: Config, cache: TokenCache, split: Split) -> str:
     line = f"{documents:,} documents, {tokens:,} tokens, {per_token:.2f} bytes of text per token"
     if split == "validation":
         return line
-    sequences = (tokens - 1) // training.seq_len
+    sequences, how = (tokens - 1) // training.seq_len, ""
+    if training.packing == "best_fit":
+        from titanlite.data.best_fit import open_best_fit
+
+        packing = open_best_fit(cache, split, training, builds_cache=True)
+        sequences, how = len(packing), f"{packing.summary}; "
     epoch = sequences / training.global_batch_size
-    line += f"; an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
+    line += f"; {how}an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
     return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"

@@ -28,6 +28,7 @@ END_LAYERS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for 
 STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward"
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
+FORMAT, PACKING = "training.dataset_format", "training.packing"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
@@ -42,7 +43,11 @@ ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.dataset_path"], DATASET, (*FILES, "hub"), ()),
     (["training.dataset_config", "training.dataset_split", "validation.dataset_split"], DATASET, ("hub",), ()),
-    (["training.dataset_text_key"], DATASET, ("json", "parquet", "hub"), ()),
+    (["training.dataset_text_key", FORMAT], DATASET, ("json", "parquet", "hub"), ()),
+    (["training.dataset_text_key"], FORMAT, ("text",), ()),
+    (["training.dataset_messages_key"], FORMAT, ("messages",), ()),
+    (["training.dataset_prompt_key", "training.dataset_response_key"], FORMAT, ("prompt_response",), ()),
+    (["training.long_conversations"], FORMAT, ("messages", "prompt_response"), ("text",)),
     (["training.text_sample_by"], DATASET, ("text",), ()),
     (["validation.dataset_path"], DATASET, FILES, ()),
     ([PROMPTS], "validation.enable", (True,), (False,)),
@@ -128,6 +133,18 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject(STREAMING, "the built-in text is in memory; set false", DATASET)
     if streaming and "training.streaming_shuffle_block" in changed and not config.training.shuffle:
         reject("training.streaming_shuffle_block", "read only with training.shuffle = true", "training.shuffle")
+    if streaming and config.training.packing == "best_fit":
+        message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
+        reject(STREAMING, message, PACKING)
+    if config.training.dataset_format != "text":
+        reason = f"conversations ({FORMAT} = {show(config.training.dataset_format)})"
+        if config.training.packing != "best_fit":
+            reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', FORMAT)
+        if not config.training.document_mask:
+            reject("training.document_mask", f"{reason} must not attend to one another; set true", FORMAT)
+        if not config.model.hf_assets_path:
+            message = f"{reason} need a tokenizer with a chat template; set its folder"
+            reject("model.hf_assets_path", message, FORMAT)
     has_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
     split_keys = (DATASET, "validation.dataset_path", "validation.dataset_split")
     if streaming and FRACTION in changed:

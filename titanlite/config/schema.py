@@ -40,6 +40,17 @@ class Training(Section):
     """Split of a hub dataset to train on."""
     dataset_text_key: str = "text"
     """Column that contains a document's text (json, parquet, hub)."""
+    dataset_format: Literal["text", "messages", "prompt_response"] = "text"
+    """What a row of json, parquet or hub has. text: a document; messages, prompt_response: a conversation for
+    fine-tuning, rendered by the tokenizer's chat template; only what the assistant says is trained on."""
+    dataset_messages_key: str = "messages"
+    """messages: column with a list of messages, each with "role" (system, user, assistant, ...) and "content"."""
+    dataset_prompt_key: str = "prompt"
+    """prompt_response: column with what the user says."""
+    dataset_response_key: str = "response"
+    """prompt_response: column with what the assistant answers."""
+    long_conversations: Literal["reject", "drop", "truncate"] = "reject"
+    """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
     streaming: bool = False
@@ -58,6 +69,9 @@ class Training(Section):
     """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """concatenate: documents end to end, also over the limits of sequences, without padding; best_fit: documents that
+    fit into a sequence stay whole, with some padding (arXiv:2404.10830)."""
     document_mask: bool = False
     """Attend only within a document, with positions from its start; false: across all documents of a sequence."""
     local_batch_size: Count = 8
