@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from titanlite.tokenize_dataset import describe
 
 from tests.data_helpers import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
 from titanlite.config.schema import Validation
@@ -28,6 +27,7 @@ from titanlite.data.best_fit import (
 from titanlite.data.token_cache import open_token_cache
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
+from titanlite.tokenize_dataset import describe
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 EXAMPLES = settings(max_examples=60, deadline=None)
