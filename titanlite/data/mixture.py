@@ -213,14 +213,17 @@ class MixedSequences:
     def _walk_through(self, block: Block) -> tuple[list[tuple[int, int]], Block]:
         """Return the dataset of each sequence of a block and its index in that dataset's order; and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
+        end = BLOCK  # where all datasets are used up: no sequence from behind it comes before it
         while len(chosen) < BLOCK:
             chosen += self._choose(counts, phase, BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
                 phase = tuple(counts)
+                end = end if self._active(counts) else len(chosen)
         after = Block(block.first + BLOCK, tuple(counts), phase)
         order, counts = [], list(block.counts)
         for number in range(BLOCK):
-            dataset = chosen[permuted(number, BLOCK, self.seed, block.first)]
+            shuffled = permuted(number, end, self.seed, block.first) if number < end else number
+            dataset = chosen[shuffled]
             order.append((dataset, counts[dataset]))
             counts[dataset] += 1
         return order, after
