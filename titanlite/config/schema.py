@@ -72,6 +72,8 @@ class MixedDataset(DatasetOptions):
 
 
 class Training(DatasetOptions):
+    """The data, the steps, and the data types that a run computes in."""
+
     datasets: list[MixedDataset] = Field(default=[])
     """A mixture of datasets instead of one, each in a table [[training.datasets]]. Their sequences are mixed in a fixed
     order, by weights, token budgets or their size; the others share what a dataset that is used up leaves."""
