@@ -321,6 +321,8 @@ def test_training_and_validation_splits_of_files(tmp_path, b):
     assert isinstance(validation, MixedValidation)
     own_a, own_b = validation.splits
     everything = flat(some_texts(40))
+    assert np.sum(own_a.tokens[:] == BYTES.eos) == 8, "not a fifth of 40 documents"
+    assert of_a.seed != of_b.seed
     assert len(of_a.tokens) + len(own_a.tokens) == len(everything)
     assert Counter([*of_a.tokens[:], *own_a.tokens[:]]) == Counter(everything)
     assert len(of_b.tokens) + len(own_b.tokens) == len(flat(["another text", "and more of it", *some_texts(50)]))
