@@ -33,4 +33,4 @@ class Source:
         """Return the option that names the dataset, with its value, for messages."""
         if self.training.dataset_path:
             return f"{self.path_option} = {show(self.training.dataset_path)}"
-        return f"training.dataset = {show(self.training.dataset)}"
+        return f"{self.path_option.removesuffix('_path')} = {show(self.training.dataset)}"
