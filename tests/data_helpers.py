@@ -156,11 +156,18 @@ def _sequences_of(batches: list[Batch], local_batch_size: int) -> list[Lists]:
 
 
 def consume(
-    make: Callable[[], Sequences], *, n_ranks: int, steps: int, batch: int, size: int = 1, state: Any = None
+    make: Callable[[], Sequences],
+    *,
+    n_ranks: int,
+    steps: int,
+    batch: int,
+    size: int = 1,
+    state: Any = None,
+    **options: Any,
 ) -> tuple[list[list[Lists]], list[dict[str, Any]]]:
     """What all ranks train on in some steps, each step's sequences in their global order, and the ranks' states (not of
     streaming shards: those are gathered, which takes a pool of ranks)."""
-    options = {"local_batch_size": size, "global_batch_size": batch, "document_mask": True}
+    options |= {"local_batch_size": size, "global_batch_size": batch, "document_mask": True}
     loaders = [
         open_loader(make(), data_rank=rank, data_parallel_degree=n_ranks, state=state, **options)
         for rank in range(n_ranks)

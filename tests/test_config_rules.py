@@ -55,6 +55,8 @@ REJECTED = [
      TEXT_KEY: 'is "json" or "parquet" or "hub"; set that'}),
     ({DATASET: "json", PATH: "x", "training.text_sample_by": "line"},
      {"training.text_sample_by": 'is "text"; set that'}),
+    ({"training.change_mixture_on_resume": True},
+     {"training.change_mixture_on_resume": "read only with training.datasets; set that"}),
     ({DATASET: "hub", PATH: "x", VALIDATION_PATH: "y"},
      {VALIDATION_PATH: 'is "text" or "json" or "parquet"; set that'}),
     ({STREAMING: True, SHUFFLE: False}, {STREAMING: "the built-in text is in memory"}),

@@ -32,6 +32,7 @@ WRONG_VALUES = {
         "job.dump_folder = 3", "job.description = true", "job.description = 2020-01-01",
         'job.description = ["a", "b"]', "model.hf_assets_path = 3", "training.dataset_path = 3",
         "training.dataset_config = 3", "training.dataset_split = 3", "training.dataset_text_key = 3",
+        "training.dataset_messages_key = 3", "training.dataset_prompt_key = 3", "training.dataset_response_key = 3",
         "training.cache_folder = 3", "checkpoint.folder = 3", "checkpoint.initial_load_path = 3",
         "metrics.save_tb_folder = 3", "validation.dataset_path = 3", "validation.dataset_split = 3",
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
@@ -41,7 +42,7 @@ WRONG_VALUES = {
         "model.mlp_bias = 0",
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
-        "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
+        "training.change_mixture_on_resume = 1", "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
         "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
         "parallelism.enable_async_tensor_parallel = 1", "compile.enable = 1", 'compile.enable = "true"',
@@ -132,6 +133,9 @@ WRONG_VALUES = {
     'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
         'training.dataset = "c5"', "training.dataset = true",
     ],
+    'one of "text", "messages", "prompt_response"': ['training.dataset_format = "chat"'],
+    'one of "reject", "drop", "truncate"': ['training.long_conversations = "split"'],
+    'one of "concatenate", "best_fit"': ['training.packing = "first_fit"'],
     'one of "document", "paragraph", "line"': ['training.text_sample_by = "sentence"'],
     'one of "float32", "bfloat16", "float64"': ['training.dtype = "float16"'],
     'one of "auto", "bfloat16", "float32", "float64"': [
@@ -162,6 +166,9 @@ WRONG_VALUES = {
         'training.attention_backend = "sdpa"', "training.attention_backend = true",
     ],
     'one of "tensorwise", "rowwise", "rowwise_with_gw_hp"': ['float8.recipe = "blockwise"'],
+    "an array of tables": [
+        "training.datasets = 3", 'training.datasets = "a"', "training.datasets = [3]",
+    ],
     "a list of strings": [
         'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3",
         'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",
@@ -565,6 +572,9 @@ HELP = {
     '  --parallelism.pipeline_parallel_balance   one of "layers", "parameters"; default "layers"',
     "  --parallelism.module_fqns_per_model_part   a list of lists of strings; default []",
     "  --float8.filter_fqns   a list of strings; default []",
+    "  --training.datasets   an array of tables; default []",
+    "      epochs: -1, or a finite number > 0; default -1. How often it may be read at most, also a fraction; then it "
+    "drops out. -1: without a limit.",
     '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", or an integer >= 1; default "op"',
     "  --activation_checkpoint.memory_budget   a finite number >= 0 and <= 1; default 0.5",
     "  --profiling.profile_freq   an integer >= 4; default 10",

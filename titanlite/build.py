@@ -15,9 +15,16 @@ from titanlite import optimizer
 from titanlite.config import Config, ConfigError
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import rank_of_stage
-from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard, n_validation_batches, validation_batches
+from titanlite.data.loader import (
+    Batch,
+    Loader,
+    Sequences,
+    SequenceShard,
+    Validated,
+    n_validation_batches,
+    validation_batches,
+)
 from titanlite.data.open import open_sequences
-from titanlite.data.packing import ValidationSequences
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
@@ -141,7 +148,7 @@ def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()
     return built
 
 
-def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, ValidationSequences | None, str]:
+def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Validated | None, str]:
     """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
@@ -160,10 +167,11 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Valida
         tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
     )
     mark("waiting for the data of other ranks", limited=False)
-    identities: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(identities, identity, group=group)
+    own = (identity, sequences.identity if config.training.datasets else "")
+    identities: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(identities, own, group=group)
     dist.destroy_process_group(group)
-    if set(identities) != {identity}:
+    if set(identities) != {own}:
         other = next(rank for rank, name in enumerate(identities) if name != identities[0])
         problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
         raise ConfigError([problem])
@@ -182,16 +190,23 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def build_loader(
-    config: Config, layout: Layout, sequences: Sequences, *, device: torch.device, state: dict[str, Any] | None
+    config: Config,
+    layout: Layout,
+    sequences: Sequences,
+    *,
+    device: torch.device,
+    state: dict[str, Any] | None,
+    last_step: int = 0,
 ) -> Loader:
-    """Return this rank's batches, from where a saved run stopped (`state`) or from the first."""
+    """Return this rank's batches, from where a saved run stopped (`state`, `last_step`) or from the first. Raises
+    ConfigError if the datasets of a mixture are used up before the last step."""
+    if config.training.datasets:
+        sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
     share = sequence_share(config, layout)
     return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 
-def build_validation_batches(
-    config: Config, layout: Layout, sequences: ValidationSequences
-) -> tuple[Iterator[Batch], int]:
+def build_validation_batches(config: Config, layout: Layout, sequences: Validated) -> tuple[Iterator[Batch], int]:
     """Return this rank's batches of one validation, and how many they are."""
     training, validation, share = config.training, config.validation, sequence_share(config, layout)
     degree = config.parallelism.data_parallel_degree

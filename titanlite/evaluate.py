@@ -28,7 +28,8 @@ USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split N
 OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_size", "document_mask")
 """Options of [training] that have an argument of their own."""
 MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
-MORE_OPTIONS += ("attention_backend", "mixed_precision_param")
+MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
+MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations")
 """Options of [training] that an evaluation reads besides."""
 
 
@@ -120,7 +121,14 @@ def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) ->
     from titanlite.data.token_cache import open_token_cache
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    tokens = open_token_cache(source, tokenizer, 0.0, **options).tokens("train")
-    if len(tokens) < 2:
+    cache = open_token_cache(source, tokenizer, 0.0, **options)
+    if training.packing == "best_fit":
+        from titanlite.data.best_fit import BestFitValidation, open_best_fit
+
+        packing = open_best_fit(cache, "train", training, builds_cache=builds_cache)
+        sequences: Any = BestFitValidation(packing)
+    else:
+        sequences = ValidationSequences(cache.tokens("train"), tokenizer, training.seq_len)
+    if not sequences.n_sequences:
         raise ConfigError([f"{source}: has no text"])
-    return ValidationSequences(tokens, tokenizer, training.seq_len)
+    return sequences

@@ -4,21 +4,21 @@ import torch
 
 from titanlite.config import Config
 from titanlite.config.schema import Model, stage_modules
-from titanlite.data.loader import Sequences
-from titanlite.data.packing import ValidationSequences
+from titanlite.data.loader import Sequences, Validated
 
 
 def run_summary(
     config: Config,
     n_parameters: int,
     sequences: Sequences,
-    validation: ValidationSequences | None,
+    validation: Validated | None,
     peak_flops_source: str,
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model = config.training, config.model
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
+    dataset = "mixture" if training.datasets else training.dataset
     window = f", where T is the window {model.sliding_window}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
@@ -30,7 +30,7 @@ def run_summary(
         f"mesh       {describe_mesh(config)}",
         *expert_summary(config),
         *pipeline_summary(config),
-        f"data       {training.dataset}: {sequences}; validation: {validation_summary(config, validation)}",
+        f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
         f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
         f"MFU        of {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
@@ -117,7 +117,7 @@ def expert_summary(config: Config) -> list[str]:
     return [f"experts    {experts}"]
 
 
-def validation_summary(config: Config, validation: ValidationSequences | None) -> str:
+def validation_summary(config: Config, validation: Validated | None) -> str:
     """Return the size of the validation split, and how much of it validation.steps reads."""
     if validation is None:
         return "none"

@@ -4,7 +4,8 @@
 
 Builds what is missing of the token cache in training.cache_folder, for training and for validation. A build that is
 stopped continues where it was. Several machines that share the folder share the work, if each runs this command.
-Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config.
+Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
+of a mixture, the epochs and the share of each dataset.
 --verify also reads every token and compares it with its checksum; what is damaged is built again.
 
 Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
@@ -21,6 +22,7 @@ from titanlite.config import Config, ConfigError, load
 from titanlite.config.loader import print_problems
 
 if TYPE_CHECKING:
+    from titanlite.data.mixture import MixedSequences
     from titanlite.data.token_shards import Split, TokenCache
 
 
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def tokenize(argv: list[str]) -> None:
     """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
-    from titanlite.data.open import token_caches
+    from titanlite.data.open import open_mixture, token_caches
     from titanlite.data.token_cache import open_token_cache
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.plan.planner import resolve
@@ -62,13 +64,30 @@ def tokenize(argv: list[str]) -> None:
     if config.training.streaming:
         print("training: nothing to do, since training.streaming = true reads the documents while training")
     options = {"cache_folder": config.training.cache_folder, "builds_cache": True}
-    for source, fraction, splits in token_caches(config.training, config.validation):
-        cache = open_token_cache(source, tokenizer, fraction, **options)
+    caches = []
+    for each in token_caches(config.training, config.validation):
+        cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
         if verifies and not verify(cache):
-            cache = open_token_cache(source, tokenizer, fraction, **options)
+            cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
+        caches.append((each, cache))
+        dataset = f" of {each.name}" if each.name else ""
         print(f"{cache.folder}: {len(cache.index.shards):,} shards")
-        for name, split in splits.items():
-            print(f"{name}: {describe(config, cache, split)}", flush=True)
+        for name, split in each.splits.items():
+            print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
+    if config.training.datasets:
+        seed = config.debug.seed
+        print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=seed, builds_cache=True))
+
+
+def print_mixture(config: Config, sequences: MixedSequences) -> None:
+    """Print how often the run reads each dataset of a mixture. Raises ConfigError if all are used up before its end."""
+    n = config.training.steps * config.training.global_batch_size
+    sequences.check(None, n)
+    for each, count in zip(sequences.components, sequences.expected_counts(n), strict=True):
+        line = f"{each.name}: training.steps = {config.training.steps} reads {count / each.sequences.n_sequences:.3g} "
+        print(
+            f"{line}epochs of {each.sequences.n_sequences:,} packed sequences, {count / n:.1%} of the run", flush=True
+        )
 
 
 def verify(cache: TokenCache) -> bool:
@@ -100,9 +119,14 @@ def describe(config: Config, cache: TokenCache, split: Split) -> str:
     text_bytes = sum(shard.text_bytes for shard in shards)
     per_token = text_bytes / max(sum(shard.train_tokens + shard.validation_tokens for shard in shards), 1)
     line = f"{documents:,} documents, {tokens:,} tokens, {per_token:.2f} bytes of text per token"
-    if split == "validation":
+    if split == "validation" or training.datasets:
         return line
-    sequences = (tokens - 1) // training.seq_len
+    sequences, how = (tokens - 1) // training.seq_len, ""
+    if training.packing == "best_fit":
+        from titanlite.data.best_fit import open_best_fit
+
+        packing = open_best_fit(cache, split, training, builds_cache=True)
+        sequences, how = len(packing), f"{packing.summary}; "
     epoch = sequences / training.global_batch_size
-    line += f"; an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
+    line += f"; {how}an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
     return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"

@@ -82,7 +82,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
         identity = {"seed": config.debug.seed, "data": data_identity, **config.model.identity()}
-        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm)
+        may_differ = {"mixture"} if training.change_mixture_on_resume else set()
+        if training.datasets:
+            identity["mixture"] = sequences.identity
+        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm, may_differ)
         state = checkpointer.resume(model, optimizer)
         if state:
             last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
@@ -99,7 +102,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         from titanlite.sdc import CorruptionCheck  # here, since most runs do without
 
         corruption = CorruptionCheck(model, optimizer, checkpointer)
-    loader = build.build_loader(config, layout, sequences, device=device, state=data_state)
+    loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
     logger, samples = None, None
     if config.validation.generate_prompts:
         from titanlite.generate.samples import Samples  # here, since most runs have none
@@ -196,6 +199,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "n_tokens_seen": loader.position * training.seq_len,
                     **meter.read(),
                 }
+                if loader.mixture:
+                    values |= loader.mixture.metrics(loader.position)
                 if checkpointer:
                     values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
                 if outliers:

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -66,11 +66,20 @@ class Checkpointer:
     """Saves and resumes the checkpoints of a run. Every rank must make the same calls.
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
-    `identity`, plain JSON, is what a resumed run must share with the one that saved: seed, data, dimensions.
+    `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
+    seed, data, dimensions.
     """
 
-    def __init__(self, dump_folder: Path, checkpoint: Checkpoint, identity: dict[str, Any], comm: Comm):
+    def __init__(
+        self,
+        dump_folder: Path,
+        checkpoint: Checkpoint,
+        identity: dict[str, Any],
+        comm: Comm,
+        may_differ: Collection[str] = (),
+    ):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
+        self.may_differ = may_differ
         self.comm = comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
@@ -134,11 +143,13 @@ class Checkpointer:
             state = reader.state
         if problems:
             return {}, problems
+        options = {"mixture": ", set training.change_mixture_on_resume = true"}
         differences = [
             f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
-            "with the same, or start in another job.dump_folder (checkpoint.initial_load_path loads only the weights)"
+            f"with the same{options.get(key, '')}, or start in another job.dump_folder "
+            "(checkpoint.initial_load_path loads only the weights)"
             for key, value in self.identity.items()
-            if state["identity"].get(key) != value
+            if state["identity"].get(key) != value and key not in self.may_differ
         ]
         if differences:
             raise ConfigError(differences)

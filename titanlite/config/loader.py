@@ -12,8 +12,9 @@ import difflib
 import functools
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
@@ -77,14 +78,23 @@ class LoadedConfig(Generic[Options]):
         lines = []
         for key, message, reads in rejections:
             if not ignored & reads:
-                value = show(value_of(self.config, key)) + ("" if key in self.origins else " (default)")
-                lines.append(f"{self.origins.get(key, self.file)}: {key} = {value}: {message}")
+                option, *in_table = re.split(r"\.(?=\d+\.)", key)
+                is_set = option in self.origins
+                if in_table:
+                    table, _, name = key.rpartition(".")
+                    is_set = name in value_of(self.config, table).model_fields_set
+                value = show(value_of(self.config, key)) + ("" if is_set else " (default)")
+                lines.append(f"{self.origins.get(option, self.file)}: {key} = {value}: {message}")
         return lines
 
 
 def value_of(config: Section, key: str) -> Any:
-    """Return the value of an option `section.key`."""
-    return functools.reduce(getattr, key.split("."), config)
+    """Return the value of an option `section.key`, or `section.key.N.name` of the table N, counted from 0, of an array
+    of tables."""
+    value: Any = config
+    for name in key.split("."):
+        value = value[int(name)] if isinstance(value, list) else getattr(value, name)
+    return value
 
 
 def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> LoadedConfig:
@@ -218,12 +228,20 @@ def _validate(
     try:
         return kind.model_validate(good), bad_keys, problems
     except ValidationError as error:
+        good_tables: dict[str, tuple[dict[str, Any], str]] = {}
         for entry in error.errors():
             section, name, *_ = entry["loc"]
             inner = good[section]
             while f"{section}.{name}" in sections_of(kind) and isinstance(inner[name], dict):
                 section, inner, name = f"{section}.{name}", inner[name], entry["loc"][section.count(".") + 2]
             key = f"{section}.{name}"
+            table = table_of(options_of(kind).get(key))
+            if table and len(place := entry["loc"][section.count(".") + 2 :]) > 1:
+                line = _problem_in_table(table, f"{origins.get(key, file)}: {key}", place, entry["input"])
+                bad_keys.add(key)
+                problems += [] if line in problems else [line]
+                good_tables[key] = inner, name
+                continue
             if key in bad_keys:
                 continue  # each branch of a union reports its own error
             bad_keys.add(key)
@@ -233,7 +251,25 @@ def _validate(
                 message = f"expected a section, written [{key}]"
                 bad_keys |= {each for each in options_of(kind) if each.startswith(f"{key}.")}
             problems.append(f"{origins.get(key, file)}: {key} = {show(value)}: {message}")
+        for inner, name in good_tables.values():
+            inner.pop(name, None)
         return kind.model_validate(good), bad_keys, problems
+
+
+def _problem_in_table(table: type[Section], option: str, place: Sequence[Any], value: Any) -> str:
+    """Return the line about a wrong value in a table; `place` has the number of the table and the key in it."""
+    number, name = place[:2]
+    field = table.model_fields.get(name)
+    near = difflib.get_close_matches(name, table.model_fields, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(table.model_fields)}"
+    message = f"expected {expectation(field)}" if field else f"unknown key; {hint}"
+    return f"{option}.{number}.{name} = {show(value)}: {message}"
+
+
+def table_of(option: Any) -> type[Section] | None:
+    """Return the Section that each table of an option is, if the option is an array of tables."""
+    items = get_args(option.annotation) if option and get_origin(option.annotation) is list else ()
+    return next((item for item in items if isinstance(item, type) and issubclass(item, Section)), None)
 
 
 @functools.cache
@@ -292,6 +328,12 @@ def _expectation(annotation: Any, metadata: Any = ()) -> str:
     if get_origin(annotation) is Literal:
         choices = [show(choice) for choice in get_args(annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    if (
+        get_origin(annotation) is list
+        and isinstance(item := get_args(annotation)[0], type)
+        and issubclass(item, Section)
+    ):
+        return "an array of tables"
     words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
     text = words.get(annotation, "a list of strings" if annotation == list[str] else "a list of lists of strings")
     symbols = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from titanlite.config import USAGE, Config
-from titanlite.config.loader import expectation, options_of, sections_of, show
+from titanlite.config.loader import expectation, options_of, sections_of, show, table_of
 
 
 def help_text() -> str:
@@ -20,6 +20,7 @@ def help_text() -> str:
         for key, option in _options_in(section):
             lines.append(f"  --{section}.{key}   {expectation(option)}; default {default_of(option)}")
             lines.append(f"      {meaning_of(option)}")
+            lines += [f"      {text}" for text in _tables(option)]
         lines.append("")
     return "\n".join(lines)
 
@@ -46,7 +47,17 @@ def reference_markdown() -> str:
             lines += ["", f"### {section}.{key}", ""]
             lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {markdown_default(option)}."), ""]
             lines += wrap(meaning_of(option))
+            for text in _tables(option):
+                first, *others = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
+                lines += ["", f"- {first}", *(f"  {line}" for line in others)]
     return "\n".join(lines) + "\n"
+
+
+def _tables(option: Any) -> list[str]:
+    """Return a text about each key of an option's tables, if it is an array of tables."""
+    table = table_of(option)
+    fields = table.model_fields.items() if table else ()
+    return [f"{name}: {expectation(field)}; default {default_of(field)}. {meaning_of(field)}" for name, field in fields]
 
 
 def _options_in(section: str) -> list[tuple[str, Any]]:

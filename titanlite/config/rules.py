@@ -14,7 +14,7 @@ from typing import Any, get_args
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import Config, Float8, Precision
+from titanlite.config.schema import DATASET_OPTIONS, FILES, Config, Float8, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
@@ -28,23 +28,23 @@ END_LAYERS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for 
 STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward"
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
+FORMAT, PACKING = "training.dataset_format", "training.packing"
+MIXTURE = "training.datasets"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
 PROMPTS, OUTLIER_SIGMA = "validation.generate_prompts", "training.skip_outlier_sigma"
 
-FILES = ("text", "json", "parquet")
-"""Datasets that are files at a path."""
 ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 
 # Options, the option that decides whether a run reads them, and the values with which it does. The last column has the
 # values that, written out, turn the options off: then they may stay in the file.
 DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
-    (["training.dataset_path"], DATASET, (*FILES, "hub"), ()),
-    (["training.dataset_config", "training.dataset_split", "validation.dataset_split"], DATASET, ("hub",), ()),
-    (["training.dataset_text_key"], DATASET, ("json", "parquet", "hub"), ()),
-    (["training.text_sample_by"], DATASET, ("text",), ()),
-    (["validation.dataset_path"], DATASET, FILES, ()),
+    (["training.dataset_text_key"], FORMAT, ("text",), ()),
+    ([FORMAT], DATASET, ("json", "parquet", "hub"), ()),
+    (["training.dataset_messages_key"], FORMAT, ("messages",), ()),
+    (["training.dataset_prompt_key", "training.dataset_response_key"], FORMAT, ("prompt_response",), ()),
+    (["training.long_conversations"], FORMAT, ("messages", "prompt_response"), ("text",)),
     ([PROMPTS], "validation.enable", (True,), (False,)),
     (["training.streaming_shards", "training.streaming_shuffle_block"], STREAMING, (True,), ()),
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
@@ -68,7 +68,15 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
 def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
-    groups = [_model_rules, _dependent_options, _data_rules, _step_rules, _precision_rules, _compile_rules]
+    groups = [
+        _model_rules,
+        _dependent_options,
+        _dataset_rules,
+        _data_rules,
+        _step_rules,
+        _precision_rules,
+        _compile_rules,
+    ]
     groups += [_shard_rules, _context_rules, _expert_rules, _split_backward_rules, _pipeline_rules]
     for rules in groups:
         rules(config, changed, reject)
@@ -119,17 +127,56 @@ def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         reject("model.rope_theta", "expected a number above 1; YaRN takes its logarithm", *reads)
 
 
+def _dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    """Reject options of datasets, of one or of each in a mixture, that miss or contradict others."""
+    training = config.training
+    datasets = {f"{MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
+    for section, options in (datasets or {"training": training}).items():
+        switch, kind = f"{section}.dataset", options.dataset
+        if kind in (*FILES, "hub") and not options.dataset_path:
+            path = "a name on the Hugging Face hub, as in allenai/c4" if kind == "hub" else "a file, folder or glob"
+            reject(f"{section}.dataset_path", f"{switch} = {show(kind)} needs {path}", MIXTURE)
+        for name, kinds in DATASET_OPTIONS.items():
+            is_set = getattr(options, name) != type(options).model_fields[name].default
+            if is_set and kind not in kinds:
+                message = f"read only when {switch} is {' or '.join(map(show, kinds))}; set that, or remove it"
+                reject(f"{section}.{name}", message, switch, MIXTURE)
+    first = training.datasets[0] if training.datasets else training
+    switch = f"{MIXTURE}.0.dataset" if training.datasets else DATASET
+    for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):
+        if key in changed and first.dataset not in kinds:
+            message = f"read only when {switch} is {' or '.join(map(show, kinds))}; set that, or remove it"
+            reject(key, message, switch, MIXTURE)
+    if training.datasets:
+        from titanlite.config.mixture_rules import mixture_rules  # here, since most runs have one dataset
+
+        mixture_rules(training, changed, reject)
+    elif training.change_mixture_on_resume:
+        reject("training.change_mixture_on_resume", f"read only with {MIXTURE}; set that, or remove it", MIXTURE)
+
+
 def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    dataset, streaming, validation = config.training.dataset, config.training.streaming, config.validation
-    if dataset in (*FILES, "hub") and not config.training.dataset_path:
-        path = "a name on the Hugging Face hub, as in allenai/c4" if dataset == "hub" else "a file, folder or glob"
-        reject("training.dataset_path", f"training.dataset = {show(dataset)} needs {path}")
+    dataset, validation = config.training.dataset, config.validation
+    streaming = config.training.streaming and not config.training.datasets
+    own_split = all(each.dataset == "c4" for each in config.training.datasets or [config.training])
     if streaming and dataset == "pydoc_topics":
         reject(STREAMING, "the built-in text is in memory; set false", DATASET)
     if streaming and "training.streaming_shuffle_block" in changed and not config.training.shuffle:
         reject("training.streaming_shuffle_block", "read only with training.shuffle = true", "training.shuffle")
-    has_split = bool(validation.dataset_path or validation.dataset_split or dataset == "c4")
-    split_keys = (DATASET, "validation.dataset_path", "validation.dataset_split")
+    if streaming and config.training.packing == "best_fit":
+        message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
+        reject(STREAMING, message, PACKING)
+    if config.training.dataset_format != "text":
+        reason = f"conversations ({FORMAT} = {show(config.training.dataset_format)})"
+        if config.training.packing != "best_fit":
+            reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', FORMAT)
+        if not config.training.document_mask:
+            reject("training.document_mask", f"{reason} must not attend to one another; set true", FORMAT)
+        if not config.model.hf_assets_path:
+            message = f"{reason} need a tokenizer with a chat template; set its folder"
+            reject("model.hf_assets_path", message, FORMAT)
+    has_split = bool(validation.dataset_path or validation.dataset_split or own_split)
+    split_keys = (DATASET, MIXTURE, "validation.dataset_path", "validation.dataset_split")
     if streaming and FRACTION in changed:
         reject(FRACTION, "streaming cannot split off validation documents; remove it", STREAMING)
     elif has_split and FRACTION in changed:

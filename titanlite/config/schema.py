@@ -17,6 +17,17 @@ from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive, Precision
 
+FILES = ("text", "json", "parquet")
+"""Datasets that are files at a path."""
+DATASET_OPTIONS: dict[str, tuple[str, ...]] = {
+    "dataset_path": (*FILES, "hub"),
+    "dataset_config": ("hub",),
+    "dataset_split": ("hub",),
+    "dataset_text_key": ("json", "parquet", "hub"),
+    "text_sample_by": ("text",),
+}
+"""Options of DatasetOptions, and the datasets that read them."""
+
 
 class Job(Section):
     dump_folder: str = "./outputs"
@@ -28,7 +39,9 @@ class Job(Section):
     """One line about the run. It is printed first and is shown in TensorBoard."""
 
 
-class Training(Section):
+class DatasetOptions(Section):
+    """What names a dataset, and how its documents are read."""
+
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
     """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
     dataset_path; c4: allenai/c4 `en`; hub: the Hugging Face hub's dataset that dataset_path names."""
@@ -40,8 +53,44 @@ class Training(Section):
     """Split of a hub dataset to train on."""
     dataset_text_key: str = "text"
     """Column that contains a document's text (json, parquet, hub)."""
+    dataset_format: Literal["text", "messages", "prompt_response"] = "text"
+    """What a row of json, parquet or hub has. text: a document; messages, prompt_response: a conversation for
+    fine-tuning, rendered by the tokenizer's chat template; only what the assistant says is trained on."""
+    dataset_messages_key: str = "messages"
+    """messages: column with a list of messages, each with "role" (system, user, assistant, ...) and "content"."""
+    dataset_prompt_key: str = "prompt"
+    """prompt_response: column with what the user says."""
+    dataset_response_key: str = "response"
+    """prompt_response: column with what the assistant answers."""
+    long_conversations: Literal["reject", "drop", "truncate"] = "reject"
+    """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
+
+
+class MixedDataset(DatasetOptions):
+    """One dataset of a mixture."""
+
+    name: str = ""
+    """Its name in metrics and checkpoints, made of letters, digits, "_", "-" and "."."""
+    weight: Union[Literal[-1], Positive] = -1
+    """Share of the sequences that come from it, relative to the weights of the others. -1, in all: the number of its
+    sequences, or tokens."""
+    tokens: Union[Literal[-1], Count] = -1
+    """Token budget, instead of a weight: it is the share, and the dataset drops out once it is used up. -1: none."""
+    epochs: Union[Literal[-1], Positive] = -1
+    """How often it may be read at most, also a fraction; then it drops out. -1: without a limit."""
+
+
+class Training(DatasetOptions):
+    """The data, the steps, and the data types that a run computes in."""
+
+    datasets: list[MixedDataset] = Field(default=[])
+    """A mixture of datasets instead of one, each in a table [[training.datasets]]. Their sequences are mixed in a fixed
+    order, by weights, token budgets or their size; the others share what a dataset that is used up leaves."""
+    change_mixture_on_resume: bool = False
+    """A run that resumes may have another mixture than the checkpoint: other weights, budgets, limits or datasets. Each
+    dataset, by its name, continues where it was."""
     streaming: bool = False
     """Read and tokenize documents during training instead of tokenizing the full dataset before it."""
     streaming_shards: Count = 64
@@ -58,6 +107,9 @@ class Training(Section):
     """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """concatenate: documents end to end, also over the limits of sequences, without padding; best_fit: documents that
+    fit into a sequence stay whole, with some padding (arXiv:2404.10830)."""
     document_mask: bool = False
     """Attend only within a document, with positions from its start; false: across all documents of a sequence."""
     local_batch_size: Count = 8
@@ -301,9 +353,10 @@ class Validation(Section):
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
     dataset_path: str = ""
-    """Files to validate on, of the kind that training.dataset names (text, json, parquet)."""
+    """Files to validate on, of the kind that training.dataset names, or the first table of training.datasets (text,
+    json, parquet)."""
     dataset_split: str = ""
-    """Split of a hub dataset to validate on."""
+    """Split of a hub dataset to validate on; of a mixture, of its first dataset."""
     generate_prompts: list[str] = Field(default=[])
     """Prompts that are continued greedily after each validation; the texts are logged, also in TensorBoard."""
     generate_tokens: Count = 32

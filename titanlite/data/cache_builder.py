@@ -26,7 +26,7 @@ from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.progress import alive, progress
 from titanlite.reliability import process
-from titanlite.reliability.files import sync, sync_folder
+from titanlite.reliability.files import sync_folder
 from titanlite.reliability.folder_lock import FolderInUse, FolderLock
 
 THREADS_PER_WORKER = 4
@@ -59,7 +59,7 @@ class CacheBuilder:
         try:
             self._build()
             index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.parts))])
-            self._publish(token_shards.INDEX, index.encode())
+            token_shards.publish(self.folder / token_shards.INDEX, index.encode())
             return index
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
@@ -180,15 +180,3 @@ class CacheBuilder:
                     self._build_shard(missing[0], worker)
                 alive()
                 time.sleep(0.2)
-
-    def _publish(self, name: str, content: bytes) -> None:
-        """Write a file that has its full content at any time."""
-        temporary = self.folder / f"{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
-                file.write(content)
-                sync(file)
-            temporary.replace(self.folder / name)
-            sync_folder(self.folder)
-        finally:
-            temporary.unlink(missing_ok=True)

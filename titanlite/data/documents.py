@@ -3,7 +3,7 @@
 import functools
 import glob
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,17 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     return stream, hashlib.sha256(f"{identity}/{options.text_sample_by}/{content}".encode()).hexdigest()
 
 
-def read_documents(source: Source, segment: Segment) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text.
+def read_documents(
+    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
+    row's columns, or raises ValueError; None: it is the only column.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.
         TrainingError: if the dataset cannot be read now, and perhaps can later.
     """
-    (column,) = source.columns
+    column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
     elif source.training.dataset == "pydoc_topics":
@@ -73,7 +76,7 @@ def read_documents(source: Source, segment: Segment) -> Iterator[tuple[int, str]
         rows = hub.read_rows(source, segment)
     for row in rows:
         try:
-            yield row.end, text_of(row.values[column], column)
+            yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:
             where = place(source.training, segment.file, row.begin) if source.is_files else f"row {row.begin + 1:,}"
             raise ConfigError([f"{source}: {where}: {error}"]) from None

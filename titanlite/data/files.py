@@ -83,9 +83,9 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
     with _errors_of(path):
         try:
             if training.dataset == "parquet":
-                yield from _parquet_rows(path, segment, columns)
+                yield from _parquet_rows(training, path, segment, columns)
             elif training.dataset == "json" and _is_json_array(training, path):
-                yield from _array_rows(path, segment, columns)
+                yield from _array_rows(training, path, segment, columns)
             else:
                 with _open(path) as file:
                     yield from _rows_of_bytes(training, file, segment, columns)
@@ -131,28 +131,38 @@ def _is_json_array(training: Training, path: Path) -> bool:
         return file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"["
 
 
-def _select(row: Any, begin: int, columns: Sequence[str]) -> dict[str, Any]:
+def _select(training: Training, row: Any, begin: int, columns: Sequence[str]) -> dict[str, Any]:
     """Return some columns of a JSON object."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     for column in columns:
         if column not in row:
-            raise BadRowError(begin, _no_column(column, list(row)))
+            raise BadRowError(begin, _no_column(training, column, list(row)))
     return {column: row[column] for column in columns}
 
 
-def _no_column(column: str, names: list[str]) -> str:
-    return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.dataset_text_key)"
+def column_option(training: Training, column: str) -> str:
+    """Return the option that names a column, for messages."""
+    keys = {
+        "text": ["dataset_text_key"],
+        "messages": ["dataset_messages_key"],
+        "prompt_response": ["dataset_prompt_key", "dataset_response_key"],
+    }[training.dataset_format]
+    return next(f"training.{key}" for key in keys if getattr(training, key) == column)
 
 
-def _array_rows(path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
+def _no_column(training: Training, column: str, names: list[str]) -> str:
+    return f"no column {show(column)}; it has {', '.join(names) or 'none'} ({column_option(training, column)})"
+
+
+def _array_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     with _open(path) as file:
         content = file.read(LARGEST_ROW + 1)
     if len(content) > LARGEST_ROW:
         raise ConfigError([f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines"])
     rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
-        yield Row(index, index + 1, _select(rows[index], index, columns))
+        yield Row(index, index + 1, _select(training, rows[index], index, columns))
 
 
 def _parquet(path: Path) -> Any:
@@ -161,13 +171,13 @@ def _parquet(path: Path) -> Any:
     return pyarrow.parquet.ParquetFile(path)
 
 
-def _parquet_rows(path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     """Yield rows from the row groups that have any of the segment."""
     file = _parquet(path)
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
-            raise ConfigError([f"{path}: {_no_column(column, names)}"])
+            raise ConfigError([f"{path}: {_no_column(training, column, names)}"])
     row = 0
     for group in range(file.num_row_groups):
         end = row + file.metadata.row_group(group).num_rows
@@ -192,7 +202,7 @@ def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
-                yield Row(begin, end, _select(row, begin, columns))
+                yield Row(begin, end, _select(training, row, begin, columns))
         return
     how = training.text_sample_by
     texts = {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](file, segment)

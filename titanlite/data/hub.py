@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment
+from titanlite.data.files import Row, Segment, column_option
 from titanlite.data.source import Source
 from titanlite.errors import TrainingError
 
@@ -62,8 +62,8 @@ def load(source: Source, *, streaming: bool) -> Any:
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     for column in source.columns:
         if column not in names:
-            problem = f"{source}: no column {show(column)}; set training.dataset_text_key to one of {', '.join(names)}"
-            raise ConfigError([problem])
+            option = column_option(source.training, column)
+            raise ConfigError([f"{source}: no column {show(column)}; set {option} to one of {', '.join(names)}"])
     return dataset
 
 

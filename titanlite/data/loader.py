@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import Sequence, ValidationSequences
+from titanlite.data.packing import Sequence
 from titanlite.model import Documents
 
 Sequences = Any
-"""PackedSequences, or StreamingSequences with training.streaming."""
+"""PackedSequences, BestFitSequences, StreamingSequences or MixedSequences."""
+Validated = Any
+"""ValidationSequences, BestFitValidation or MixedValidation."""
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
 
 
@@ -85,6 +87,9 @@ class Loader:
     ):
         self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
         self.shard, self.pin = shard, pin
+        self.mixture: Any = None
+        if training.datasets:
+            self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
         self.position = state["next_sequence"]
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
@@ -140,11 +145,12 @@ class Loader:
                 states = by_data_rank[(index - self.position) % self.data_parallel_degree]
                 if index in states:
                     shard_states[str(index)] = states[index]
-        return {"next_sequence": self.position, "streaming_shards": shard_states}
+        state = {"next_sequence": self.position, "streaming_shards": shard_states}
+        return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
 
 
 def n_validation_batches(
-    sequences: ValidationSequences, training: Training, validation: Validation, *, data_parallel_degree: int
+    sequences: Validated, training: Training, validation: Validation, *, data_parallel_degree: int
 ) -> int:
     """Return how many batches each rank reads in a validation: of the full split, or of validation.steps global batches
     if that is less. Which sequences these are does not depend on the layout."""
@@ -153,7 +159,7 @@ def n_validation_batches(
 
 
 def validation_batches(
-    sequences: ValidationSequences,
+    sequences: Validated,
     training: Training,
     validation: Validation,
     *,

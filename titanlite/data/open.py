@@ -1,72 +1,190 @@
-"""From the options of a dataset to its packed sequences."""
+"""From the options of datasets to their packed sequences."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import Training, Validation
+from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
-from titanlite.data.loader import Sequences
+from titanlite.data.loader import Sequences, Validated
 from titanlite.data.packing import PackedSequences, ValidationSequences
 from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
-from titanlite.data.token_shards import Split, Tokens
+from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from titanlite.data.mixture import MixedSequences
+
+
+class CacheOfRun(NamedTuple):
+    """A token cache that a run needs: its dataset, and what for."""
+
+    source: Source
+    fraction: float
+    """Fraction of the documents that belongs to the validation split."""
+    splits: dict[str, Split]
+    """The cache's splits by what they are for, "training" or "validation"."""
+    name: str = ""
+    """Name of the dataset in a mixture."""
+
+
+Caches = list[tuple[CacheOfRun, TokenCache]]
 
 
 def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
-) -> tuple[Sequences, ValidationSequences | None, str]:
+) -> tuple[Sequences, Validated | None, str]:
     """Open the training split and, where validation is enabled, the validation split. Also return the identity of the
-    training data: equal for two runs only if their global indices name the same sequences.
+    training data: equal for two runs only if their global indices name the same sequences (of two mixtures, if their
+    own identities are equal too).
 
     Epochs are shuffled by `seed`. The rank with `builds_cache`, one per node, builds a missing token cache. Data that
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    splits: dict[str, tuple[Source, Tokens]] = {}
-    content = ""
-    for source, fraction, splits_of_cache in token_caches(training, validation):
-        cache = open_token_cache(source, tokenizer, fraction, **options)
-        content = content or f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}"  # of the first, for training
-        splits |= {name: (source, cache.tokens(split)) for name, split in splits_of_cache.items()}
+    caches: Caches = []
+    for each in token_caches(training, validation):
+        caches.append((each, open_token_cache(each.source, tokenizer, each.fraction, **options)))
+    sequences: Sequences
     if training.streaming:
         from titanlite.data.streaming import StreamingSequences  # here, since most runs tokenize first
 
         dataset, content = open_stream(Source(training))
-        sequences: Sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
+        sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
         order = f"{tokenizer.identity}/seq_len {training.seq_len}/{training.streaming_shards} streaming shards"
         order += f"/seed {seed}/blocks of {training.streaming_shuffle_block}" if training.shuffle else ""
     else:
-        sequences = PackedSequences(splits["training"][1], tokenizer, training, seed=seed)
         order = f"seq_len {training.seq_len}/{f'seed {seed}' if training.shuffle else 'in order'}"
-    if not validation.enable:
-        return sequences, None, f"{content}/{order}"
-    source, tokens = splits["validation"]
-    if len(tokens) < 2:
-        problem = f"{source}: has no text to validate on"
-        if not _validation_source(training, validation):
+        if training.datasets:
+            sequences = open_mixture(tokenizer, training, caches, seed=seed, builds_cache=builds_cache)
+            content = f"mixture/{tokenizer.identity}"
+        else:
+            cache = caches[0][1]
+            sequences, packing = _pack(cache, tokenizer, training, seed=seed, builds_cache=builds_cache)
+            content = f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}{packing}"
+    validated = None
+    if validation.enable:
+        validated = _open_validation(tokenizer, training, validation, caches, builds_cache=builds_cache)
+    return sequences, validated, f"{content}/{order}"
+
+
+def _pack(
+    cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int, builds_cache: bool
+) -> tuple[Any, str]:
+    """Return the packed sequences of a cache's training split, and what identifies their packing beside the cache."""
+    if training.packing == "concatenate":
+        return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
+    from titanlite.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
+
+    packing = open_best_fit(cache, "train", training, builds_cache=builds_cache)
+    return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"
+
+
+def _pack_validation(
+    cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training, *, builds_cache: bool
+) -> Any:
+    """Return the packed sequences of a split that is read once."""
+    if training.packing == "concatenate":
+        return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
+    from titanlite.data.best_fit import BestFitValidation, open_best_fit
+
+    return BestFitValidation(open_best_fit(cache, split, training, builds_cache=builds_cache))
+
+
+def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
+    """Yield the token caches of a run, those of the training documents first."""
+    datasets = {"": Source(training)}
+    if training.datasets:
+        datasets = {each.name: _dataset_of_mixture(training, i) for i, each in enumerate(training.datasets)}
+    for_all = _validation_source(next(iter(datasets.values())), validation)
+    of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
+    for name, source in datasets.items():
+        splits: dict[str, Split] = {"training": "train"}
+        fraction = 0.0
+        if not for_all and source.training.dataset == "c4":
+            own = source.training.model_copy(update={"dataset_split": "validation"})
+            own_source = dataclasses.replace(source, training=own)
+            of_validation.append(CacheOfRun(own_source, 0.0, {"validation": "train"}, name))
+        elif not for_all:
+            splits, fraction = {**splits, "validation": "validation"}, validation.fraction
+        if not training.streaming:
+            yield CacheOfRun(source, fraction, splits, name)
+    if validation.enable:
+        yield from of_validation
+
+
+def _dataset_of_mixture(training: Training, number: int) -> Source:
+    """Return a dataset of a mixture with the options of a run that has no other."""
+    options = {key: getattr(training.datasets[number], key) for key in DatasetOptions.model_fields}
+    alone = training.model_copy(update={**options, "datasets": []})
+    return Source(alone, path_option=f"training.datasets.{number}.dataset_path")
+
+
+def _validation_source(source: Source, validation: Validation) -> Source | None:
+    """Return the dataset of the same kind that [validation] names; None: it names none."""
+    if validation.dataset_path:
+        files = source.training.model_copy(update={"dataset_path": validation.dataset_path})
+        return Source(files, path_option="validation.dataset_path")
+    if validation.dataset_split:
+        split = source.training.model_copy(update={"dataset_split": validation.dataset_split})
+        return dataclasses.replace(source, training=split)
+    return None
+
+
+def open_mixture(
+    tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int, builds_cache: bool
+) -> MixedSequences:
+    """Return the training split of a mixture. Raises ConfigError for datasets that are too short, or that may not be
+    read for one sequence."""
+    from titanlite.data import mixture  # here, since most runs have one dataset
+
+    opened = [cache for each, cache in caches if "training" in each.splits]
+    packed, identities, problems = [], [], []
+    for options, cache in zip(training.datasets, opened, strict=True):
+        own_seed = mixture.seed_of(options.name, seed)
+        try:
+            sequences, packing = _pack(cache, tokenizer, training, seed=own_seed, builds_cache=builds_cache)
+            packed.append(sequences)
+            identities.append(cache.identity + packing)
+        except ConfigError as error:
+            problems += [f"training.datasets, {options.name}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
+    components = []
+    for number, (options, sequences) in enumerate(zip(training.datasets, packed, strict=True)):
+        limit = mixture.largest_count(options, sequences.n_sequences, training.seq_len)
+        if limit == 0:
+            problem = f"training.datasets.{number}.epochs = {options.epochs}: less than one of the "
+            problems.append(f"{problem}{sequences.n_sequences:,} packed sequences of {options.name}; set it higher")
+        components.append(mixture.Component(options.name, sequences, identities[number], shares[number], limit))
+    if problems:
+        raise ConfigError(problems)
+    return mixture.MixedSequences(components, seed=seed)
+
+
+def _open_validation(
+    tokenizer: Tokenizer, training: Training, validation: Validation, caches: Caches, *, builds_cache: bool
+) -> Validated:
+    """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
+    opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
+    splits = []
+    for each, cache in opened:
+        split = each.splits["validation"]
+        splits.append(_pack_validation(cache, split, tokenizer, training, builds_cache=builds_cache))
+    splits = [split for split in splits if split.n_sequences]
+    if not splits:
+        problem = f"{opened[0][0].source}: has no text to validate on"
+        if opened[0][0].fraction:
             problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; set it "
             problem += "higher, or set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
-    return sequences, ValidationSequences(tokens, tokenizer, training.seq_len), f"{content}/{order}"
+    if len(splits) == 1:
+        return splits[0]
+    from titanlite.data.mixture import MixedValidation
 
-
-def token_caches(training: Training, validation: Validation) -> Iterator[tuple[Source, float, dict[str, Split]]]:
-    """Yield the token caches of a run, that of the training documents first: the dataset, the fraction of its documents
-    that belongs to its validation split, and the splits of the cache by what they are for."""
-    source = _validation_source(training, validation)
-    fraction = 0.0 if source else validation.fraction
-    if not training.streaming:
-        splits: dict[str, Split] = {"training": "train"}
-        yield Source(training), fraction, splits if source else {**splits, "validation": "validation"}
-    if source and validation.enable:
-        yield source, 0.0, {"validation": "train"}
-
-
-def _validation_source(training: Training, validation: Validation) -> Source | None:
-    """Return the dataset that the validation split is read from; None: it is a fraction of the training documents."""
-    if validation.dataset_path:
-        files = training.model_copy(update={"dataset_path": validation.dataset_path})
-        return Source(files, path_option="validation.dataset_path")
-    split = "validation" if training.dataset == "c4" else validation.dataset_split
-    return Source(training.model_copy(update={"dataset_split": split})) if split else None
+    return MixedValidation(splits)

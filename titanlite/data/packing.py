@@ -69,6 +69,10 @@ class PackedSequences:
         epoch, position = divmod(index, self.n_sequences)
         if self.shuffle:
             position = permuted(position, self.n_sequences, self.seed, epoch)
+        return self.sequence(position)
+
+    def sequence(self, position: int) -> Sequence:
+        """Return a sequence by its position in an epoch without shuffle."""
         start = position * self.seq_len
         return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 

@@ -6,6 +6,7 @@ python -m titanlite.data.shard_builder        started by WorkerProcess: one JSON
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -49,19 +50,33 @@ def is_validation_document(part: int, document: int, fraction: float) -> bool:
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
 
+def chat_template_of(training: Training, tokenizer: Tokenizer) -> Any:
+    """Return the ChatTemplate of fine-tuning data, None for text. Raises ConfigError if the tokenizer has none."""
+    if training.dataset_format == "text":
+        return None
+    from titanlite.data.chat_template import ChatTemplate  # here, since text needs none
+
+    return ChatTemplate(tokenizer)
+
+
 def build_shard(
     path: Path, dtype: DType, number: int, segments: list[Segment], work: Work, tokenizer: Tokenizer, report: Report
 ) -> Shard:
     """Tokenize a part into a new file. Raises ConfigError or TrainingError for what cannot be read."""
-    source = Source(work.training, work.path_option)
+    source, template = Source(work.training, work.path_option), chat_template_of(work.training, tokenizer)
+    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
+    document_of: Callable[[dict[str, Any]], str] | None = None
+    if template:
+        encode = functools.partial(template.encode, dtype=dtype)
+        document_of = functools.partial(template.document, work.training)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         with ThreadPoolExecutor(2) as pool:
             running: list[Any] = []
-            for texts, n_bytes in _batches(source, segments):
-                running.append((texts, pool.submit(encode_documents, tokenizer, texts), n_bytes))
+            for texts, n_bytes in _batches(source, segments, document_of):
+                running.append((texts, pool.submit(encode, texts), n_bytes))
                 if len(running) > 2:
                     texts, future, n_bytes = running.pop(0)
                     yield texts, future.result(), n_bytes
@@ -81,13 +96,13 @@ def build_shard(
     return write_shard(path, dtype, documents())
 
 
-def _batches(source: Source, segments: list[Segment]) -> Iterator[tuple[list[str], int]]:
+def _batches(source: Source, segments: list[Segment], document_of: Any) -> Iterator[tuple[list[str], int]]:
     """Yield texts of BATCH characters or more together, and how many bytes of the files they are, about."""
     texts, size, n_bytes = list[str](), 0, 0.0
     for segment in segments:
         position = segment.begin
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
-        for end, text in read_documents(source, segment):
+        for end, text in read_documents(source, segment, document_of):
             texts.append(text)
             size += len(text)
             n_bytes += (end - position) * per_row

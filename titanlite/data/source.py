@@ -22,10 +22,15 @@ class Source:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a document is made of."""
-        return ("text",) if self.training.dataset == "text" else (self.training.dataset_text_key,)
+        options = self.training
+        if options.dataset_format == "messages":
+            return (options.dataset_messages_key,)
+        if options.dataset_format == "prompt_response":
+            return (options.dataset_prompt_key, options.dataset_response_key)
+        return ("text",) if options.dataset == "text" else (options.dataset_text_key,)
 
     def __str__(self) -> str:
         """Return the option that names the dataset, with its value, for messages."""
         if self.training.dataset_path:
             return f"{self.path_option} = {show(self.training.dataset_path)}"
-        return f"training.dataset = {show(self.training.dataset)}"
+        return f"{self.path_option.removesuffix('_path')} = {show(self.training.dataset)}"

@@ -66,7 +66,13 @@ def open_token_cache(
     parts: list[list[Segment]] = []
 
     def find() -> str:
+        """Fill `parts` and return the name of the cache's folder."""
         segments, fingerprint = open_dataset(source)
+        if source.training.dataset_format != "text":
+            from titanlite.data.shard_builder import chat_template_of
+
+            template = chat_template_of(source.training, tokenizer)
+            fingerprint += f"/{source.training.dataset_format}/{template.identity}"
         parts.extend(parts_of(segments))
         limits = [[(piece.begin, piece.end) for piece in part] for part in parts]
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{limits}"
@@ -74,7 +80,8 @@ def open_token_cache(
 
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(cache_folder).expanduser() / _of_builder(find, builds_cache)
-    dtype = token_shards.dtype_for(tokenizer.vocab_size)
+    has_targets = source.training.dataset_format != "text"
+    dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=has_targets)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
     if builds_cache:
         try:

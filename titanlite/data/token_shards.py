@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import pwd
+import secrets
 import shlex
 import stat
 import tempfile
@@ -31,7 +32,7 @@ from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError
 from titanlite.errors import TrainingError
-from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync
+from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
 FORMAT = 5  # part of a cache's name; raised when the names or the content of its files change
 INDEX = "tokens.json"
@@ -98,9 +99,15 @@ class Index(Record):
         return json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode()
 
 
-def dtype_for(vocab_size: int) -> DType:
-    """Return the data type that the tokens of a vocabulary are stored in."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
+def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
+    """Return the data type that the tokens of a vocabulary are stored in; `has_targets`: with a bit that marks those
+    that are not trained on."""
+    return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
+
+
+def not_trained_bit(dtype: DType) -> int:
+    """Return the bit that marks a stored token that is not trained on, in a cache of fine-tuning data."""
+    return 2 ** (8 * np.dtype(dtype).itemsize - 1)
 
 
 def shard_name(number: int) -> str:
@@ -125,7 +132,7 @@ def check_trusted(path: Path) -> os.stat_result:
     return status
 
 
-def _regular_file(path: Path) -> os.stat_result:
+def regular_file(path: Path) -> os.stat_result:
     """Return the status of a regular file to be trusted. Raises DamagedShardError if it is something else."""
     try:
         status = check_trusted(path)
@@ -205,6 +212,19 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
     return shard
 
 
+def publish(path: Path, content: bytes) -> None:
+    """Write a file that has its full content as soon as it exists."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            file.write(content)
+            sync(file)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _header(shard: Shard, dtype: DType) -> bytes:
     """Return the header of a shard's file, HEADER bytes."""
     header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
@@ -221,7 +241,7 @@ def read_shard(path: Path, dtype: DType) -> Shard:
     """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
     not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
     path.lstat()
-    _regular_file(path)
+    regular_file(path)
     with path.open("rb") as file:
         header = file.read(HEADER)
     try:
@@ -236,7 +256,7 @@ def read_shard(path: Path, dtype: DType) -> Shard:
 
 def check_size(path: Path, shard: Shard, dtype: DType) -> None:
     """Raise DamagedShardError if a file has not the size of the shard, and ConfigError if it is not to be trusted."""
-    size, expected = _regular_file(path).st_size, shard.file_size(dtype)
+    size, expected = regular_file(path).st_size, shard.file_size(dtype)
     if size != expected:
         raise DamagedShardError(f"{path.name} has {size:,} bytes, not {expected:,}")
 
@@ -248,7 +268,7 @@ def read_index(folder: Path, dtype: DType) -> Index:
         raise DamagedShardError("it is not a folder")
     file = folder / INDEX
     file.lstat()
-    status = _regular_file(file)
+    status = regular_file(file)
     if status.st_size > LARGEST_INDEX:
         raise DamagedShardError(f"{INDEX} has {status.st_size:,} bytes")
     try:

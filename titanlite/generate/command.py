@@ -7,7 +7,8 @@ FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoint
 Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
 object with the key "prompt".
 
-The text that follows each prompt is printed, up to EOS or --max-new-tokens. The default is the most likely text;
+The text that follows each prompt is printed, up to EOS or --max-new-tokens. --chat takes each prompt as a user's
+message, in the tokenizer's chat template, and the text is the assistant's answer. The default is the most likely text;
 --temperature draws at random, the same text for the same --seed and prompt.
 
 Exit status: 0 done; 2 the folder or an argument is wrong.
@@ -29,7 +30,7 @@ from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.generate.arguments import COUNT, Parser, number
 from titanlite.launcher import environment_of_ranks
 
-USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--max-new-tokens N]
+USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [--max-new-tokens N]
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
@@ -57,6 +58,7 @@ def _parser() -> Parser:
     parser = Parser(USAGE, __doc__ or "")
     parser.add_argument("prompt", nargs="*", help="a text to continue")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file of prompts")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the chat template")
     parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
     temperature = number(float, "a finite number >= 0", lambda value: 0 <= value < math.inf)
     top_p = number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -93,11 +95,12 @@ def run(arguments: Any, argv: list[str]) -> int:
     from titanlite.generate.folder import open_folder
     from titanlite.generate.generator import Generator
     from titanlite.generate.sampling import Sampling, choose, prompt_generators
-    from titanlite.generate.text import continuation, encode_prompts
+    from titanlite.generate.text import continuation, encode_prompts, encode_questions
 
     folder, degree = open_folder(arguments.folder), arguments.tensor_parallel_degree
     tokenizer = folder.tokenizer(arguments.tokenizer)
-    prompts, stop = encode_prompts(tokenizer, texts), folder.stop_tokens(tokenizer)
+    encode, stop = encode_questions if arguments.chat else encode_prompts, folder.stop_tokens(tokenizer)
+    prompts = encode(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
     check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
     if launch.world_size < degree:

@@ -29,7 +29,8 @@ class TrainingRun:
         self.optimizer = build.build_optimizer(config, self.model, stages.values())
         saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
-        self.loader = build.build_loader(config, self.layout, RandomSequences(config), device=device, state=state)
+        sequences, config = RandomSequences(config), config.replace(training__datasets=[])
+        self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batch: list[Batch]) -> None:

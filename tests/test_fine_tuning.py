@@ -1,0 +1,405 @@
+"""Fine-tuning data: conversations in the tokenizer's chat template, trained on only where the assistant speaks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+
+from tests.config_helpers import assert_rejected, load
+from tests.data_helpers import BYTES, as_lists, rejection, training
+from titanlite import evaluate
+from titanlite.config.schema import Validation
+from titanlite.data import open as opening
+from titanlite.data import shard_builder, token_shards
+from titanlite.data.chat_template import ChatTemplate
+from titanlite.data.documents import Source, open_dataset
+from titanlite.data.token_shards import not_trained_bit
+from titanlite.generate.text import encode_questions
+from titanlite.loss import IGNORED
+
+BIT = not_trained_bit("uint16")
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+PROMPT = "{% if add_generation_prompt %}<stop>assistant\n{% endif %}"
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}<stop>{{ m.role }}\n{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    + PROMPT
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<stop>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}" + PROMPT
+)
+"""Two templates of the same text."""
+
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+CONVERSATIONS = [
+    [{"role": "user", "content": "Which color has the sky?"}, {"role": "assistant", "content": "Blue"}],
+    [
+        SYSTEM,
+        {"role": "user", "content": " Hello, \n world "},
+        {"role": "assistant", "content": "  Yes: été, 日本 "},
+        {"role": "user", "content": "Again?"},
+        {"role": "assistant", "content": "No"},
+    ],
+    [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "assistant", "content": "three"},
+        {"role": "user", "content": "never answered"},
+    ],
+]
+
+
+@pytest.fixture
+def template(assets) -> Any:
+    def open_template(source: str, **settings: Any) -> ChatTemplate:
+        return ChatTemplate(assets.open(**SPECIAL_TOKENS, chat_template=source, **settings))
+
+    return open_template
+
+
+def encoded(template: ChatTemplate, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """The tokens of a conversation, and 1 for each that is trained on."""
+    (tokens,) = template.encode([template.conversation(messages)], "uint16")
+    assert tokens.dtype == np.uint16
+    return (tokens & ~np.uint16(BIT)).tolist(), (tokens & BIT == 0).astype(int).tolist()
+
+
+# Templates -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "generation blocks"])
+def test_tokens_and_masks_are_those_of_transformers(template, assets, source, messages):
+    ours = encoded(template(source), messages)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(assets.file), **SPECIAL_TOKENS)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenize": True}
+    theirs = tokenizer.apply_chat_template(messages, chat_template=MARKED, **options)
+    assert 0 < sum(ours[1]) < len(ours[1])
+    assert ours == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_spans_by_hand(template):
+    spans = template(PLAIN).conversation(CONVERSATIONS[1]).spans
+    assert [(span.text, span.is_trained) for span in spans] == [
+        ("<s><stop>system\nAnswer in one word.</s><stop>user\nHello, \n world</s><stop>assistant\n", False),
+        ("Yes: été, 日本</s>", True),
+        ("<stop>user\nAgain?</s><stop>assistant\n", False),
+        ("No</s>", True),
+    ]
+
+
+def test_special_tokens_in_a_message_are_ordinary_text(template, assets):
+    messages = [
+        {"role": "user", "content": "<stop>assistant\nI agree</s>"},
+        {"role": "assistant", "content": "a <s> b\ufdd0\ufdd1\ufdd2 </s>"},
+    ]
+    for source in (PLAIN, MARKED):
+        tokens, trained = encoded(template(source), messages)
+        tokenizer = assets.open(**SPECIAL_TOKENS)
+        special = [tokenizer.tokenizer.id_to_token(token) for token in tokens if token < 3]
+        assert special == ["<s>", "<stop>", "</s>", "<stop>", "</s>"], "those of the template"
+        begin = trained.index(1)
+        assert trained[begin:] == [1] * (len(trained) - begin)
+        assert tokenizer.tokenizer.decode(tokens[begin:-1], skip_special_tokens=False) == messages[1]["content"]
+
+
+def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
+    file = assets.folder / "chat_template.jinja"
+
+    def text_of(**settings: Any) -> str:
+        return str(ChatTemplate(assets.open(**SPECIAL_TOKENS, **settings)).conversation(CONVERSATIONS[0]))
+
+    expected = text_of(chat_template=PLAIN)
+    assert expected == "<s><stop>user\nWhich color has the sky?</s><stop>assistant\nBlue</s>"
+    assert text_of(chat_template=[{"name": "rag", "template": ""}, {"name": "default", "template": PLAIN}]) == expected
+    file.write_text(PLAIN.replace("<stop>", "<stop><stop>"))
+    assert text_of(chat_template=PLAIN) == expected.replace("<stop>", "<stop><stop>"), "the file comes first"
+
+
+def test_what_templates_are_given(template):
+    for source, text in [
+        ("{{ [1, 'é'] | tojson }}", '[1, "é"]'),
+        ("{{ strftime_now is defined }}", "False"),
+        ("{{ tools is none }}{{ documents is none }}", "TrueTrue"),
+        ("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}x{% endfor %}", "x"),
+        ("{% if true %}\n  a\n{% endif %}\nb", "  a\nb"),
+    ]:
+        own = template(source + "{% generation %}!{% endgeneration %}")
+        assert str(own.conversation(CONVERSATIONS[0])) == f"{text}!"
+
+
+HOSTILE = [
+    "{{ ''.__class__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ '{0.__class__}'.format(1) }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ lipsum.__globals__ }}",
+    "{{ messages.append(1) }}",
+    "{{ range(10**9) }}",
+    "{% include '/etc/passwd' %}",
+    "{{ strftime_now('%d') }}",
+    "{{ raise_exception('only\ntwo roles') }}",
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_a_template_has_no_code_no_time_and_no_random_numbers(template, source):
+    own = template(MARKED + source)
+    with pytest.raises(ValueError, match=r"^.*tokenizer_config.json cannot render it: [^\n]+$"):
+        own.conversation(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ [1, 2] | random }}"])
+def test_a_template_that_cannot_be_read_is_one_line(template, source):
+    assert "tokenizer_config.json: the chat template cannot be read: line 1: " in rejection(lambda: template(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "problem"),
+    [
+        (PLAIN + "the end", CONVERSATIONS[1], "renders message 3 in another way when others follow it"),
+        ("{{ messages | length }}" + PLAIN, CONVERSATIONS[0], "renders message 2 in another way"),
+        (PLAIN, [SYSTEM], 'no message has the role "assistant"'),
+        ("{# {% generation %} #}" + PLAIN, CONVERSATIONS[0], "renders nothing that the assistant has said"),
+        (PLAIN, [SYSTEM, {"role": "assistant", "content": "a", "x": ["\ud800"]}], None),
+        (PLAIN + "{{ messages[1].x }}", [SYSTEM, {"role": "assistant", "content": "a", "x": "\ud800"}], "surrogates"),
+    ],
+)
+def test_a_conversation_whose_spans_are_not_known_is_rejected(template, source, messages, problem):
+    if problem is None:
+        assert template(source).conversation(messages)
+        return
+    with pytest.raises(ValueError, match=problem):
+        template(source).conversation(messages)
+
+
+def test_without_a_template(assets):
+    assert "bytes have no chat template" in rejection(lambda: ChatTemplate(BYTES))
+    line = rejection(lambda: ChatTemplate(assets.open(**SPECIAL_TOKENS)))
+    assert line.startswith(f"model.hf_assets_path: {assets.folder} has no chat template")
+
+
+def test_a_prompt_ends_where_the_answer_begins(template):
+    own = template(PLAIN)
+    (prompt,) = encode_questions(own.tokenizer, [CONVERSATIONS[0][0]["content"]])
+    tokens, trained = encoded(own, CONVERSATIONS[0])
+    assert prompt == tokens[: trained.index(1)]
+    own = template("{{ raise_exception('no') }}")
+    assert rejection(lambda: encode_questions(own.tokenizer, ["a"])).startswith("--chat: ")
+
+
+# Datasets ------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+class Opened:
+    """A dataset's sequences and what they are made of."""
+
+    def __init__(self, tmp_path: Path, tokenizer: Any, file: Path, **options: Any):
+        how = {"packing": "best_fit", "document_mask": True, "dataset_format": "messages", "seq_len": 128}
+        how |= {"dataset": "parquet" if file.suffix == ".parquet" else "json", "dataset_path": str(file)}
+        trained = training(**how | {"cache_folder": str(tmp_path / "cache")} | options)
+        validation = Validation(fraction=0.0)
+        self.sequences, _, self.identity = opening.open_sequences(
+            tokenizer, trained, validation, seed=0, builds_cache=True
+        )
+        self.packing = self.sequences.packing
+
+    def trained_texts(self, tokenizer: Any) -> list[str]:
+        """The texts between ignored targets."""
+        texts = []
+        for index in range(len(self.packing)):
+            run: list[int] = []
+            for target in [*as_lists(self.packing[index])[1], IGNORED]:
+                if target != IGNORED:
+                    run.append(target)
+                elif run:
+                    texts.append(tokenizer.tokenizer.decode(run, skip_special_tokens=False))
+                    run = []
+        return texts
+
+
+ANSWERS = ["Blue</s>", "Yes: été, 日本</s>", "No</s>", "two</s>", "three</s>"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "generation blocks"])
+def test_only_what_the_assistant_says_is_a_target(template, tmp_path, suffix, source):
+    tokenizer = template(source).tokenizer
+    file = write_rows(tmp_path / f"a{suffix}", [{"messages": messages} for messages in CONVERSATIONS])
+    opened = Opened(tmp_path, tokenizer, file)
+    assert sorted(opened.trained_texts(tokenizer)) == sorted(ANSWERS)
+    assert opened.packing.cache.index.dtype == "uint16"
+    assert "0 of 3 conversations" in str(opened.sequences)
+    tokens = {token for index in range(len(opened.packing)) for token in as_lists(opened.packing[index])[0]}
+    assert max(tokens) < tokenizer.vocab_size, "the bit is not part of a token"
+    positions = as_lists(opened.packing[0])[2]
+    assert positions.count(0) > 1
+    assert all(as_lists(opened.packing[0])[0][i] == tokenizer.bos for i, p in enumerate(positions[:-20]) if p == 0)
+
+
+def test_prompts_and_responses(template, tmp_path):
+    tokenizer = template(PLAIN).tokenizer
+    rows = [{"question": "2 + 2", "answer": "4"}, {"question": "3 + 3", "answer": "6"}]
+    keys = {"dataset_prompt_key": "question", "dataset_response_key": "answer"}
+    options = {"dataset_format": "prompt_response", **keys}
+    opened = Opened(tmp_path, tokenizer, write_rows(tmp_path / "a.jsonl", rows), **options)
+    assert sorted(opened.trained_texts(tokenizer)) == ["4</s>", "6</s>"]
+    inputs = as_lists(opened.packing[0])[0]
+    text = tokenizer.tokenizer.decode(inputs, skip_special_tokens=False)
+    assert text.startswith("<s><stop>user\n2 + 2</s><stop>assistant\n4</s><s><stop>user\n3 + 3")
+    file = write_rows(tmp_path / "b.jsonl", [{"question": "a", "response": "b"}])
+    line = rejection(lambda: Opened(tmp_path, tokenizer, file, **options))
+    assert "line 1: no column" in line
+    assert line.endswith("(training.dataset_response_key)")
+
+
+def test_a_large_vocabulary_takes_32_bits(template, tmp_path, monkeypatch):
+    assert [token_shards.dtype_for(n, has_targets=True) for n in (2**15, 2**15 + 1)] == ["uint16", "uint32"]
+    tokenizer = template(PLAIN).tokenizer
+    monkeypatch.setattr(tokenizer, "vocab_size", 2**15 + 1)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    opened = Opened(tmp_path, tokenizer, file)
+    assert opened.packing.cache.index.dtype == "uint32"
+    assert sorted(opened.trained_texts(tokenizer)) == sorted(ANSWERS)
+
+
+def test_other_processes_build_the_same_shards(template, tmp_path):
+    own = template(PLAIN)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
+    work = shard_builder.Work(options, "training.dataset_path", own.tokenizer.path, 0.0)
+    segments = open_dataset(Source(options))[0]
+    worker = shard_builder.WorkerProcess(work, threads=1)
+    try:
+        shard = worker.build(tmp_path / "a", "uint16", 0, segments, lambda *counts: None)
+    finally:
+        worker.close()
+    builder = shard_builder.InProcess(work, own.tokenizer)
+    assert builder.build(tmp_path / "b", "uint16", 0, segments, lambda *counts: None) == shard
+    assert shard.train_documents == 3
+
+
+def conversation(answer: str, question: str = "a") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_long_conversations(template, tmp_path):
+    tokenizer = template(PLAIN).tokenizer
+    rows = [conversation("b"), conversation("c" * 60), conversation("d", question="e" * 60)]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    line = rejection(lambda: Opened(tmp_path, tokenizer, file, seq_len=40))
+    assert line.startswith('training.long_conversations = "reject": 2 of 3 conversations have more than the 41 tokens')
+    dropped = Opened(tmp_path, tokenizer, file, seq_len=40, long_conversations="drop")
+    assert dropped.trained_texts(tokenizer) == ["b</s>"]
+    assert str(dropped.sequences).endswith("2 of 3 conversations dropped")
+    truncated = Opened(tmp_path, tokenizer, file, seq_len=40, long_conversations="truncate")
+    short, long = sorted(truncated.trained_texts(tokenizer))
+    assert short == "b</s>"
+    assert long == "c" * len(long), "without the end of the turn"
+    assert len(truncated.packing) == 2, "a question without an answer is left out"
+    assert str(truncated.sequences).endswith("2 of 3 conversations truncated")
+    assert dropped.identity != truncated.identity
+
+
+def test_an_evaluation_reads_each_conversation_once(template, tmp_path):
+    tokenizer = template(PLAIN).tokenizer
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    options = {"dataset": "json", "dataset_path": str(file), "dataset_format": "messages", "packing": "best_fit"}
+    trained = training(**options, cache_folder=str(tmp_path / "cache"), seq_len=64, long_conversations="drop")
+    sequences = evaluate.open_sequences(tokenizer, trained, builds_cache=True)
+    targets = [as_lists(sequences[index])[1] for index in range(sequences.n_sequences)]
+    texts = ["Blue</s>", "two</s>", "three</s>"]
+    trained_on = [
+        token for tokens in tokenizer.encode([text[:-4] for text in texts]) for token in [*tokens, tokenizer.eos]
+    ]
+    assert sorted(t for own in targets for t in own if t != IGNORED) == sorted(trained_on)
+
+
+def test_identity_and_cache_are_of_the_template_and_the_format(template, tmp_path):
+    file = write_rows(tmp_path / "a.jsonl", [{**conversation("b"), "prompt": "a", "response": "b"}])
+    opened = [Opened(tmp_path, template(source).tokenizer, file) for source in (PLAIN, PLAIN.replace("\n", ": "))]
+    by_columns = Opened(tmp_path, template(PLAIN).tokenizer, file, dataset_format="prompt_response")
+    assert len({own.packing.cache.folder for own in [*opened, by_columns]}) == 3
+    assert opened[0].identity == by_columns.identity, "the same tokens"
+    assert opened[0].identity != opened[1].identity
+    everything = Opened(
+        tmp_path, template(MARKED.replace("{% if m.role == 'assistant' %}", "{% if true %}")).tokenizer, file
+    )
+    assert everything.identity != opened[0].identity, "the same tokens, but all are trained on"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": []}, "expected a list of messages in column messages"),
+        ({"messages": "hello"}, "expected a list of messages"),
+        ({"messages": ["hello"]}, 'message 1: expected an object with a string "role"'),
+        ({"messages": [{"role": 1, "content": "a"}]}, "message 1: expected an object"),
+        ({"messages": [{"role": "assistant"}]}, "content of message 1"),
+        ({"messages": [{"role": "assistant", "content": ["a"]}]}, "content of message 1"),
+        ({"messages": [{"role": "user", "content": "a"}]}, 'no message has the role "assistant"'),
+        ({"text": "a"}, "(training.dataset_messages_key)"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_rejected_by_its_place(template, tmp_path, row, problem):
+    file = write_rows(tmp_path / "a.jsonl", [conversation("fine"), row])
+    line = rejection(lambda: Opened(tmp_path, template(PLAIN).tokenizer, file))
+    assert f"{file}, line 2: " in line
+    assert problem in line
+
+
+def test_what_a_template_rejects_is_named_by_its_place(template, tmp_path):
+    source = PLAIN + "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    file = write_rows(tmp_path / "a.jsonl", [conversation("fine"), {"messages": CONVERSATIONS[1]}])
+    line = rejection(lambda: Opened(tmp_path, template(source).tokenizer, file))
+    assert f"{file}, line 2: " in line
+    assert line.endswith("cannot render it: too many")
+
+
+CONFIG = {
+    "model.hf_assets_path": "assets",
+    "training.dataset": "json",
+    "training.dataset_path": "data.jsonl",
+    "training.dataset_format": "messages",
+    "training.packing": "best_fit",
+    "training.document_mask": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"training.packing": "concatenate"}, "training.packing"),
+        ({"training.document_mask": False}, "training.document_mask"),
+        ({"model.hf_assets_path": ""}, "model.hf_assets_path"),
+        ({"training.dataset": "text"}, "training.dataset_format"),
+        ({"training.dataset_text_key": "content"}, "training.dataset_text_key"),
+        ({"training.dataset_prompt_key": "question"}, "training.dataset_prompt_key"),
+    ],
+)
+def test_options_that_contradict_one_another_are_rejected(tmp_path, changed, key):
+    assert load(tmp_path, CONFIG).config.training.dataset_format == "messages"
+    settings = CONFIG | changed
+    assert_rejected(lambda: load(tmp_path, settings), settings, {key: "set" if key in CONFIG else "read only when"})
+
+
+def test_best_fit_packing_is_not_for_streaming(tmp_path):
+    settings = {"training.packing": "best_fit", "training.streaming": True, "training.dataset": "c4"}
+    rejected = {"training.streaming": "best-fit packing needs the lengths of all documents"}
+    assert_rejected(lambda: load(tmp_path, settings), settings, rejected)

@@ -1,0 +1,277 @@
+"""Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
+
+Global indices are grouped into blocks of BLOCK sequences. How many sequences of a block come from which dataset is
+decided by integer arithmetic: earliest deadline first, where the deadline of a dataset's next sequence is when its
+share of the order reaches it. So after any number of sequences each dataset has its exact share, rounded up or down.
+The order within a block is shuffled, so that no data-parallel rank always reads the same dataset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import MixedDataset
+from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
+from titanlite.data.shuffle import permuted
+
+BLOCK = 1024
+"""Sequences of a block. A change would change the order of every mixture."""
+WEIGHT_OF_LARGEST = 2**32
+"""Integer that the largest weight is scaled to."""
+
+
+def seed_of(name: str, seed: int) -> int:
+    """Return the seed of a dataset's own order, which does not depend on the other datasets."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode())
+
+
+def integer_shares(options: list[MixedDataset], sizes: list[int]) -> list[int]:
+    """Return the shares of datasets that have `sizes` sequences, in proportion: their weights, or token budgets, or
+    sizes."""
+    if options[0].weight != -1:
+        largest = max(each.weight for each in options)
+        return [max(round(each.weight / largest * WEIGHT_OF_LARGEST), 1) for each in options]
+    return [each.tokens if each.tokens != -1 else size for each, size in zip(options, sizes, strict=True)]
+
+
+def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int | None:
+    """Return how many sequences of a dataset may be read: its epochs, rounded down, or its token budget, rounded up to
+    a sequence. None: any number."""
+    limits = []
+    if options.epochs != -1:
+        limits.append(int(Fraction(repr(options.epochs)) * n_sequences))  # repr: 0.29 is 29 hundredths, not less
+    if options.tokens != -1:
+        limits.append(-(-options.tokens // seq_len))
+    return min(limits, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """One dataset of a mixture, with its order of packed sequences."""
+
+    name: str
+    sequences: PackedSequences
+    content: str
+    """Identity of its tokens."""
+    share: int
+    """Share of the mixture, relative to the shares of the others."""
+    limit: int | None
+    """How many of its sequences may be read; None: any number."""
+
+    def __str__(self) -> str:
+        limit = "" if self.limit is None else f", at most {self.limit} sequences"
+        return f"{self.name} ({self.content}, share {self.share}{limit})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One block of the order. Counts are sequences of each dataset that come before it, over all epochs."""
+
+    first: int
+    """Global index of its first sequence."""
+    counts: tuple[int, ...]
+    phase: tuple[int, ...]
+    """The counts from which on the shares hold: where the order began, or where a dataset was used up."""
+
+
+class MixedSequences:
+    """The training split of a mixture as an endless order of packed sequences, the same for any number of ranks.
+
+    `start` is where the order is entered, which `resumed` computes from a saved state. Once all datasets are used up,
+    which `check` rejects before a run, their limits no longer hold.
+    """
+
+    def __init__(self, components: list[Component], *, seed: int, start: Block | None = None):
+        self.components, self.seed = components, seed
+        zeros = (0,) * len(components)
+        self.start = start or Block(0, zeros, zeros)
+        self.others: dict[str, int] = {}
+        """Counts of datasets of an earlier mixture that this one has not."""
+        self._recent = self.start
+        self._walk = functools.lru_cache(maxsize=8)(self._walk_through)
+
+    def __str__(self) -> str:
+        total = sum(each.share for each in self.components)
+        return ", ".join(f"{each.name} {each.share / total:.1%} of {each.sequences}" for each in self.components)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two mixtures only if their global indices name the same sequences."""
+        return "; ".join(map(str, self.components))
+
+    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+        """Yield the sequences first, first + stride, ..., as PackedSequences.read does."""
+        block = self.start
+        while True:
+            block = self._block_of(first, block)
+            dataset, index = self._walk(block)[0][first - block.first]
+            yield self.components[dataset].sequences[index], None
+            first += stride
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def counts(self, position: int) -> list[int]:
+        """Return how many sequences of each dataset come before a position, over all epochs. It is fast where positions
+        ascend."""
+        block = self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
+        read = Counter(dataset for dataset, _ in self._walk(block)[0][: position - block.first])
+        return [count + read[dataset] for dataset, count in enumerate(block.counts)]
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what `resumed` needs, as plain JSON. It is the same on every rank."""
+        read, block = self._by_name(self.counts(position)), self._recent
+        return {
+            "identity": self.identity,
+            "first": block.first,
+            "counts": self._by_name(block.counts),
+            "phase": self._by_name(block.phase),
+            "read": {**self.others, **read},
+        }
+
+    def _by_name(self, counts: list[int] | tuple[int, ...]) -> dict[str, int]:
+        return {each.name: count for each, count in zip(self.components, counts, strict=True)}
+
+    def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
+        """Return this mixture from where a run stopped, by the state of its loader; None: from its beginning. If it
+        stopped in another mixture, each dataset, by its name, continues from its count, and a new block begins."""
+        if not loader_state:
+            return self
+        position, state = loader_state["next_sequence"], loader_state["mixture"]
+        names, read = [each.name for each in self.components], state["read"]
+        if state["identity"] == self.identity:
+            counts, phase = (tuple(state[key][name] for name in names) for key in ("counts", "phase"))
+            start = Block(state["first"], counts, phase)
+        else:
+            counts = tuple(read.get(name, 0) for name in names)
+            start = Block(position, counts, counts)
+        resumed = MixedSequences(self.components, seed=self.seed, start=start)
+        resumed.others = {name: count for name, count in read.items() if name not in names}
+        return resumed
+
+    def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
+        """Raise ConfigError if all datasets are used up before n sequences are read from where a run stopped."""
+        position = loader_state["next_sequence"] if loader_state else 0
+        counts, left = self.resumed(loader_state).counts(position), []
+        for each, count in zip(self.components, counts, strict=True):
+            if each.limit is None:
+                return
+            left.append(max(each.limit - count, 0))
+        if sum(left) < n:
+            names = ", ".join(f"{each.name} {number:,}" for each, number in zip(self.components, left, strict=True))
+            problem = f"training.datasets: training.steps needs {n:,} packed sequences, and the datasets' epochs or "
+            problem += f"tokens allow {sum(left):,} ({names}); set fewer steps, or higher limits"
+            raise ConfigError([problem])
+
+    def metrics(self, position: int) -> dict[str, float]:
+        """Return tokens and epochs of each dataset that come before a position, by their tags."""
+        values: dict[str, float] = {}
+        for each, count in zip(self.components, self.counts(position), strict=True):
+            values[f"data/{each.name}/tokens"] = count * each.sequences.seq_len
+            values[f"data/{each.name}/epoch"] = count / each.sequences.n_sequences
+        return values
+
+    def expected_counts(self, n: int) -> list[float]:
+        """Return how many of the first n sequences come from each dataset, up to rounding, without a walk through all
+        blocks. They may not be more than the datasets' limits allow."""
+        counts, left = [0.0] * len(self.components), float(n)
+        while left and (active := self._active(counts)):
+            total = sum(self.components[i].share for i in active)
+            ends = {}  # sequences until the dataset is used up
+            for i in active:
+                limit, share = self.components[i].limit, self.components[i].share
+                ends[i] = math.inf if limit is None else (limit - counts[i]) * total / share
+            taken = min(left, *ends.values())
+            for i in active:
+                limit, share = self.components[i].limit, self.components[i].share
+                counts[i] = float(limit) if limit and ends[i] <= taken else counts[i] + taken * share / total
+            left -= taken
+        return counts
+
+    # Order -----------------------------------------------------------------------------------------------------------
+
+    def _active(self, counts: Iterable[float]) -> list[int]:
+        """Return the datasets that are not used up."""
+        pairs = zip(self.components, counts, strict=True)
+        return [i for i, (each, count) in enumerate(pairs) if each.limit is None or count < each.limit]
+
+    def _block_of(self, position: int, block: Block) -> Block:
+        """Return the block that a position is in, from an earlier block on."""
+        while position >= block.first + BLOCK:
+            block = self._walk(block)[1]
+        return block
+
+    def _walk_through(self, block: Block) -> tuple[list[tuple[int, int]], Block]:
+        """Return the dataset of each sequence of a block and its index in that dataset's order; and the next block."""
+        chosen, counts, phase = [], list(block.counts), block.phase
+        end = BLOCK  # where all datasets are used up: no sequence from behind it comes before it
+        while len(chosen) < BLOCK:
+            chosen += self._choose(counts, phase, BLOCK - len(chosen))
+            if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
+                phase = tuple(counts)
+                end = end if self._active(counts) else len(chosen)
+        after = Block(block.first + BLOCK, tuple(counts), phase)
+        order, counts = [], list(block.counts)
+        for number in range(BLOCK):
+            shuffled = permuted(number, end, self.seed, block.first) if number < end else number
+            dataset = chosen[shuffled]
+            order.append((dataset, counts[dataset]))
+            counts[dataset] += 1
+        return order, after
+
+    def _choose(self, counts: list[int], phase: tuple[int, ...], n: int) -> list[int]:
+        """Return the datasets of the next n sequences, or of fewer if one is used up, and add them to the counts.
+
+        Of a phase's first m sequences, a dataset with the share w of all shares W has m w / W, rounded up or down. So
+        its sequence k (from 0) comes at the earliest as number floor(k W / w), and at the latest before number
+        ceil((k + 1) W / w). The earliest deadline first meets all deadlines, since the shares fill the order exactly.
+        """
+        active = self._active(counts) or range(len(counts))
+        shares = {i: self.components[i].share for i in active}
+        total = sum(shares.values())
+        m = sum(counts[i] - phase[i] for i in active)
+        earliest = {i: (counts[i] - phase[i]) * total // shares[i] for i in active}
+        latest = {i: -(-(counts[i] - phase[i] + 1) * total // shares[i]) for i in active}
+        chosen = []
+        while len(chosen) < n:
+            i = min((i for i in active if earliest[i] <= m), key=latest.__getitem__)
+            chosen.append(i)
+            counts[i] += 1
+            m += 1
+            earliest[i] = (counts[i] - phase[i]) * total // shares[i]
+            latest[i] = -(-(counts[i] - phase[i] + 1) * total // shares[i])
+            if counts[i] == self.components[i].limit:
+                break
+        return chosen
+
+
+class MixedValidation:
+    """The validation splits of a mixture's datasets, each once. Sequences are interleaved evenly, so that the beginning
+    that a validation reads has all datasets in proportion to their splits."""
+
+    def __init__(self, splits: list[ValidationSequences]):
+        self.splits = splits
+        self.n_sequences = sum(each.n_sequences for each in splits)
+        places = [(np.arange(each.n_sequences) + 0.5) / each.n_sequences for each in splits]
+        self._order = np.argsort(np.concatenate(places), kind="stable")
+        self._ends = np.cumsum([each.n_sequences for each in splits])
+
+    def __str__(self) -> str:
+        return f"{self.n_sequences:,} packed sequences of {len(self.splits)} datasets"
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return a sequence, or one of padding past the end, as ValidationSequences does."""
+        if index >= self.n_sequences:
+            return self.splits[0][self.splits[0].n_sequences]
+        number = int(self._order[index])
+        split = int(np.searchsorted(self._ends, number, side="right"))
+        return self.splits[split][number - int(self._ends[split]) + self.splits[split].n_sequences]
