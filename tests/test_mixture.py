@@ -7,11 +7,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +31,7 @@ from tests.data_helpers import (
     training,
     write,
 )
+from titanlite import build
 from titanlite.config.reference import reference_markdown
 from titanlite.config.schema import MixedDataset, Validation
 from titanlite.data import mixture
@@ -355,6 +358,34 @@ def test_identities_of_files(tmp_path, b):
         assert identity == identities[0], "the mixture has its own part of the identity"
 
 
+def test_best_fit_packing_of_each_dataset(tmp_path, b):
+    sequences, validation, identity = open_files(tmp_path, {"weight": 3.0}, {**b, "weight": 1.0}, packing="best_fit")
+    of_a, of_b = (each.sequences for each in sequences.components)
+    for index in range(of_a.n_sequences):
+        assert as_lists(of_a[index]) == as_lists(of_a.packing[index])
+    assert sequences.counts(1024) == [768, 256]
+    assert len(validation.splits) == 2
+    expected = {"data/a/tokens": 768 * T, "data/a/epoch": 768 / of_a.n_sequences}
+    expected |= {"data/b/tokens": 256 * T, "data/b/epoch": 256 / of_b.n_sequences}
+    assert sequences.metrics(1024) == expected
+    concatenated, _, other = open_files(tmp_path, {"weight": 3.0}, {**b, "weight": 1.0})
+    assert (concatenated.identity, other) != (sequences.identity, identity)
+    assert concatenated.identity != sequences.identity
+
+
+def test_a_run_that_needs_more_than_the_limits_allow_is_rejected_before_its_first_step(tmp_path, b):
+    """Also if it resumes, by what is left then."""
+    sequences, _, _ = open_files(tmp_path, {"epochs": 1.0}, {**b, "epochs": 1.0})
+    n = sum(each.limit for each in sequences.components)
+    config: Any = SimpleNamespace(training=training(**OPTIONS, steps=n // 4 + 1))
+    options = {"device": torch.device("cpu"), "state": None}
+    line = rejection(lambda: build.build_loader(config, None, sequences, **options))
+    assert line.startswith(f"training.datasets: training.steps needs {n // 4 * 4 + 4} packed sequences")
+    resumed = {**options, "state": loader_state(sequences, 4), "last_step": 1}
+    line = rejection(lambda: build.build_loader(config, None, sequences, **resumed))
+    assert line.startswith(f"training.datasets: training.steps needs {n // 4 * 4} packed sequences")
+
+
 def test_wrong_datasets_are_named(tmp_path, b):
     wrong = {"name": "w", "dataset_path": str(tmp_path / "nowhere")}
     line = rejection(lambda: open_files(tmp_path, {}, wrong))
@@ -387,6 +418,7 @@ WRONG = {
     A_TABLE + "wieght = 1": "training.datasets.0.wieght = 1: unknown key; did you mean weight?",
     A_TABLE + B_TABLE + "weight = 0": "training.datasets.1.weight = 0: expected -1, or a finite number > 0",
     A_TABLE + "epochs = 0.0": "training.datasets.0.epochs = 0.0: expected -1, or a finite number > 0",
+    A_TABLE + 'dataset_format = "messages"': 'training.datasets.0.dataset_format = "messages": unknown key; ',
     A_TABLE + "tokens = 1.5": "training.datasets.0.tokens = 1.5: expected -1, or an integer >= 1",
     A_TABLE + 'dataset = "c5"': 'training.datasets.0.dataset = "c5": expected one of "pydoc_topics", "text", "json", '
     '"parquet", "c4", "hub"',
@@ -423,6 +455,10 @@ def test_wrong_configs_are_rejected(tmp_path: Path, toml: str):
             'training.dataset = "c4": training.datasets names the datasets; remove one of the two',
         ),
         ("--training.streaming", "training.streaming = true: unsupported with training.datasets; set false"),
+        (
+            "--training.dataset_format=messages",
+            'training.dataset_format = "messages": unsupported with training.datasets; remove one of the two',
+        ),
     ],
 )
 def test_options_that_contradict_a_mixture_are_rejected(tmp_path: Path, settings: str, line: str):

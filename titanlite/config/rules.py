@@ -41,7 +41,6 @@ ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 # values that, written out, turn the options off: then they may stay in the file.
 DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.dataset_text_key"], FORMAT, ("text",), ()),
-    ([FORMAT], DATASET, ("json", "parquet", "hub"), ()),
     (["training.dataset_messages_key"], FORMAT, ("messages",), ()),
     (["training.dataset_prompt_key", "training.dataset_response_key"], FORMAT, ("prompt_response",), ()),
     (["training.long_conversations"], FORMAT, ("messages", "prompt_response"), ("text",)),
@@ -166,7 +165,13 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if streaming and config.training.packing == "best_fit":
         message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
         reject(STREAMING, message, PACKING)
-    if config.training.dataset_format != "text":
+    if config.training.dataset_format != "text" and config.training.datasets:
+        reject(FORMAT, f"unsupported with {MIXTURE}; remove one of the two", MIXTURE)
+    elif config.training.dataset_format != "text":
+        rows = DATASET_OPTIONS["dataset_text_key"]
+        if dataset not in rows:
+            message = f"read only when {DATASET} is {' or '.join(map(show, rows))}; set that, or remove it"
+            reject(FORMAT, message, DATASET)
         reason = f"conversations ({FORMAT} = {show(config.training.dataset_format)})"
         if config.training.packing != "best_fit":
             reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', FORMAT)

@@ -340,6 +340,7 @@ class BestFitSequences(PackedSequences):
 
     def __init__(self, packing: BestFit, training: Training, *, seed: int):
         self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, len(packing)
+        self.seq_len = packing.seq_len
         if not self.n_sequences:
             what = (
                 "documents" if packing.long == "split" else f"conversations of at most {packing.seq_len + 1:,} tokens"
