@@ -25,10 +25,10 @@ import psutil
 import xxhash
 
 from titanlite.config.schema import Training
-from titanlite.data import token_shards
+from titanlite.data import shard_files, token_shards
 from titanlite.data.packing import PackedSequences
-from titanlite.data.token_cache import _complete_index
-from titanlite.data.token_shards import BLOCK, HEADER, Index, Shard, TokenCache, shard_name
+from titanlite.data.token_cache import _complete_cache
+from titanlite.data.token_shards import BLOCK, HEADER, Index, Shard, shard_name
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.reliability.files import checksum
 
@@ -50,11 +50,11 @@ def make(folder: Path, n_shards: int) -> None:
     )
     for number in range(n_shards):
         with (folder / shard_name(number)).open("wb") as file:
-            file.write(token_shards._header(shard, "uint16"))
+            file.write(shard_files.header_of(shard, "uint16"))
             file.truncate(HEADER + TOKENS * 2)
             file.seek(HEADER + TOKENS * 2)
             file.write(checksums)
-    (folder / token_shards.INDEX).write_bytes(Index(dtype="uint16", shards=[shard] * n_shards).encode())
+    Index(dtype="uint16", shards=[shard] * n_shards).publish(folder / token_shards.INDEX)
 
 
 def resident() -> float:
@@ -75,9 +75,9 @@ def main() -> None:
         print(f"made      {n_shards:,} shards in {time.perf_counter() - begin:.1f} s")
         memory = [resident()]
         begin = time.perf_counter()
-        index = _complete_index(folder, "uint16", n_shards)
-        assert index
-        tokens = TokenCache(folder, index).tokens("train")
+        cache = _complete_cache(folder, "uint16", "folder", verifies=False)
+        assert cache
+        tokens = cache.tokens("train")
         print(f"opened    {len(tokens):,} tokens in {time.perf_counter() - begin:.3f} s", flush=True)
         memory.append(resident())
         sequences = PackedSequences(tokens, ByteTokenizer(), Training(seq_len=2048), seed=0)

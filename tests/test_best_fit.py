@@ -83,8 +83,8 @@ def documents_of(lengths: list[int]) -> list[np.ndarray]:
 
 def sequences_of(lengths: list[int], seq_len: int, long: Any = "split") -> list[Any]:
     tokens = np.arange(sum(lengths))
-    begins, pieces = pack(split_documents(np.array(lengths, np.int64), seq_len, long), seq_len)
-    own = [pieces[begin:end].tolist() for begin, end in itertools.pairwise(begins)]
+    begins, chunks = pack(split_documents(np.array(lengths, np.int64), seq_len, long), seq_len)
+    own = [chunks[begin:end].tolist() for begin, end in itertools.pairwise(begins)]
     return [lay_out([tokens[begin : begin + n] for begin, n in one], seq_len, 0) for one in own]
 
 
@@ -108,7 +108,7 @@ def check_sequences(lengths: list[int], seq_len: int) -> None:
     assert sorted(pairs) == [token for document in documents for token in document.tolist()[1:]]
     for document in documents:
         if 1 < len(document) <= seq_len + 1:
-            assert int(document[0]) in whole, "begins a piece"
+            assert int(document[0]) in whole, "begins a chunk"
 
 
 @EXAMPLES
@@ -163,7 +163,7 @@ def test_marked_tokens_are_no_targets():
 @pytest.fixture
 def options(tmp_path, monkeypatch) -> dict[str, Any]:
     """A dataset of several shards."""
-    monkeypatch.setattr(token_cache, "PART_BYTES", 700)
+    monkeypatch.setattr(token_cache, "SHARD_BYTES", 700)
     file = write(tmp_path / "files" / "0.jsonl", [*some_texts(), "z" * 100])
     cache = {"cache_folder": str(tmp_path / "cache"), "packing": "best_fit", "document_mask": True}
     return {"dataset": "json", "dataset_path": str(file), **cache}

@@ -35,23 +35,23 @@ def texts(kind: str, path: Path, begin: int = 0, end: int | None = None) -> list
 
 @settings(max_examples=60, deadline=None)
 @given(
-    pieces=st.lists(st.sampled_from(["a", "bc", "é", "\n", "\n\n", "\r\n", "\r\n\r\n", " ", "\t"]), max_size=24),
-    cuts=st.lists(st.integers(0, 60), max_size=4),
+    fragments=st.lists(st.sampled_from(["a", "bc", "é", "\n", "\n\n", "\r\n", "\r\n\r\n", " ", "\t"]), max_size=24),
+    limits=st.lists(st.integers(0, 60), max_size=4),
     kind=st.sampled_from(["line", "paragraph"]),
 )
-def test_segments_of_a_text_have_each_row_once(tmp_path_factory, pieces, cuts, kind):
+def test_segments_of_a_text_have_each_row_once(tmp_path_factory, fragments, limits, kind):
     """However the bytes are partitioned, and wherever reading resumes."""
     path = tmp_path_factory.mktemp("text") / "a.txt"
-    path.write_bytes("".join(pieces).encode())
+    path.write_bytes("".join(fragments).encode())
     size = path.stat().st_size
     segment = Segment(str(path), 0, size, size)
     complete = rows(kind, segment)
-    limits = [0, *sorted(min(cut, size) for cut in cuts), size]
-    parts = [rows(kind, segment._replace(begin=a, end=b)) for a, b in itertools.pairwise(limits)]
-    assert [row for part in parts for row in part] == complete
+    limits = [0, *sorted(min(limit, size) for limit in limits), size]
+    of_segments = [rows(kind, segment._replace(begin=a, end=b)) for a, b in itertools.pairwise(limits)]
+    assert [row for each in of_segments for row in each] == complete
     for number, row in enumerate(complete):
         assert rows(kind, segment._replace(begin=row.end)) == complete[number + 1 :]
-    expected = "".join(pieces).replace("\r\n", "\n")
+    expected = "".join(fragments).replace("\r\n", "\n")
     if kind == "line":
         assert [row.values["text"] for row in complete] == expected.removesuffix("\n").split("\n") * bool(expected)
     else:

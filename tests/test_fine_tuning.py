@@ -284,7 +284,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
     work = shard_builder.Work(options, "training.dataset_path", own.tokenizer.path, 0.0)
-    segments = open_dataset(Source(options))[0]
+    segments = list(open_dataset(Source(options))[0])
     worker = shard_builder.WorkerProcess(work, threads=1)
     try:
         shard = worker.build(tmp_path / "a", "uint16", 0, segments, lambda *counts: None)

@@ -23,23 +23,23 @@ from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
 from titanlite import progress
 from titanlite.config.loader import ConfigError
-from titanlite.data import cache_builder, shard_builder, token_cache, token_shards
+from titanlite.data import cache_builder, shard_builder, shard_files, token_cache, token_shards
 from titanlite.data.shard_builder import is_validation_document
 from titanlite.data.source import Source
-from titanlite.data.token_cache import open_token_cache, parts_of
+from titanlite.data.token_cache import open_token_cache, segments_of_shards
 from titanlite.data.token_shards import TokenCache
 from titanlite.errors import TrainingError
+from titanlite.reliability import process
 from titanlite.reliability.folder_lock import FolderLock
-from titanlite.tokenize_dataset import verify as verify_token_cache
 
-FILES, PART = 6, 700
+FILES = 6
 
 
 @pytest.fixture(autouse=True)
 def _small_and_fast(monkeypatch):
     """Shards of half a file, and locks without a pause."""
     monkeypatch.setattr(cache_builder, "FolderLock", functools.partial(FolderLock, beat_seconds=0.01))
-    monkeypatch.setattr(token_cache, "PART_BYTES", PART)
+    monkeypatch.setattr(token_cache, "SHARD_BYTES", 700)
 
 
 def texts_of_files() -> list[list[str]]:
@@ -56,9 +56,15 @@ def dataset(tmp_path) -> Source:
 
 
 def cached(
-    dataset: Source, cache: Path, tokenizer: Any = BYTES, fraction: float = 0.25, builds_cache: bool = True
+    dataset: Source,
+    cache: Path,
+    tokenizer: Any = BYTES,
+    fraction: float = 0.25,
+    builds_cache: bool = True,
+    verifies: bool = False,
 ) -> TokenCache:
-    return open_token_cache(dataset, tokenizer, fraction, cache_folder=str(cache), builds_cache=builds_cache)
+    options: Any = {"cache_folder": str(cache), "builds_cache": builds_cache, "verifies": verifies}
+    return open_token_cache(dataset, tokenizer, fraction, **options)
 
 
 def tokens_of(cache: TokenCache) -> tuple[list[int], list[int]]:
@@ -75,30 +81,30 @@ def folder_of(cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9])
-@pytest.mark.parametrize("part", [0, 1, 77])
-def test_validation_fraction_is_exact_and_even(fraction, part):
-    """Of the first n documents of a part, n x fraction belong to the validation split, for every n."""
-    validation = np.cumsum([is_validation_document(part, document, fraction) for document in range(5000)])
+@pytest.mark.parametrize("shard", [0, 1, 77])
+def test_validation_fraction_is_exact_and_even(fraction, shard):
+    """Of the first n documents of a shard, n x fraction belong to the validation split, for every n."""
+    validation = np.cumsum([is_validation_document(shard, document, fraction) for document in range(5000)])
     assert (np.abs(validation - fraction * np.arange(1, 5001)) < 1).all()
 
 
-def test_parts_of_few_documents_have_the_validation_fraction_together():
-    validation = sum(is_validation_document(part, 0, 0.05) for part in range(2000))
+def test_shards_of_few_documents_have_the_validation_fraction_together():
+    validation = sum(is_validation_document(shard, 0, 0.05) for shard in range(2000))
     assert validation == pytest.approx(100, abs=2)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
 def test_a_token_cache_has_all_documents_in_order(dataset, tmp_path, fraction):
     cache = cached(dataset, tmp_path / "cache", fraction=fraction)
-    parts = parts_of(token_cache.open_dataset(dataset)[0])
-    assert len(cache.index.shards) == len(parts) > FILES
+    shards = segments_of_shards(token_cache.open_dataset(dataset)[0])
+    assert len(cache.index.shards) == len(shards) > FILES
     documents = [
-        [text for segment in part for _, text in shard_builder.read_documents(dataset, segment)] for part in parts
+        [text for segment in shard for _, text in shard_builder.read_documents(dataset, segment)] for shard in shards
     ]
-    assert [text for part in documents for text in part] == [text for texts in texts_of_files() for text in texts]
+    assert [text for shard in documents for text in shard] == [text for texts in texts_of_files() for text in texts]
     splits: dict[bool, list[str]] = {False: [], True: []}
-    for number, part in enumerate(documents):
-        for index, text in enumerate(part):
+    for number, texts in enumerate(documents):
+        for index, text in enumerate(texts):
             splits[is_validation_document(number, index, fraction)].append(text)
     assert tokens_of(cache) == (flat(splits[False]), flat(splits[True]))
     train = cache.tokens("train")
@@ -169,7 +175,7 @@ def test_a_stopped_build_continues_where_it_was(dataset, tmp_path, monkeypatch):
     assert {file.name for file in folder_of(tmp_path / "cache").iterdir()} == names
     assert built == [0, 1, 2, 3]
     interrupted = tokens_of(cached(dataset, tmp_path / "cache"))
-    assert sorted(built[4:]) == list(range(3, len(parts_of(token_cache.open_dataset(dataset)[0]))))
+    assert sorted(built[4:]) == list(range(3, len(segments_of_shards(token_cache.open_dataset(dataset)[0]))))
     assert interrupted == tokens_of(cached(dataset, tmp_path / "other"))
 
 
@@ -206,7 +212,7 @@ def test_two_builders_share_the_work(dataset, tmp_path, monkeypatch):
 def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
     alone = cached(dataset, tmp_path / "alone")
     monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(process, "available_cores", lambda: 2)
     started: list[Any] = []
     worker = cache_builder.WorkerProcess
     monkeypatch.setattr(cache_builder, "WorkerProcess", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
@@ -219,7 +225,7 @@ def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
 
 def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(process, "available_cores", lambda: 2)
     bad = tmp_path / "files" / "3.jsonl"
     bad.write_text('{"text": "a"}\n{"text": 5}\n')
     line = rejection(lambda: cached(dataset, tmp_path / "cache"))
@@ -228,13 +234,13 @@ def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, m
 
 def test_a_worker_ends_with_its_parent():
     command = [sys.executable, "-m", "titanlite.data.shard_builder"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     work = {"training": {}, "path_option": "", "hf_assets_path": "", "validation_fraction": 0.0}
-    assert process.stdin
-    process.stdin.write(json.dumps(work).encode() + b"\n")
-    process.stdin.flush()
-    process.stdin.close()
-    assert process.wait(30) == 1
+    assert worker.stdin
+    worker.stdin.write(json.dumps(work).encode() + b"\n")
+    worker.stdin.flush()
+    worker.stdin.close()
+    assert worker.wait(30) == 1
 
 
 def test_other_ranks_of_a_node_wait_for_the_token_cache(dataset, tmp_path, monkeypatch):
@@ -276,7 +282,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_unfinished_file(dataset, tmp_path
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_shards._Blocks, "write", full)
+    monkeypatch.setattr(shard_files._Blocks, "write", full)
     line = rejection(lambda: cached(dataset, tmp_path / "cache"))
     assert line == f'training.cache_folder = "{tmp_path / "cache"}": cannot be written: No space left on device'
     assert list(folder_of(tmp_path / "cache").iterdir()) == []
@@ -371,7 +377,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change_index(folder, lambda index: index["shards"][1].update(train_tokens=10**9)),
         "00001.safetensors has ",
     ),
-    "fewer shards": (lambda folder: change_index(folder, lambda index: index["shards"].pop()), "tokens.json has "),
     "no shards": (lambda folder: change_index(folder, lambda index: index.update(shards=[])), "tokens.json: shards"),
     "a file": (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "it is not a folder"),
 }
@@ -422,7 +427,8 @@ def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, 
 
 
 def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_shards, "BLOCK", 64)
+    for module in (token_shards, shard_files):
+        monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
     expected = tokens_of(built)[0]
@@ -436,15 +442,43 @@ def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch
 def test_verify_finds_all_damage(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
-    assert verify_token_cache(built)
     for number in (1, 4):
         flip_a_bit(built.folder / token_shards.shard_name(number), token_shards.HEADER + 5)
-    assert not verify_token_cache(cached(dataset, tmp_path / "cache"))
-    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "00001.safetensors",
-        "00004.safetensors",
-    ]
-    assert verify_token_cache(cached(dataset, tmp_path / "cache"))
+    cached(dataset, tmp_path / "cache")
+    assert capsys.readouterr().out == ""
+    assert tokens_of(cached(dataset, tmp_path / "cache", verifies=True)) == tokens_of(cached(dataset, tmp_path / "new"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["00001.safetensors", "00004.safetensors"]
+    assert all(line.endswith("; it is built again") for line in lines)
+    assert cached(dataset, tmp_path / "cache", verifies=True).identity == built.identity
+    assert capsys.readouterr().out == ""
+
+
+def test_verified_blocks_are_not_read_again(dataset, tmp_path, monkeypatch):
+    """Of a small cache, which is verified when it is opened."""
+    cached(dataset, tmp_path / "cache")
+    opened = cached(dataset, tmp_path / "cache")
+    monkeypatch.setattr(token_shards.xxhash, "xxh3_64_intdigest", lambda data: pytest.fail("verifies again"))
+    tokens_of(opened)
+
+
+def test_a_disk_that_damages_what_is_written_ends_the_build(dataset, tmp_path, monkeypatch):
+    real = token_shards.publish
+
+    def publish(path: Path, content: bytes) -> None:
+        real(path, content)
+        flip_a_bit(path.parent / SHARD, 4096)
+
+    monkeypatch.setattr(token_shards, "publish", publish)
+    with pytest.raises(TrainingError, match="is damaged right after it was built"):
+        cached(dataset, tmp_path / "cache")
+
+
+def test_files_are_not_opened_to_find_a_complete_cache(dataset, tmp_path, monkeypatch):
+    """But for the samples that tell whether they have changed."""
+    built = cached(dataset, tmp_path / "cache")
+    monkeypatch.setattr("titanlite.data.documents.segment_of", lambda *arguments: pytest.fail("opens a file"))
+    assert cached(dataset, tmp_path / "cache").identity == built.identity
 
 
 def test_a_token_cache_that_others_can_write_is_rejected(dataset, tmp_path):

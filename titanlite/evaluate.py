@@ -116,19 +116,13 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
     """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
     training. Raises ConfigError if they cannot be read."""
-    from titanlite.data.packing import ValidationSequences
+    from titanlite.data.open import pack_once
     from titanlite.data.source import Source
     from titanlite.data.token_cache import open_token_cache
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     cache = open_token_cache(source, tokenizer, 0.0, **options)
-    if training.packing == "best_fit":
-        from titanlite.data.best_fit import BestFitValidation, open_best_fit
-
-        packing = open_best_fit(cache, "train", training, builds_cache=builds_cache)
-        sequences: Any = BestFitValidation(packing)
-    else:
-        sequences = ValidationSequences(cache.tokens("train"), tokenizer, training.seq_len)
+    sequences = pack_once(cache, "train", tokenizer, training, builds_cache=builds_cache)
     if not sequences.n_sequences:
         raise ConfigError([f"{source}: has no text"])
     return sequences

@@ -26,7 +26,7 @@ from titanlite.config.launch import count_from_environment, plan_command, quanti
 from titanlite.config.loader import print_problems, show
 from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
-from titanlite.reliability.process import LOG_FOLDER, STARTED_BY, exit_process, listen_as_launcher
+from titanlite.reliability.process import LOG_FOLDER, STARTED_BY, available_cores, exit_process, listen_as_launcher
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
@@ -146,10 +146,9 @@ def main(argv: list[str]) -> int:
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:
     """Return the environment variables of so many ranks of this node."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
-        "OMP_NUM_THREADS": str(max(cores // ranks, 1)),
+        "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),
         # Fewer, larger segments: less memory lost to fragmentation. The older name of this variable,
         # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),

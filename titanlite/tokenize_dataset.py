@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Config, ConfigError, load
 from titanlite.config.loader import print_problems
@@ -58,17 +58,14 @@ def tokenize(argv: list[str]) -> None:
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.plan.planner import resolve
 
-    verifies = "--verify" in argv
     config, _, _ = resolve(load([argument for argument in argv if argument != "--verify"]), None)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     if config.training.streaming:
         print("training: nothing to do, since training.streaming = true reads the documents while training")
-    options = {"cache_folder": config.training.cache_folder, "builds_cache": True}
-    caches = []
+    folder, caches = config.training.cache_folder, []
+    options: Any = {"cache_folder": folder, "builds_cache": True, "verifies": "--verify" in argv}
     for each in token_caches(config.training, config.validation):
         cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
-        if verifies and not verify(cache):
-            cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
         caches.append((each, cache))
         dataset = f" of {each.name}" if each.name else ""
         print(f"{cache.folder}: {len(cache.index.shards):,} shards")
@@ -88,27 +85,6 @@ def print_mixture(config: Config, sequences: MixedSequences) -> None:
         print(
             f"{line}epochs of {each.sequences.n_sequences:,} packed sequences, {count / n:.1%} of the run", flush=True
         )
-
-
-def verify(cache: TokenCache) -> bool:
-    """Read all tokens of a cache, compare them with their checksums, and remove damaged shards. Return whether there
-    was none."""
-    from titanlite.data.token_shards import DamagedShardError, shard_name
-    from titanlite.progress_bar import progress_bar
-
-    total = sum(shard.file_size(cache.index.dtype) for shard in cache.index.shards)
-    damaged = []
-    with progress_bar("verifying the token cache", total=total, unit="bytes", enabled=True) as advance:
-        for number in range(len(cache.index.shards)):
-            try:
-                for n_bytes in cache.verify(number):
-                    advance(n_bytes)
-            except DamagedShardError as error:
-                print(f"token cache {cache.folder}: {error}", flush=True)
-                damaged.append(number)
-    for number in damaged:
-        (cache.folder / shard_name(number)).unlink(missing_ok=True)
-    return not damaged
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:

@@ -12,24 +12,22 @@ sequence length alone. So any rank finds sequence i at once, and the order is th
 import bisect
 import contextlib
 import functools
-import json
 import os
 import time
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
 from titanlite.data import token_shards
 from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences, positions_in_documents
-from titanlite.data.token_shards import DamagedShardError, Split, TokenCache
+from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, Split, TokenCache
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 from titanlite.progress import progress
-from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem
+from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum
 
 INDEX = "packing.json"
 OPEN_FILES = 64  # of a process
@@ -85,9 +83,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
-    """Return where each piece of some documents that lie end to end begins, and its tokens, int64 [pieces, 2].
+    """Return where each chunk of some documents that lie end to end begins, and its tokens, int64 [chunks, 2].
 
-    A piece is a document, or T + 1 tokens of a longer one. The last token of such a piece is the first of the next, as
+    A chunk is a document, or T + 1 tokens of a longer one. The last token of such a chunk is the first of the next, as
     every token but a document's first is a target once. A document of one token has none, and is left out.
     """
     starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
@@ -95,24 +93,24 @@ def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> n
         starts, lengths = starts[lengths <= seq_len + 1], lengths[lengths <= seq_len + 1]
     elif long != "split":
         lengths = np.minimum(lengths, seq_len + 1)
-    n_pieces = np.maximum(-(-(lengths - 1) // seq_len), 0)
-    number = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
-    begins = number * seq_len  # of each piece, in its document
+    n_chunks = np.maximum(-(-(lengths - 1) // seq_len), 0)
+    number = np.arange(n_chunks.sum()) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
+    begins = number * seq_len  # of each chunk, in its document
     return np.stack(
-        [np.repeat(starts, n_pieces) + begins, np.minimum(np.repeat(lengths, n_pieces) - begins, seq_len + 1)], axis=1
+        [np.repeat(starts, n_chunks) + begins, np.minimum(np.repeat(lengths, n_chunks) - begins, seq_len + 1)], axis=1
     )
 
 
-def pack(pieces: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put pieces, int64 [pieces, 2], into sequences. Return where the pieces of each sequence begin, int64 [sequences +
-    1], and the pieces by sequence. Sequences are in the order of their first pieces, and have them in order."""
-    bins = best_fit_decreasing(pieces[:, 1], seq_len + 1)
+def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put chunks, int64 [chunks, 2], into sequences. Return where the chunks of each sequence begin, int64 [sequences +
+    1], and the chunks by sequence. Sequences are in the order of their first chunks, and have them in order."""
+    bins = best_fit_decreasing(chunks[:, 1], seq_len + 1)
     _, first, numbers = np.unique(bins, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     bins = rank[numbers]
     begins = np.append(0, np.cumsum(np.bincount(bins, minlength=len(first))))
-    return begins.astype(np.int64), pieces[np.argsort(bins, kind="stable")]
+    return begins.astype(np.int64), chunks[np.argsort(bins, kind="stable")]
 
 
 def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
@@ -137,16 +135,16 @@ class Table(Record):
     """The size of a shard's packing table."""
 
     sequences: Count
-    pieces: Count
+    chunks: Count
     xxh3_64: Checksum
     """Of the file."""
 
     @property
     def file_size(self) -> int:
-        return 8 * (self.sequences + 1 + 2 * self.pieces)
+        return 8 * (self.sequences + 1 + 2 * self.chunks)
 
 
-class Index(Record):
+class Index(RecordWithChecksum):
     """The content of packing.json."""
 
     tables: list[Table]
@@ -156,12 +154,6 @@ class Index(Record):
     """Longer than a sequence: split, dropped or truncated."""
     tokens: Count
     """In all sequences, without padding."""
-    xxh3_64: Checksum = "0" * 16
-    """Of the rest of this file."""
-
-    def checksum(self) -> str:
-        """Return what `xxh3_64` must be."""
-        return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
 
 def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
@@ -189,22 +181,13 @@ def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds
 
 
 def _read_index(cache: TokenCache, folder: Path, *, check_tables: bool) -> Index:
-    """Return packing.json. Raises FileNotFoundError if it or a table is missing, and DamagedShardError if one is not of
+    """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not of
     this cache."""
-    path = folder / INDEX
-    token_shards.check_trusted(folder)
-    path.lstat()
-    token_shards.regular_file(path)
-    try:
-        index = Index.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise DamagedShardError(f"{INDEX}: {first_problem(error)}") from None
-    if index.xxh3_64 != index.checksum() or len(index.tables) != len(cache.index.shards):
-        raise DamagedShardError(f"{INDEX}: the checksum or the number of shards differs")
+    index = token_shards.read_record(folder / INDEX, Index)
+    if len(index.tables) != len(cache.index.shards):
+        raise DamagedShardError(f"{INDEX}: the number of shards differs")
     for number, table in enumerate(index.tables if check_tables else []):
-        file = folder / _table_name(number)
-        if token_shards.regular_file(file).st_size != table.file_size:
-            raise DamagedShardError(f"{file.name} has another size")
+        token_shards.check_size(folder / _table_name(number), table.file_size)
     return index
 
 
@@ -223,38 +206,37 @@ def _write_tables(
     with progress("packing the documents", total=sum(counts), unit="documents") as advance:
         for number, count in enumerate(counts):
             lengths = cache.read(number, f"{split}_documents", 0, count).astype(np.int64)
-            pieces = split_documents(lengths, seq_len, long)
+            chunks = split_documents(lengths, seq_len, long)
             if long == "truncate":
-                pieces = _with_targets(cache, split, number, pieces, seq_len, not_trained)
-            begins, pieces = pack(pieces, seq_len)
-            data = begins.astype("<i8").tobytes() + pieces.astype("<i8").tobytes()
-            tables.append(Table(sequences=len(begins) - 1, pieces=len(pieces), xxh3_64=checksum(data)))
+                chunks = _with_targets(cache, split, number, chunks, seq_len, not_trained)
+            begins, chunks = pack(chunks, seq_len)
+            data = begins.astype("<i8").tobytes() + chunks.astype("<i8").tobytes()
+            tables.append(Table(sequences=len(begins) - 1, chunks=len(chunks), xxh3_64=checksum(data)))
             token_shards.publish(folder / _table_name(number), data)
             n_documents += count
             n_long += int((lengths > seq_len + 1).sum())
             longest = max(longest, int(lengths.max(initial=0)))
-            n_tokens += int(pieces[:, 1].sum())
+            n_tokens += int(chunks[:, 1].sum())
             advance(count)
     if n_long and long == "reject":
         problem = f'training.long_conversations = "reject": {n_long:,} of {n_documents:,} conversations have more than '
         problem += f"the {seq_len + 1:,} tokens of a sequence, and the longest has {longest:,}; set a larger "
         raise ConfigError([problem + 'training.seq_len, or "drop" or "truncate"'])
     index = Index(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
-    index = index.model_copy(update={"xxh3_64": index.checksum()})
-    token_shards.publish(folder / INDEX, index.model_dump_json().encode())
+    index.publish(folder / INDEX)
     return index
 
 
 def _with_targets(
-    cache: TokenCache, split: Split, number: int, pieces: np.ndarray, seq_len: int, not_trained: int
+    cache: TokenCache, split: Split, number: int, chunks: np.ndarray, seq_len: int, not_trained: int
 ) -> np.ndarray:
-    """Return the pieces without the beginnings of conversations in which the assistant has not said anything yet."""
+    """Return the chunks without the beginnings of conversations in which the assistant has not said anything yet."""
 
     def has_target(begin: int, length: int) -> bool:
         return not (cache.read(number, split, begin + 1, begin + length) & not_trained).all()
 
-    full = np.flatnonzero(pieces[:, 1] == seq_len + 1)
-    return np.delete(pieces, [row for row in full.tolist() if not has_target(*pieces[row].tolist())], axis=0)
+    full = np.flatnonzero(chunks[:, 1] == seq_len + 1)
+    return np.delete(chunks, [row for row in full.tolist() if not has_target(*chunks[row].tolist())], axis=0)
 
 
 class BestFit:
@@ -307,21 +289,21 @@ class BestFit:
         position = index - int(self._ends[number - 1] if number else 0)
         try:
             begin, end = self._read(number, position, position + 2)
-            first, last = (self.index.tables[number].sequences + 1 + 2 * int(piece) for piece in (begin, end))
-            pieces = self._read(number, first, last).reshape(-1, 2).tolist()
+            first, last = (self.index.tables[number].sequences + 1 + 2 * int(chunk) for chunk in (begin, end))
+            chunks = self._read(number, first, last).reshape(-1, 2).tolist()
         except DamagedShardError as error:
             with contextlib.suppress(OSError):
                 (self.folder / INDEX).unlink()
             raise TrainingError(f"{self.folder}: {error}; the next start packs the documents again") from None
         except OSError as error:
             raise cannot_read(str(self.folder / _table_name(number)), error) from None
-        documents = [self.cache.read(number, self.split, begin, begin + length) for begin, length in pieces]
+        documents = [self.cache.read(number, self.split, begin, begin + length) for begin, length in chunks]
         return lay_out(documents, self.seq_len, self.not_trained)
 
     def _open_table(self, number: int) -> BinaryIO:
         """Return the file of a packing table whose checksum has been verified once by this process."""
         path, table = self.folder / _table_name(number), self.index.tables[number]
-        token_shards.regular_file(path)
+        token_shards.check_size(path, table.file_size)
         file = path.open("rb", buffering=0)
         if number not in self._verified and checksum(file.read()) != table.xxh3_64:
             raise DamagedShardError(f"{path.name}: the checksum differs")

@@ -1,8 +1,8 @@
 """Build the shards of a token cache that are missing or damaged.
 
-A shard has the documents of one part of the dataset. Whoever builds a cache takes one part after another, under a lock
-of its own, and publishes the shard by renaming it. So several nodes that share the folder share the work, a build that
-was killed continues where it was, and a damaged shard is built again alone.
+Whoever builds a cache takes one shard after another, under a lock of its own, and publishes the shard by renaming it.
+So several nodes that share the folder share the work, a build that was killed continues where it was, and a damaged
+shard is built again alone.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError
-from titanlite.data import token_shards
+from titanlite.data import shard_files, token_shards
 from titanlite.data.files import Segment
 from titanlite.data.shard_builder import InProcess, Work, WorkerProcess
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
@@ -40,12 +40,12 @@ class CacheBuilder:
         self,
         folder: Path,
         dtype: DType,
-        parts: list[list[Segment]],
+        segments: list[list[Segment]],
         work: Work,
         tokenizer: Tokenizer,
         option: str,
     ):
-        self.folder, self.dtype, self.parts, self.work, self.tokenizer = folder, dtype, parts, work, tokenizer
+        self.folder, self.dtype, self.segments, self.work, self.tokenizer = folder, dtype, segments, work, tokenizer
         self.option = option
         self.shards: dict[int, Shard] = {}
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -54,56 +54,54 @@ class CacheBuilder:
         self._unfinished: list[Callable[[], None]] = []  # removes what is there while a shard is built
         self._unclaimed: list[int] = []
 
-    def build(self) -> Index:
-        """Build all shards and the index, and return it. Raises ConfigError if they cannot be written."""
+    def build(self) -> None:
+        """Build all shards and the index. Raises ConfigError if they cannot be written."""
+        process.at_exit.append(self._stop)
         try:
-            self._build()
-            index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.parts))])
-            token_shards.publish(self.folder / token_shards.INDEX, index.encode())
-            return index
+            self._build_missing()
+            self._wait_for_others()
+            index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
+            index.publish(self.folder / token_shards.INDEX)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
+        finally:
+            process.at_exit.remove(self._stop)
 
     def _say(self, message: str) -> None:
         print(f"token cache {self.folder}: {message}", flush=True)
 
-    def _build(self) -> None:
-        """Build all shards."""
+    def _build_missing(self) -> None:
+        """Build the shards that are missing and that no other run builds."""
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read it, and not write
         token_shards.check_trusted(self.folder)  # some file systems do not keep owners or permissions
-        for number in range(len(self.parts)):
+        for number in range(len(self.segments)):
             self._look(number)
-        first = random.randrange(len(self.parts))  # nodes that share the work begin at different places
-        missing = sorted(set(range(len(self.parts))) - set(self.shards), key=lambda number: (number < first, number))
+        first = random.randrange(len(self.segments))  # nodes that share the work begin at different places
+        missing = sorted(set(range(len(self.segments))) - set(self.shards), key=lambda number: (number < first, number))
         self._unclaimed = missing
-        n_workers = max(1, min(len(missing), len(os.sched_getaffinity(0)) // THREADS_PER_WORKER))
-        total = sum(segment.bytes for number in missing for segment in self.parts[number])
+        n_workers = max(1, min(len(missing), process.available_cores() // THREADS_PER_WORKER))
+        total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with (
             contextlib.ExitStack() as stack,
             progress("building the token cache", total=total, unit="bytes") as advance,
         ):
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
             stack.callback(self.stopped.set)
-            process.at_exit.append(self._stop)
-            stack.callback(process.at_exit.remove, self._stop)
             workers: list[Any] = [InProcess(self.work, self.tokenizer)]
             if n_workers > 1:
                 workers = [WorkerProcess(self.work, threads=THREADS_PER_WORKER) for _ in range(n_workers)]
             for worker in workers:
                 stack.callback(worker.close)
             begin, n_tokens = time.monotonic(), 0
-            running = [pool.submit(self._work, worker) for worker in workers]
-            while any(not future.done() for future in running) or not self.advances.empty():
-                for future in running:
-                    if future.done():
-                        future.result()
-                with contextlib.suppress(queue.Empty):
-                    n_bytes, tokens = self.advances.get(timeout=0.1)
+            running = {pool.submit(self._work, worker) for worker in workers}
+            while running:
+                finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+                while not self.advances.empty():
+                    n_bytes, tokens = self.advances.get()
                     n_tokens += tokens
                     advance(n_bytes, f"{n_tokens:,} tokens, {n_tokens / (time.monotonic() - begin):,.0f} tokens/s")
-            for future in running:
-                future.result()
-        self._wait_for_others()
+                for future in finished:
+                    future.result()
 
     def _stop(self) -> None:
         """Leave complete shards only, before a signal ends the process."""
@@ -115,7 +113,7 @@ class CacheBuilder:
         """Return whether a shard is there and has its size; `removes` removes what is damaged."""
         path = self.folder / shard_name(number)
         try:
-            self.shards[number] = token_shards.read_shard(path, self.dtype)
+            self.shards[number] = shard_files.read_shard(path, self.dtype)
         except FileNotFoundError:
             return False
         except DamagedShardError as error:
@@ -141,7 +139,7 @@ class CacheBuilder:
             self.folder,
             name=f"{number:05}.lock",
             purpose=self.option,
-            advice="this run waits until it has built this part of the token cache",
+            advice="this run waits until it has built this shard of the token cache",
             lost=lambda message: None,  # is_held() is asked before anything is published
         )
         with lock:
@@ -153,7 +151,7 @@ class CacheBuilder:
             removals = [functools.partial(temporary.unlink, missing_ok=True), lock.release]
             self._unfinished += removals
             try:
-                shard = worker.build(temporary, self.dtype, number, self.parts[number], self._report)
+                shard = worker.build(temporary, self.dtype, number, self.segments[number], self._report)
                 if lock.is_held():  # else another run took over while this process was suspended
                     os.rename(temporary, self.folder / shard_name(number))
                     sync_folder(self.folder)
@@ -170,11 +168,11 @@ class CacheBuilder:
 
     def _wait_for_others(self) -> None:
         """Wait for the shards that other runs build, and build what they leave."""
-        missing = [number for number in range(len(self.parts)) if number not in self.shards]
+        missing = [number for number in range(len(self.segments)) if number not in self.shards]
         if not missing:
             return
         worker = InProcess(self.work, self.tokenizer)
-        with progress("waiting until another run has built its part of the token cache"):
+        with progress("waiting until another run has built its shards of the token cache"):
             while missing := [number for number in missing if not self._look(number)]:
                 with contextlib.suppress(FolderInUse):
                     self._build_shard(missing[0], worker)

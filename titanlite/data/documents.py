@@ -3,7 +3,7 @@
 import functools
 import glob
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 SAMPLES_OF_ALL = 2**14  # of all files together
 
 
-def open_dataset(source: Source) -> tuple[list[Segment], str]:
+def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
     """Return the rows of a dataset that is tokenized before training, in their order, and a fingerprint, which changes
     whenever the documents or their order do. Raises ConfigError if there is no such file, dataset, split or column, or
-    the Hugging Face hub cannot be reached."""
+    the Hugging Face hub cannot be reached; for a file that cannot be read, when its segment is asked for."""
     options = source.training
+    segments: Iterable[Segment]
     if source.is_files:
         files = _files(source)
-        segments = [segment_of(options, file) for file in files]
+        segments = (segment_of(options, file) for file in files)  # opens the files, which a run with a cache need not
         fingerprint = _content_hash(files, with_times=True)
     elif options.dataset == "pydoc_topics":
         texts = _topics()
@@ -88,6 +89,8 @@ def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
+    if value.isascii():
+        return value
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -84,10 +84,10 @@ def _pack(
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"
 
 
-def _pack_validation(
+def pack_once(
     cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training, *, builds_cache: bool
-) -> Any:
-    """Return the packed sequences of a split that is read once."""
+) -> Validated:
+    """Return the packed sequences of a split that is read once, in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
     from titanlite.data.best_fit import BestFitValidation, open_best_fit
@@ -175,7 +175,7 @@ def _open_validation(
     splits = []
     for each, cache in opened:
         split = each.splits["validation"]
-        splits.append(_pack_validation(cache, split, tokenizer, training, builds_cache=builds_cache))
+        splits.append(pack_once(cache, split, tokenizer, training, builds_cache=builds_cache))
     splits = [split for split in splits if split.n_sequences]
     if not splits:
         problem = f"{opened[0][0].source}: has no text to validate on"

@@ -1,4 +1,4 @@
-"""Tokenize one part of a dataset into a shard of the token cache, in this process or in another.
+"""Tokenize some segments of a dataset into a shard of the token cache, in this process or in another.
 
 python -m titanlite.data.shard_builder        started by WorkerProcess: one JSON object on each line of stdin and
                                               stdout; it ends with its parent, when stdin does
@@ -23,8 +23,9 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
 from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment
+from titanlite.data.shard_files import write_shard
 from titanlite.data.source import Source
-from titanlite.data.token_shards import DType, Shard, Split, write_shard
+from titanlite.data.token_shards import DType, Shard, Split
 from titanlite.data.tokenizer import BATCH, Tokenizer, build_tokenizer, encode_documents
 from titanlite.errors import TrainingError
 
@@ -42,11 +43,11 @@ class Work:
     validation_fraction: float
 
 
-def is_validation_document(part: int, document: int, fraction: float) -> bool:
-    """Return whether a document of a part, counted from 0, belongs to the validation split: a fraction of the
-    documents, evenly spaced over the part, and the same for every seed and number of ranks. Parts begin at different
-    phases, so that parts of few documents have the fraction together."""
-    phase = part * 0.6180339887498949 % 1  # the golden ratio: any number of parts spread evenly
+def is_validation_document(shard: int, document: int, fraction: float) -> bool:
+    """Return whether a document of a shard, counted from 0, belongs to the validation split: a fraction of the
+    documents, evenly spaced over the shard, and the same for every seed and number of ranks. Shards begin at different
+    phases, so that shards of few documents have the fraction together."""
+    phase = shard * 0.6180339887498949 % 1  # the golden ratio: any number of shards spread evenly
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
 
@@ -62,7 +63,7 @@ def chat_template_of(training: Training, tokenizer: Tokenizer) -> Any:
 def build_shard(
     path: Path, dtype: DType, number: int, segments: list[Segment], work: Work, tokenizer: Tokenizer, report: Report
 ) -> Shard:
-    """Tokenize a part into a new file. Raises ConfigError or TrainingError for what cannot be read."""
+    """Tokenize segments into a new file. Raises ConfigError or TrainingError for what cannot be read."""
     source, template = Source(work.training, work.path_option), chat_template_of(work.training, tokenizer)
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
     document_of: Callable[[dict[str, Any]], str] | None = None

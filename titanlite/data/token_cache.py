@@ -3,8 +3,7 @@
 import contextlib
 import hashlib
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,37 @@ from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
 from titanlite.data.source import Source
-from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache, shard_name
+from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import TrainingError
 from titanlite.progress import mark, progress
 
-PART_BYTES = 2**27
+SHARD_BYTES = 2**27
 """Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
-
 
 VERIFIED_AT_START = 2**30
 """Bytes of a cache that is verified completely when it is opened, in less than a second. The blocks of a larger one are
 verified when they are read."""
 
 
-def parts_of(segments: list[Segment]) -> list[list[Segment]]:
-    """Partition the rows of a dataset, in their order, into parts of about PART_BYTES."""
-    parts: list[list[Segment]] = [[]]
+def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """Partition the rows of a dataset, in their order, into the segments of each shard: SHARD_BYTES together, about."""
+    shards: list[list[Segment]] = [[]]
     size = 0
-    for segment in segments:
-        for piece in _split(segment):
-            if parts[-1] and size + piece.bytes > PART_BYTES:
-                parts.append([])
+    for whole in segments:
+        for segment in _split(whole):
+            if shards[-1] and size + segment.bytes > SHARD_BYTES:
+                shards.append([])
                 size = 0
-            parts[-1].append(piece)
-            size += piece.bytes
-    return parts
+            shards[-1].append(segment)
+            size += segment.bytes
+    return shards
 
 
 def _split(segment: Segment) -> list[Segment]:
-    """Return a segment in pieces of at most PART_BYTES, if it can be split."""
+    """Return a segment, divided into segments of at most SHARD_BYTES if that can be done."""
     n_rows = segment.end - segment.begin
-    n = min(-(-segment.bytes // PART_BYTES), n_rows) if is_splittable(segment) else 1
+    n = min(-(-segment.bytes // SHARD_BYTES), n_rows) if is_splittable(segment) else 1
     limits = [segment.begin + n_rows * i // n for i in range(n + 1)] if n > 1 else [segment.begin, segment.end]
     sizes = [segment.bytes * (i + 1) // n - segment.bytes * i // n for i in range(n)] if n > 1 else [segment.bytes]
     return [
@@ -55,27 +53,36 @@ def _split(segment: Segment) -> list[Segment]:
 
 
 def open_token_cache(
-    source: Source, tokenizer: Tokenizer, validation_fraction: float, *, cache_folder: str, builds_cache: bool
+    source: Source,
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+    *,
+    cache_folder: str,
+    builds_cache: bool,
+    verifies: bool = False,
 ) -> TokenCache:
     """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds what is missing or
-    damaged, and the other ranks of its node wait for it.
+    damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large cache with its
+    checksums.
 
-    Every rank must call it. Raises ConfigError for a dataset that cannot be read, and for a folder that cannot be
-    written or is not to be trusted.
+    Every rank must call it.
+
+    Raises:
+        ConfigError: for a dataset that cannot be read, and for a folder that cannot be written or is not to be trusted.
+        TrainingError: if the dataset cannot be read now and perhaps can later, or the disk damages what is written.
     """
-    parts: list[list[Segment]] = []
+    segments: Iterable[Segment] = []
 
     def find() -> str:
-        """Fill `parts` and return the name of the cache's folder."""
+        """Return the name of the cache's folder, and find the segments of the dataset."""
+        nonlocal segments
         segments, fingerprint = open_dataset(source)
         if source.training.dataset_format != "text":
             from titanlite.data.shard_builder import chat_template_of
 
             template = chat_template_of(source.training, tokenizer)
             fingerprint += f"/{source.training.dataset_format}/{template.identity}"
-        parts.extend(parts_of(segments))
-        limits = [[(piece.begin, piece.end) for piece in part] for part in parts]
-        options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{limits}"
+        options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
@@ -83,22 +90,19 @@ def open_token_cache(
     has_targets = source.training.dataset_format != "text"
     dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=has_targets)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
-    if builds_cache:
-        try:
-            index = _complete_index(folder, dtype, len(parts))
-        except OSError as error:
-            raise ConfigError([f"{option}: cannot be read: {error.strerror}"]) from None
-        if index is None:
-            from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
-            from titanlite.data.shard_builder import Work
+    if not builds_cache:
+        cache = TokenCache(folder, _wait(folder, dtype))
+    elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
+        from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
+        from titanlite.data.shard_builder import Work
 
-            work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
-            index = CacheBuilder(folder, dtype, parts, work, tokenizer, option).build()
-    else:
-        index = _wait(folder, dtype)
-    if not any(shard.train_documents or shard.validation_documents for shard in index.shards):
+        work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
+        CacheBuilder(folder, dtype, segments_of_shards(segments), work, tokenizer, option).build()
+        if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
+            raise TrainingError(f"{option}: {folder} is damaged right after it was built")
+    if not any(shard.train_documents or shard.validation_documents for shard in cache.index.shards):
         raise ConfigError([f"{source}: has no documents"])
-    return TokenCache(folder, index)
+    return cache
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
@@ -131,30 +135,28 @@ def _wait(folder: Path, dtype: DType) -> Index:
             time.sleep(0.2)
 
 
-def _complete_index(folder: Path, dtype: DType, n_parts: int) -> Index | None:
-    """Return the index of a cache whose shards are all there, with their sizes and, of a small one, their checksums.
-    Remove what is wrong."""
+def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) -> TokenCache | None:
+    """Return a cache whose shards are all there, with their sizes and, of a small one or with `verifies`, their
+    checksums. Else remove what is wrong, and return None."""
     try:
-        index = token_shards.read_index(folder, dtype)
-        if len(index.shards) != n_parts:
-            counts = f"{len(index.shards):,} shards, not {n_parts:,}"
-            raise DamagedShardError(f"{token_shards.INDEX} has {counts}")
-        for number, shard in enumerate(index.shards):
-            token_shards.check_size(folder / shard_name(number), shard, dtype)
-        if sum(shard.file_size(dtype) for shard in index.shards) <= VERIFIED_AT_START:
-            for number in range(len(index.shards)):
-                try:
-                    deque(TokenCache(folder, index).verify(number), maxlen=0)
-                except DamagedShardError:
-                    (folder / shard_name(number)).unlink()
-                    raise
-        return index
+        cache = TokenCache(folder, token_shards.read_index(folder, dtype))
+        cache.check_sizes()
+        problems = []
+        if verifies or cache.n_bytes <= VERIFIED_AT_START:
+            with progress("verifying the token cache", total=cache.n_bytes, unit="bytes") as advance:
+                problems = cache.verify(advance)
+        if not problems:
+            return cache
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError([f"{option}: cannot be read: {error.strerror}"]) from None
     except DamagedShardError as error:
-        print(f"token cache {folder}: {error}; it is built again", flush=True)
-        if folder.is_dir() and not folder.is_symlink():
-            (folder / token_shards.INDEX).unlink(missing_ok=True)
-        else:
-            folder.unlink()
-        return None
+        problems = [str(error)]
+    for problem in problems:
+        print(f"token cache {folder}: {problem}; it is built again", flush=True)
+    if folder.is_dir() and not folder.is_symlink():
+        (folder / token_shards.INDEX).unlink(missing_ok=True)
+    else:
+        folder.unlink()
+    return None

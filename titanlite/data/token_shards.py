@@ -21,10 +21,9 @@ import pwd
 import secrets
 import shlex
 import stat
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import numpy as np
 import xxhash
@@ -34,7 +33,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.errors import TrainingError
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
-FORMAT = 5  # part of a cache's name; raised when the names or the content of its files change
+FORMAT = 5  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"
 HEADER, BLOCK = 4096, 2**16  # bytes
 LARGEST_INDEX = 2**28  # bytes
@@ -42,6 +41,7 @@ OPEN_FILES = 64  # of a process
 
 Split = Literal["train", "validation"]
 DType = Literal["uint16", "uint32"]
+_Record = TypeVar("_Record", bound="RecordWithChecksum")
 
 
 class DamagedShardError(Exception):
@@ -82,21 +82,26 @@ class Shard(Record):
         return HEADER + self.tensors(dtype)["checksums"][2]
 
 
-class Index(Record):
-    """The content of tokens.json."""
+class RecordWithChecksum(Record):
+    """The content of a JSON file that has a checksum of itself."""
 
-    dtype: DType
-    shards: Annotated[list[Shard], Field(min_length=1)]
     xxh3_64: Checksum = "0" * 16
     """Of the rest of this file."""
 
     def checksum(self) -> str:
-        """Return what `xxh3_64` must be."""
+        """Return what xxh3_64 must be."""
         return checksum(json.dumps(self.model_dump(exclude={"xxh3_64"})).encode())
 
-    def encode(self) -> bytes:
-        """Return the file, with its checksum."""
-        return json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode()
+    def publish(self, path: Path) -> None:
+        """Write the file, with its checksum."""
+        publish(path, json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode())
+
+
+class Index(RecordWithChecksum):
+    """The content of tokens.json."""
+
+    dtype: DType
+    shards: Annotated[list[Shard], Field(min_length=1)]
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
@@ -132,84 +137,23 @@ def check_trusted(path: Path) -> os.stat_result:
     return status
 
 
-def regular_file(path: Path) -> os.stat_result:
-    """Return the status of a regular file to be trusted. Raises DamagedShardError if it is something else."""
-    try:
-        status = check_trusted(path)
-    except FileNotFoundError:
-        raise DamagedShardError(f"{path.name} is missing") from None
+def regular_file(path: Path) -> int:
+    """Return the bytes of a regular file to be trusted. Raises FileNotFoundError if there is none, and
+    DamagedShardError if it is something else."""
+    status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
-    return status
+    return status.st_size
 
 
-# Write ---------------------------------------------------------------------------------------------------------------
-
-
-class _Blocks:
-    """Writes bytes to a file, and computes the checksum of each block."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.checksums, self._rest = file, list[int](), b""
-
-    def write(self, data: bytes) -> None:
-        self.file.write(data)
-        data = self._rest + data
-        n_complete = len(data) // BLOCK * BLOCK
-        for begin in range(0, n_complete, BLOCK):
-            self.checksums.append(xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK]))
-        self._rest = data[n_complete:]
-
-    def finish(self) -> bytes:
-        """Return the checksums of all blocks."""
-        if self._rest:
-            self.checksums.append(xxhash.xxh3_64_intdigest(self._rest))
-        return np.array(self.checksums, "<u8").tobytes()
-
-
-def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
-    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
-    bytes of its text."""
-    counts = {"train": 0, "validation": 0}
-    lengths: dict[str, list[int]] = {"train": [], "validation": []}
-    text_bytes, train_hash = 0, xxhash.xxh3_64()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with (
-        open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o644)) as file,
-        tempfile.SpooledTemporaryFile(max_size=2**24, dir=path.parent) as validation,
-    ):
-        file.write(b"\0" * HEADER)
-        blocks = _Blocks(file)
-        for split, tokens, n_bytes in documents:
-            encoded = tokens.astype(dtype).tobytes()
-            if split == "train":
-                blocks.write(encoded)
-                train_hash.update(encoded)
-            else:
-                validation.write(encoded)
-            lengths[split].append(len(tokens))
-            counts[split] += len(tokens)
-            text_bytes += n_bytes
-        validation.seek(0)
-        while chunk := validation.read(2**24):
-            blocks.write(chunk)
-        for split_lengths in lengths.values():
-            blocks.write(np.array(split_lengths, "<u4").tobytes())
-        checksums = blocks.finish()
-        file.write(checksums)
-        shard = Shard(
-            train_tokens=counts["train"],
-            validation_tokens=counts["validation"],
-            train_documents=len(lengths["train"]),
-            validation_documents=len(lengths["validation"]),
-            text_bytes=text_bytes,
-            train_xxh3_64=train_hash.hexdigest(),
-            checksums_xxh3_64=checksum(checksums),
-        )
-        file.seek(0)
-        file.write(_header(shard, dtype))
-        sync(file)
-    return shard
+def check_size(path: Path, expected: int) -> None:
+    """Raise DamagedShardError if a file is missing or has another size, and ConfigError if it is not to be trusted."""
+    try:
+        size = regular_file(path)
+    except FileNotFoundError:
+        raise DamagedShardError(f"{path.name} is missing") from None
+    if size != expected:
+        raise DamagedShardError(f"{path.name} has {size:,} bytes, not {expected:,}")
 
 
 def publish(path: Path, content: bytes) -> None:
@@ -225,58 +169,31 @@ def publish(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _header(shard: Shard, dtype: DType) -> bytes:
-    """Return the header of a shard's file, HEADER bytes."""
-    header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
-    for name, (kind, begin, end) in shard.tensors(dtype).items():
-        shape = [(end - begin) // {"U16": 2, "U32": 4, "U64": 8}[kind]]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    return (HEADER - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(HEADER - 8)
+def read_record(file: Path, kind: type[_Record]) -> _Record:
+    """Return the record that a file has.
 
-
-# Read ----------------------------------------------------------------------------------------------------------------
-
-
-def read_shard(path: Path, dtype: DType) -> Shard:
-    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
-    not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
-    path.lstat()
-    regular_file(path)
-    with path.open("rb") as file:
-        header = file.read(HEADER)
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ConfigError: if it or its folder is not to be trusted.
+        DamagedShardError: if it is no such record, or its checksum differs.
+    """
+    if not stat.S_ISDIR(check_trusted(file.parent).st_mode):
+        raise DamagedShardError("it is not a folder")
+    size = regular_file(file)
+    if size > LARGEST_INDEX:
+        raise DamagedShardError(f"{file.name} has {size:,} bytes")
     try:
-        shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
-    except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
-        raise DamagedShardError(f"{path.name}: the header is damaged") from None
-    if header != _header(shard, dtype):
-        raise DamagedShardError(f"{path.name}: the header is damaged")
-    check_size(path, shard, dtype)
-    return shard
-
-
-def check_size(path: Path, shard: Shard, dtype: DType) -> None:
-    """Raise DamagedShardError if a file has not the size of the shard, and ConfigError if it is not to be trusted."""
-    size, expected = regular_file(path).st_size, shard.file_size(dtype)
-    if size != expected:
-        raise DamagedShardError(f"{path.name} has {size:,} bytes, not {expected:,}")
+        record = kind.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise DamagedShardError(f"{file.name}: {first_problem(error)}") from None
+    if record.xxh3_64 != record.checksum():
+        raise DamagedShardError(f"{file.name}: the checksum differs")
+    return record
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises FileNotFoundError if there is none, ConfigError if the folder or the file is not to be
-    trusted, and DamagedShardError if it is not the index of a cache of that type."""
-    if not stat.S_ISDIR(check_trusted(folder).st_mode):
-        raise DamagedShardError("it is not a folder")
-    file = folder / INDEX
-    file.lstat()
-    status = regular_file(file)
-    if status.st_size > LARGEST_INDEX:
-        raise DamagedShardError(f"{INDEX} has {status.st_size:,} bytes")
-    try:
-        index = Index.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise DamagedShardError(f"{INDEX}: {first_problem(error)}") from None
-    if index.xxh3_64 != index.checksum():
-        raise DamagedShardError(f"{INDEX}: the checksum differs")
+    """Return tokens.json. Raises as read_record does, and DamagedShardError if it is of another type."""
+    index = read_record(folder / INDEX, Index)
     if index.dtype != dtype:
         raise DamagedShardError(f"{INDEX}: dtype {index.dtype}, not {dtype}")
     return index
@@ -317,16 +234,34 @@ class TokenCache:
         except OSError as error:
             raise cannot_read(str(path), error) from None
 
-    def verify(self, number: int) -> Iterator[int]:
-        """Read all blocks of a shard; yield the bytes of each. Raises DamagedShardError if a checksum differs."""
-        n_bytes = self._tensors[number]["checksums"][1]
-        for begin in range(0, n_bytes, BLOCK):
-            self._read(number, begin, min(begin + BLOCK, n_bytes))
-            yield min(BLOCK, n_bytes - begin)
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.file_size(self.index.dtype) for shard in self.index.shards)
+
+    def check_sizes(self) -> None:
+        """Raise DamagedShardError if a shard is missing or has another size."""
+        for number, shard in enumerate(self.index.shards):
+            check_size(self.folder / shard_name(number), shard.file_size(self.index.dtype))
+
+    def verify(self, advance: Callable[[int], None]) -> list[str]:
+        """Verify all blocks of all shards, and remove the damaged shards. Return what is wrong with each. `advance` is
+        called with the bytes that were read since the last call."""
+        problems = []
+        for number, tensors in enumerate(self._tensors):
+            n_bytes = tensors["checksums"][1]
+            try:
+                for begin in range(0, n_bytes, BLOCK):
+                    self._read(number, begin, min(begin + BLOCK, n_bytes))
+                    advance(min(BLOCK, n_bytes - begin))
+            except DamagedShardError as error:
+                problems.append(str(error))
+                (self.folder / shard_name(number)).unlink(missing_ok=True)
+        return problems
 
     def _open_shard(self, number: int) -> BinaryIO:
         path = self.folder / shard_name(number)
-        check_size(path, self.index.shards[number], self.index.dtype)
+        check_size(path, self.index.shards[number].file_size(self.index.dtype))
         return open(path, "rb", buffering=0)
 
     def _read(self, number: int, begin: int, end: int) -> bytes | memoryview:

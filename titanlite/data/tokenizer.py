@@ -10,22 +10,22 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError, show
 
-PIECE, BATCH = 2**18, 2**20
+CHUNK, BATCH = 2**18, 2**20
 """Characters of a text, and of all texts, that are encoded at a time: the library takes some 200 bytes for each token
 until then."""
 
 
 def split_text(text: str) -> list[str]:
-    """Return a text in pieces of at most PIECE characters: up to a line feed before anything but white space, so that
-    byte-level BPE has the tokens of the text in one piece; else up to a space, else anywhere."""
-    pieces, begin = [], 0
-    while len(text) - begin > PIECE:
-        piece = text[begin : begin + PIECE]
-        ends = [match.end() for match in re.finditer(r"\n(?=\S)", piece)]
-        end = ends[-1] if ends else max(piece.rfind(" "), 0) or PIECE
-        pieces.append(piece[:end])
+    """Return a text in chunks of at most CHUNK characters: up to a line feed before anything but white space, so that
+    byte-level BPE has the tokens of the text in one chunk; else up to a space, else anywhere."""
+    chunks, begin = [], 0
+    while len(text) - begin > CHUNK:
+        chunk = text[begin : begin + CHUNK]
+        ends = [match.end() for match in re.finditer(r"\n(?=\S)", chunk)]
+        end = ends[-1] if ends else max(chunk.rfind(" "), 0) or CHUNK
+        chunks.append(chunk[:end])
         begin += end
-    return [*pieces, text[begin:]]
+    return [*chunks, text[begin:]]
 
 
 class ByteTokenizer:
@@ -97,19 +97,19 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without BOS and EOS. A text of more than PIECE characters is
-        encoded in pieces, which end where a line does, if it has lines."""
-        pieces, numbers = [], []
+        """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is
+        encoded in chunks, which end where a line does, if it has lines."""
+        chunks, numbers = [], []
         for number, text in enumerate(texts):
-            for piece in split_text(text):
-                pieces.append(piece)
+            for chunk in split_text(text):
+                chunks.append(chunk)
                 numbers.append(number)
         ids: list[list[np.ndarray]] = [[] for _ in texts]
         begin, size = 0, 0
-        for end, piece in enumerate(pieces, 1):
-            size += len(piece)
-            if size >= BATCH or end == len(pieces):
-                encodings = self.tokenizer.encode_batch_fast(pieces[begin:end], add_special_tokens=False)
+        for end, chunk in enumerate(chunks, 1):
+            size += len(chunk)
+            if size >= BATCH or end == len(chunks):
+                encodings = self.tokenizer.encode_batch_fast(chunks[begin:end], add_special_tokens=False)
                 for number, encoding in zip(numbers[begin:end], encodings, strict=True):
                     ids[number].append(np.array(encoding.ids, dtype=np.uint32))
                 begin, size = end, 0

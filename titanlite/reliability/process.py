@@ -36,6 +36,11 @@ def attempt() -> str:
     return "0" if STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def available_cores() -> int:
+    """Return how many CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+
+
 class Signals:
     """The signals that have come to this process. They are read by a thread, so that the main thread may be anywhere,
     even in a call that never returns."""

@@ -1,0 +1,106 @@
+"""The files of shards: written, and read back by whoever builds a token cache. `token_shards` has their format."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from pydantic import ValidationError
+
+from titanlite.data.token_shards import BLOCK, HEADER, DamagedShardError, DType, Shard, Split, check_size, regular_file
+from titanlite.reliability.files import checksum, sync
+
+
+class _Blocks:
+    """Writes bytes to a file, and computes the checksum of each block."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.checksums, self._rest = file, list[int](), b""
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        data = self._rest + data
+        n_complete = len(data) // BLOCK * BLOCK
+        for begin in range(0, n_complete, BLOCK):
+            self.checksums.append(xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK]))
+        self._rest = data[n_complete:]
+
+    def finish(self) -> bytes:
+        """Return the checksums of all blocks."""
+        if self._rest:
+            self.checksums.append(xxhash.xxh3_64_intdigest(self._rest))
+        return np.array(self.checksums, "<u8").tobytes()
+
+
+def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
+    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
+    bytes of its text."""
+    counts = {"train": 0, "validation": 0}
+    lengths: dict[str, list[int]] = {"train": [], "validation": []}
+    text_bytes, train_hash = 0, xxhash.xxh3_64()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o644)) as file,
+        tempfile.SpooledTemporaryFile(max_size=2**24, dir=path.parent) as validation,
+    ):
+        file.write(b"\0" * HEADER)
+        blocks = _Blocks(file)
+        for split, tokens, n_bytes in documents:
+            encoded = tokens.astype(dtype).tobytes()
+            if split == "train":
+                blocks.write(encoded)
+                train_hash.update(encoded)
+            else:
+                validation.write(encoded)
+            lengths[split].append(len(tokens))
+            counts[split] += len(tokens)
+            text_bytes += n_bytes
+        validation.seek(0)
+        while chunk := validation.read(2**24):
+            blocks.write(chunk)
+        for split_lengths in lengths.values():
+            blocks.write(np.array(split_lengths, "<u4").tobytes())
+        checksums = blocks.finish()
+        file.write(checksums)
+        shard = Shard(
+            train_tokens=counts["train"],
+            validation_tokens=counts["validation"],
+            train_documents=len(lengths["train"]),
+            validation_documents=len(lengths["validation"]),
+            text_bytes=text_bytes,
+            train_xxh3_64=train_hash.hexdigest(),
+            checksums_xxh3_64=checksum(checksums),
+        )
+        file.seek(0)
+        file.write(header_of(shard, dtype))
+        sync(file)
+    return shard
+
+
+def header_of(shard: Shard, dtype: DType) -> bytes:
+    """Return the header of a shard's file, HEADER bytes."""
+    header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
+    for name, (kind, begin, end) in shard.tensors(dtype).items():
+        shape = [(end - begin) // {"U16": 2, "U32": 4, "U64": 8}[kind]]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    return (HEADER - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(HEADER - 8)
+
+
+def read_shard(path: Path, dtype: DType) -> Shard:
+    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
+    not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
+    regular_file(path)
+    with path.open("rb") as file:
+        header = file.read(HEADER)
+    try:
+        shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedShardError(f"{path.name}: the header is damaged") from None
+    if header != header_of(shard, dtype):
+        raise DamagedShardError(f"{path.name}: the header is damaged")
+    check_size(path, shard.file_size(dtype))
+    return shard
