@@ -10,6 +10,8 @@ regular expression. Each program is a process of its own; in each round all take
     titanlite       open_token_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies nothing twice
     encode_batch    tokenizers.Tokenizer.encode_batch_fast of 1,000 texts at a time, which are in memory
     datasets.map    load_dataset("json") and map(batched=True, num_proc=the number of cores), which write Arrow files
+    datatrove       JsonlReader and DocumentTokenizer on as many workers as cores; left out if it is not installed
+                    (pip install datatrove orjson)
 
 Each launch prints a JSON line: seconds (of the work, without imports and the tokenizer's construction), peak resident
 memory in MiB, the largest sum of a process and its children, and tokens. Then for each tokenizer the medians, and
@@ -18,6 +20,7 @@ throughput relative to encode_batch.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -35,7 +38,9 @@ import psutil
 from python_path import with_python_path
 
 N_FILES = 4
-PROGRAMS = ("titanlite", "encode_batch", "datasets.map")
+PROGRAMS = ["titanlite", "encode_batch", "datasets.map"]
+if importlib.util.find_spec("datatrove"):
+    PROGRAMS.append("datatrove")
 
 
 def make_text(folder: Path, megabytes: int) -> None:
@@ -104,6 +109,8 @@ def work(program: str, text: Path, assets: Path, folder: Path) -> dict[str, floa
             encodings = tokenizer.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
             n_tokens += sum(len(encoding) for encoding in encodings) + 2 * len(encodings)
         return {"seconds": time.perf_counter() - begin, "tokens": n_tokens}
+    if program == "datatrove":
+        return tokenize_with_datatrove(text, assets, folder)
     import datasets
 
     datasets.disable_progress_bars()
@@ -118,6 +125,23 @@ def work(program: str, text: Path, assets: Path, folder: Path) -> dict[str, floa
     rows = rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=["text"])
     seconds = time.perf_counter() - begin
     return {"seconds": seconds, "tokens": sum(map(len, rows["tokens"])) + 2 * len(rows)}
+
+
+def tokenize_with_datatrove(text: Path, assets: Path, folder: Path) -> dict[str, float]:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.utils.logging import logger
+
+    logger.remove()
+    name = str(assets / "tokenizer.json")
+    options = {"shuffle_documents": False, "eos_token": "</s>"}
+    steps = [JsonlReader(str(text)), DocumentTokenizer(str(folder / "out"), tokenizer_name_or_path=name, **options)]
+    begin = time.perf_counter()
+    LocalPipelineExecutor(steps, tasks=N_FILES, workers=os.cpu_count(), logging_dir=str(folder / "logs")).run()
+    seconds = time.perf_counter() - begin
+    sizes = [file.stat().st_size for file in (folder / "out").rglob("*.ds")]
+    return {"seconds": seconds, "tokens": sum(sizes) // 2}
 
 
 def launch(program: str, text: Path, assets: Path) -> dict[str, float]:
