@@ -374,7 +374,7 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     of_a_layer = 9 + {"all": 4, "qkv": 3, "none": 0}[options.get("model__attention_bias", "none")]
     of_a_layer += 3 * options.get("model__mlp_bias", False) + 2 * bool(options.get("model__qk_norm"))
     n_parameters = 2 + options["model__n_layers"] * of_a_layer + (not options.get("model__tie_embeddings"))
-    assert len(actual) == n_parameters * (STEPS + 2) + 2 * STEPS + 1
+    assert len(actual) == n_parameters * (STEPS + 2) + 3 * STEPS + 1
 
 
 def _mean_of_own_heads(rank: int) -> Any:

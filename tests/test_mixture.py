@@ -134,6 +134,17 @@ def test_shares_hold_again_from_where_a_dataset_is_used_up():
     assert all(count == {"b": 5, "c": 5} for count in counts[2:])
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(limited, min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 30), st.integers(1, 4))
+def test_the_dataset_of_an_index(datasets: list[Dataset], block: int, first: int, stride: int):
+    with blocks_of(block):
+        sequences = mixed(*datasets)
+        order = [name for name, _ in places(sequences, 60)]
+        numbers = sequences.datasets_of(range(first, 60, stride))
+        assert [sequences.names[number] for number in numbers] == order[first::stride]
+        assert sequences.datasets_of([first]) == numbers[:1], "earlier than the last one"
+
+
 def test_the_order_never_ends():
     """A run whose limits are too small is rejected; what is prefetched behind its last step need not exist."""
     with blocks_of(4):
@@ -562,5 +573,12 @@ def test_a_run_resumes_with_another_mixture_only_if_it_is_allowed_to(tmp_path: P
     tokens = [(line["data/topics/tokens"], line["data/mine/tokens"]) for line in lines]
     assert [sum(both) for both in tokens] == [64, 128, 192, 256]
     assert all(line["n_tokens_seen"] == sum(both) for line, both in zip(lines, tokens, strict=True))
+    before = [(0, 0), *tokens]
+    for line, both, earlier in zip(lines, tokens, before, strict=False):
+        losses = {name: line.get(f"data/{name}/loss") for name in ("topics", "mine")}
+        read = {name: n - m for name, n, m in zip(losses, both, earlier, strict=True)}
+        assert {name for name, n in read.items() if n} == {name for name, loss in losses.items() if loss is not None}
+        mean = sum(read[name] * loss for name, loss in losses.items() if loss is not None) / sum(read.values())
+        assert mean == pytest.approx(line["loss_metrics/global_avg_loss"], rel=1e-6)
     assert lines[-1]["data/mine/epoch"] > 0
     assert 0 < lines[-1]["data/topics/epoch"] < 0.01

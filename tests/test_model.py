@@ -25,7 +25,7 @@ from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
-from titanlite.loss import IGNORED, count_valid, cross_entropy_sum
+from titanlite.loss import IGNORED, count_valid, cross_entropy
 from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
 
 CPU = torch.device("cpu")
@@ -218,7 +218,7 @@ def hf_in_float64(monkeypatch) -> None:
 
 
 def gradients(module: nn.Module, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    cross_entropy_sum(logits.flatten(0, -2), targets.flatten()).backward()
+    cross_entropy(logits.flatten(0, -2), targets.flatten()).sum().backward()
     return {name: p.grad for name, p in module.named_parameters()}
 
 
@@ -644,21 +644,23 @@ def draw_logits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def test_loss_is_the_sum_over_valid_tokens():
     logits, targets = draw_logits()
-    loss = cross_entropy_sum(logits, targets)
-    assert loss.dtype == torch.float64
-    assert loss.shape == ()
+    losses = cross_entropy(logits, targets)
+    assert losses.dtype == torch.float64
+    assert losses.shape == (18,)
+    assert (losses[targets == IGNORED] == 0).all()
+    loss = losses.sum()
     assert loss.item() == pytest.approx(loss_by_hand(logits, targets), rel=1e-14)
     valid = count_valid([targets[:9], targets[9:]], CPU)
     assert valid.item() == 3 + 8
     assert valid.dtype == torch.float64
-    losses = [cross_entropy_sum(*part) for part in zip(logits.split(9), targets.split(9), strict=True)]
-    assert sum(losses).item() == pytest.approx(loss.item(), rel=1e-14)
+    halves = [cross_entropy(*half) for half in zip(logits.split(9), targets.split(9), strict=True)]
+    assert torch.equal(torch.cat(halves), losses)
 
 
 def test_ignored_targets_have_no_gradient():
     logits, targets = draw_logits()
     logits.requires_grad_()
-    cross_entropy_sum(logits, targets).backward()
+    cross_entropy(logits, targets).sum().backward()
     assert (logits.grad[targets == IGNORED] == 0).all()
     one_hot = nn.functional.one_hot(targets.clamp(min=0), 20)
     expected = (logits.detach().softmax(-1) - one_hot) * (targets != IGNORED)[..., None]
@@ -668,7 +670,7 @@ def test_ignored_targets_have_no_gradient():
 def test_a_batch_without_valid_targets_adds_nothing():
     logits, targets = draw_logits()
     logits.requires_grad_()
-    loss = cross_entropy_sum(logits, torch.full_like(targets, IGNORED))
+    loss = cross_entropy(logits, torch.full_like(targets, IGNORED)).sum()
     loss.backward()
     assert loss.item() == 0
     assert (logits.grad == 0).all()
@@ -678,6 +680,6 @@ def test_a_batch_without_valid_targets_adds_nothing():
 def test_bfloat16_logits_are_summed_in_float32():
     """Only the logits themselves are rounded to bfloat16 (2^-9)."""
     logits, targets = draw_logits(torch.bfloat16)
-    loss = cross_entropy_sum(logits, targets)
+    loss = cross_entropy(logits, targets).sum()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(loss_by_hand(logits.double(), targets), rel=1e-6)

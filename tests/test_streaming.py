@@ -10,6 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from tests.data_helpers import (
     BYTES,
@@ -24,6 +26,7 @@ from tests.data_helpers import (
     rejection,
     write,
 )
+from titanlite.config.loader import ConfigError
 from titanlite.data import files, packing
 from titanlite.data.files import END, Segment
 from titanlite.data.streaming import StreamingSequences, partition
@@ -289,3 +292,41 @@ def test_shuffled_blocks_resume_exactly_after_every_sequence(folders, kind):
             sequence, state = next(resumed)
             assert as_lists(sequence) == as_lists(expected)
             assert state == after
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.text("ab\n", max_size=40), min_size=1, max_size=12), min_size=1, max_size=5),
+    n_shards=st.sampled_from([1, 2, 3, 4]),
+    stops=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4),
+    block=st.integers(1, 6),
+    shuffle=st.booleans(),
+)
+def test_order_does_not_depend_on_sizes_ranks_and_stops(tmp_path_factory, texts, n_shards, stops, block, shuffle):
+    """`stops` are the steps until a run is stopped, and its number of ranks."""
+    folder = tmp_path_factory.mktemp("sizes")
+    for number, own in enumerate(texts):
+        write(folder / f"{number}.json", own)
+
+    def sequences() -> StreamingSequences:
+        return open_stream("json", folder, n_shards, shuffle=shuffle, streaming_shuffle_block=block)
+
+    batch = n_shards
+    reader = sequences().read(0, 1, {})
+    try:
+        expected = [as_lists(next(reader)[0]) for _ in range(batch * sum(steps for steps, _ in stops))]
+    except ConfigError as error:
+        assume("has no documents" not in str(error))
+        raise
+    actual, states = [], dict[int, Any]()
+    for steps, ranks in stops:
+        ranks = ranks if n_shards % ranks == 0 else 1
+        position, saved = len(actual), json.loads(json.dumps(states))
+        readers = [
+            sequences().read(position + rank, ranks, {int(n): each for n, each in saved.items()})
+            for rank in range(ranks)
+        ]
+        for number in range(steps * batch):
+            sequence, (shard, states[shard]) = next(readers[number % ranks])
+            actual.append(as_lists(sequence))
+    assert actual == expected

@@ -23,16 +23,16 @@ IGNORED = -100
 ChunkLoss = Callable[..., Tensor]  # type of `linear_cross_entropy`, eager or compiled
 
 
-def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of the token losses over the targets that are not IGNORED: nats, a scalar in float32 or better.
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the loss of each token, [N] in float32 or better: nats, and 0 where the target is IGNORED.
 
     The logits have any precision. With a group, they are this rank's shard of the vocabulary, which is sharded over the
-    group's ranks in equal shards, in order. All of them must call this, and each gets the loss.
+    group's ranks in equal shards, in order. All of them must call this, and each gets the losses.
     """
     if group is not None:
         return _VocabularyParallel.apply(logits_NV, targets_N, group)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(logits_NV, targets_N, reduction="none", ignore_index=IGNORED)
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum of the losses, the same on each rank; save the logits in their own type, and log Z."""
+        """Return the losses, the same on each rank; save the logits in their own type, and log Z."""
         own_N = targets_N - group.rank() * logits_NV.shape[1]  # index within this shard
         here_N = (own_N >= 0) & (own_N < logits_NV.shape[1])
         own_N = own_N.where(here_N, 0)
@@ -55,21 +55,21 @@ class _VocabularyParallel(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         log_sum_N = sums[0].log()
         ctx.save_for_backward(logits_NV, largest_N + log_sum_N, own_N, here_N, targets_N != IGNORED)
-        return (log_sum_N - sums[1]).where(targets_N != IGNORED, 0).sum()
+        return (log_sum_N - sums[1]).where(targets_N != IGNORED, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
         """Return softmax - one-hot of this rank's shard, which needs no communication."""
         logits_NV, log_sum_N, own_N, here_N, valid_N = ctx.saved_tensors
         grad_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N[:, None]).exp_()
         grad_NV.scatter_add_(1, own_N[:, None], -here_N.to(grad_NV.dtype)[:, None])
-        return (grad_NV.mul_((grad * valid_N)[:, None])).to(logits_NV.dtype), None, None
+        return (grad_NV.mul_((grad_N * valid_N)[:, None])).to(logits_NV.dtype), None, None
 
 
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, mesh: DeviceMesh | None, loss_parallel: bool
 ) -> Tensor:
-    """Return the sum of the losses of one chunk of tokens: the output head's matrix product, then the cross entropy.
+    """Return the loss of each token of one chunk, [N]: the output head's matrix product, then the cross entropy.
 
     `weight_VD` is this rank's shard of the vocabulary, `mesh` the ranks that it is sharded over (None: not sharded).
     """
@@ -77,7 +77,7 @@ def linear_cross_entropy(
     if mesh is not None and not loss_parallel:
         logits_NV = DTensor.from_local(logits_NV, mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
         mesh = None
-    return cross_entropy_sum(logits_NV, targets_N, mesh.get_group() if mesh is not None else None)
+    return cross_entropy(logits_NV, targets_N, mesh.get_group() if mesh is not None else None)
 
 
 def chunked_cross_entropy(
@@ -88,8 +88,9 @@ def chunked_cross_entropy(
     n_chunks: int,
     loss_parallel: bool,
     chunk_loss: ChunkLoss = linear_cross_entropy,
+    record: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
-    """Return the sum of the token losses from the output head's input, as `cross_entropy_sum` does from logits.
+    """Return the sum of the token losses, a scalar, from the output head's input.
 
     With several chunks, each one's gradients are computed along with its loss, so that the logits of only one chunk
     exist at any time and none is recomputed (as in Liger-Kernel, arXiv:2410.10989).
@@ -98,6 +99,7 @@ def chunked_cross_entropy(
         x_ND: [N, D]; where the weight is sharded, a DTensor that is replicated over the same ranks.
         weight_VD: the output head's weight; a DTensor if it is sharded over the vocabulary.
         loss_parallel: leave the logits sharded as the weight is, instead of gathering them.
+        record: is called with the loss of each token, [N] without a gradient, and the targets.
     """
     mesh = None
     if isinstance(weight_VD, DTensor):
@@ -106,25 +108,32 @@ def chunked_cross_entropy(
         x_ND, weight_VD = x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()
     chunk_loss = functools.partial(chunk_loss, mesh=mesh, loss_parallel=loss_parallel)
     if n_chunks > 1 and torch.is_grad_enabled():
-        return _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, n_chunks, chunk_loss)
-    chunks = zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True)
-    return torch.stack([chunk_loss(x, weight_VD, targets) for x, targets in chunks]).sum()
+        loss, losses_N = _ChunkedCrossEntropy.apply(x_ND, weight_VD, targets_N, n_chunks, chunk_loss)
+    else:
+        chunks = zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True)
+        losses_N = torch.cat([chunk_loss(x, weight_VD, targets) for x, targets in chunks])
+        loss = losses_N.sum()
+    if record:
+        record(losses_N.detach(), targets_N)
+    return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, n_chunks: int, chunk_loss: ChunkLoss
-    ) -> Tensor:
-        """Return the sum of the losses of chunks of tokens, and save its gradients, computed here, for backward."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of chunks of tokens, and the losses. Save the gradients of the sum, computed
+        here, for backward."""
         weight_VD = weight_VD.detach().requires_grad_()
         losses, grads_x, grad_weight_VD = [], [], None
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                loss = chunk_loss(x, weight_VD, targets)
+                losses_of_chunk = chunk_loss(x, weight_VD, targets)
+                loss = losses_of_chunk.sum()
             grad_x, grad_weight = torch.autograd.grad(loss, (x, weight_VD))
-            losses.append(loss.detach())
+            losses.append(losses_of_chunk.detach())
             grads_x.append(grad_x)
             # Summed in float32 or better: otherwise each chunk would add a rounding that one matrix product lacks.
             if grad_weight_VD is None:
@@ -133,10 +142,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight_VD += grad_weight
         ctx.save_for_backward(torch.cat(grads_x), grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
-        return torch.stack(losses).sum()
+        losses_N = torch.cat(losses)
+        ctx.mark_non_differentiable(losses_N)
+        return losses_N.sum(), losses_N
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD = ctx.saved_tensors
         products = _scaled(grad_x_ND, grad, grad_x_ND.dtype), _scaled(grad_weight_VD, grad, ctx.weight_dtype)
         return *products, None, None, None

@@ -103,7 +103,11 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
         corruption = CorruptionCheck(model, optimizer, checkpointer)
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
-    logger, samples = None, None
+    logger, samples, dataset_losses = None, None, None
+    if loader.mixture:
+        from titanlite.dataset_losses import DatasetLosses  # here, since most runs have one dataset
+
+        dataset_losses = DatasetLosses(loader.mixture, train_step, training, data_rank=layout.data_rank)
     if config.validation.generate_prompts:
         from titanlite.generate.samples import Samples  # here, since most runs have none
 
@@ -141,7 +145,11 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             with progress(f"step {step}: compiling", enabled=rank == 0 and is_first and config.compile.enable):
                 if is_first and config.compile.enable and config.parallelism.pipeline_parallel_degree > 1:
                     train_step.runner.warm_up(batches[0].to(device), validates=validation is not None)
+                if dataset_losses:
+                    dataset_losses.begin_step()
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
+                if dataset_losses:
+                    dataset_losses.end_step(loader.position)
                 if corruption and step % config.debug.sdc_check_freq == 0:
                     again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
                     corruption.check(step, loss_sum, again)
@@ -199,8 +207,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "n_tokens_seen": loader.position * training.seq_len,
                     **meter.read(),
                 }
-                if loader.mixture:
-                    values |= loader.mixture.metrics(loader.position)
+                if dataset_losses:
+                    values |= loader.mixture.metrics(loader.position) | dataset_losses.metrics()
                 if checkpointer:
                     values["time_metrics/checkpoint(s)"] = checkpointer.take_seconds()
                 if outliers:

@@ -118,12 +118,28 @@ class MixedSequences:
             yield self.components[dataset].sequences[index], None
             first += stride
 
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self.components]
+
+    def datasets_of(self, positions: Iterable[int]) -> list[int]:
+        """Return the number of the dataset that has each of some ascending global indices."""
+        datasets = []
+        for position in positions:
+            block = self._block_near(position)
+            datasets.append(self._walk(block)[0][position - block.first][0])
+        return datasets
+
     # State -----------------------------------------------------------------------------------------------------------
 
+    def _block_near(self, position: int) -> Block:
+        """Return the block that a position is in. It is fast where positions ascend."""
+        self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
+        return self._recent
+
     def counts(self, position: int) -> list[int]:
-        """Return how many sequences of each dataset come before a position, over all epochs. It is fast where positions
-        ascend."""
-        block = self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
+        """Return how many sequences of each dataset come before a position, over all epochs."""
+        block = self._block_near(position)
         read = Counter(dataset for dataset, _ in self._walk(block)[0][: position - block.first])
         return [count + read[dataset] for dataset, count in enumerate(block.counts)]
 
@@ -139,7 +155,7 @@ class MixedSequences:
         }
 
     def _by_name(self, counts: list[int] | tuple[int, ...]) -> dict[str, int]:
-        return {each.name: count for each, count in zip(self.components, counts, strict=True)}
+        return dict(zip(self.names, counts, strict=True))
 
     def resumed(self, loader_state: dict[str, Any] | None) -> MixedSequences:
         """Return this mixture from where a run stopped, by the state of its loader; None: from its beginning. If it
@@ -147,7 +163,7 @@ class MixedSequences:
         if not loader_state:
             return self
         position, state = loader_state["next_sequence"], loader_state["mixture"]
-        names, read = [each.name for each in self.components], state["read"]
+        names, read = self.names, state["read"]
         if state["identity"] == self.identity:
             counts, phase = (tuple(state[key][name] for name in names) for key in ("counts", "phase"))
             start = Block(state["first"], counts, phase)

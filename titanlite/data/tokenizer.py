@@ -112,7 +112,8 @@ class HuggingFaceTokenizer:
             if size >= BATCH or end == len(chunks):
                 encodings = self.tokenizer.encode_batch_fast(chunks[begin:end], add_special_tokens=False)
                 for number, encoding in zip(numbers[begin:end], encodings, strict=True):
-                    ids[number].append(np.frombuffer(array("I", encoding.ids), np.uint32))  # 3 times as fast as np.array
+                    # an array of the standard library: 3 times as fast as np.array of a list
+                    ids[number].append(np.frombuffer(array("I", encoding.ids), np.uint32))
                 begin, size = end, 0
         return [own[0] if len(own) == 1 else np.concatenate(own) for own in ids]
 

@@ -46,7 +46,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
     rounding = differences(reference, run_reference(exact, device, steps=steps))
     # The rounding error of a single number may happen to be zero: the largest of all steps counts. Adam turns rounding
     # into a step of lr for few elements, in one parameter or another: the largest of all parameters counts.
-    for pattern in (r".* loss", r"step \d+ norm", r"final weight .*"):
+    for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max(rounding[name] for name in names))
     return {name: ROUNDING_FACTOR * difference for name, difference in rounding.items()}

@@ -2,7 +2,7 @@
 of FSDP, gradient accumulation and torch.distributed: a layout that agrees with it computes what the model defines."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,15 @@ from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config
 from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
-from titanlite.loss import IGNORED, cross_entropy_sum
+from titanlite.loss import IGNORED, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import build_loss_scale, lr_factor, scale_gradients, set_lr
 from titanlite.progress import progress
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
-"step N loss", "step N norm" and "step N gradient NAME", both before clipping, of every step; "final weight NAME", also
+"step N loss", "step N norm" and "step N gradient NAME", both before clipping, and "step N losses of datasets",
+float64 [datasets], of every step; "final weight NAME", also
 of buffers that checkpoints have; "validation loss", of the batch after the last step."""
 
 
@@ -38,8 +39,11 @@ class RandomSequences:
     """Sequences of random tokens, computed from the seed and the global index alone.
 
     The number of valid targets differs much from one sequence to the next, so that a loss averaged over ranks or
-    gradient accumulation steps, instead of over tokens, differs from the reference.
+    gradient accumulation steps, instead of over tokens, differs from the reference. They count as a mixture of three
+    datasets, which take turns.
     """
+
+    names = ("a", "b", "c")
 
     def __init__(self, config: Config):
         self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
@@ -51,6 +55,10 @@ class RandomSequences:
         targets = np.where(ends, IGNORED, tokens[1:])
         targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
         return Sequence(tokens[:-1], targets, positions_in_documents(ends))
+
+    def datasets_of(self, positions: Iterable[int]) -> list[int]:
+        """Return the number of the dataset of each global index, like data.MixedSequences.datasets_of."""
+        return [position % len(self.names) for position in positions]
 
     def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
         """Yield every stride-th sequence from index `first` on, like data.PackedSequences.read."""
@@ -80,8 +88,8 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     compute_dtype, scale = getattr(torch, training.mixed_precision_param), build_loss_scale(training).value
     parameters = dict(model.named_parameters())
 
-    def loss_of_step(step: int) -> Tensor:
-        """Return the mean over the valid tokens of the full global batch."""
+    def losses_of_step(step: int) -> tuple[Tensor, Tensor]:
+        """Return the mean over the valid tokens of the full global batch; and that of each dataset's, float64."""
         batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
@@ -91,13 +99,18 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
             for name, parameter in parameters.items()
         }
         logits = torch.func.functional_call(model, weights, (tokens, *masked))
-        return cross_entropy_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORED).sum()
+        losses = cross_entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
+        valid = targets != IGNORED
+        datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
+        own = [datasets == number for number in range(len(sequences.names))]
+        means = [losses[rows].detach().double().sum() / valid[rows].sum().clamp(min=1) for rows in own]
+        return losses.sum() / valid.sum(), torch.stack(means)
 
     trace = trace_of("initial weight", parameters)
     with progress("single-process reference", total=steps, unit="steps") as advance:
         for step in range(1, steps + 1):
             set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
-            loss = loss_of_step(step)
+            loss, of_datasets = losses_of_step(step)
             optimizer.zero_grad()
             if balance:
                 balance.begin_step(scale)
@@ -105,11 +118,12 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
             scale_gradients(parameters.values(), 1 / scale)
             gradients = trace_of(f"step {step} gradient", {name: p.grad for name, p in parameters.items()})
             norm = nn.utils.clip_grad_norm_(parameters.values(), training.max_norm)
-            trace |= trace_of(f"step {step}", {"loss": loss, "norm": norm}) | gradients
+            trace |= trace_of(f"step {step}", {"loss": loss, "losses of datasets": of_datasets, "norm": norm})
+            trace |= gradients
             optimizer.step()
             if balance:
                 balance.update(norm.isfinite(), all_reduce=False)
             advance(1)
     trace |= trace_of("final weight", named_tensors(model))
     with torch.no_grad():
-        return trace | trace_of("validation", {"loss": loss_of_step(steps + 1)})
+        return trace | trace_of("validation", {"loss": losses_of_step(steps + 1)[0]})

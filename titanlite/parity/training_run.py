@@ -9,6 +9,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config, Launch
 from titanlite.data.loader import Batch
+from titanlite.dataset_losses import DatasetLosses
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
 from titanlite.parity.reference import RandomSequences, Trace, trace_of
@@ -31,6 +32,9 @@ class TrainingRun:
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences, config = RandomSequences(config), config.replace(training__datasets=[])
         self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
+        self.dataset_losses = DatasetLosses(
+            sequences, self.train_step, config.training, data_rank=self.layout.data_rank
+        )
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batch: list[Batch]) -> None:
@@ -64,10 +68,15 @@ def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Chec
     with progress("layout", total=steps, unit="steps", enabled=launch.rank == 0) as advance:
         for step in range(run.last_step + 1, last_step + 1):
             set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
-            loss_sum, valid = run.train_step.forward_backward(run.loader.next(), scale)
+            batches = run.loader.next()
+            run.dataset_losses.begin_step()
+            loss_sum, valid = run.train_step.forward_backward(batches, scale)
+            run.dataset_losses.end_step(run.loader.position)
             dist.all_reduce(loss_sum)
+            sums, counts = run.dataset_losses.totals().T
             norm = gradient_norm(run.parameters.values(), run.device)
-            trace |= trace_of(f"step {step}", {"loss": loss_sum / valid, "norm": norm})
+            numbers = {"loss": loss_sum / valid, "losses of datasets": sums / counts.clamp(min=1), "norm": norm}
+            trace |= trace_of(f"step {step}", numbers)
             gradients = {name: p.grad for name, p in run.parameters.items()}
             trace |= run.trace_of_all_stages(f"step {step} gradient", gradients)
             run.update(norm)

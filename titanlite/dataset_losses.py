@@ -1,0 +1,70 @@
+"""The loss of each dataset of a mixture, from the token losses that training steps compute anyway."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from titanlite.config.schema import Training
+from titanlite.loss import IGNORED
+from titanlite.train_step import TrainStep
+
+
+class DatasetLosses:
+    """Adds up the token losses of each dataset over training steps, on every rank for the tokens that it contributes.
+
+    The output head passes on the token losses of one microbatch after the other, in the order of this rank's sequences.
+    They are not read from the device before `totals` is called.
+
+    Args:
+        mixture: has the `names` of the datasets, and `datasets_of`, as MixedSequences do.
+        data_rank: which of the data-parallel ranks this one is.
+    """
+
+    def __init__(self, mixture: Any, train_step: TrainStep, training: Training, *, data_rank: int):
+        self.mixture, self.data_rank, self.device = mixture, data_rank, train_step.device
+        self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
+        self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # of a sequence, on this rank
+        self._recorded: list[Tensor] | None = None
+        self._totals = self._zeros()
+        if train_step.contributes_loss:
+            output: Any = train_step.model.output
+            output.loss = functools.partial(output.loss, record=self._record)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self.mixture.names), 2, dtype=torch.float64, device=self.device)
+
+    def _record(self, losses_N: Tensor, targets_N: Tensor) -> None:
+        if self._recorded is not None:
+            both = torch.stack([losses_N.double(), (targets_N != IGNORED).double()], 1)
+            self._recorded.append(both.unflatten(0, (-1, self.tokens)).sum(1))
+
+    def begin_step(self) -> None:
+        """Record the losses of the forward passes that follow."""
+        self._recorded = []
+
+    def end_step(self, position: int) -> None:
+        """Add what was recorded, of the global batch that ends before a global index. A step of which this rank's
+        losses are not finite does not count."""
+        recorded, self._recorded = self._recorded, None
+        if recorded:
+            positions = range(position - self.batch_size + self.data_rank, position, self.degree)
+            datasets = torch.tensor(self.mixture.datasets_of(positions))
+            of_datasets = one_hot(datasets, len(self.mixture.names)).double().to(self.device, non_blocking=True)
+            sums = torch.cat(recorded)
+            self._totals += of_datasets.T @ sums.where(sums.isfinite().all(), 0)
+
+    def totals(self) -> Tensor:
+        """Return the sum of the token losses and the number of valid tokens of each dataset, [datasets, 2] in float64,
+        over all ranks and the steps since the last call. Every rank must call it."""
+        totals, self._totals = self._totals, self._zeros()
+        dist.all_reduce(totals)
+        return totals
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean token loss of each dataset that had a token, in nats, by its tag. Every rank must call it."""
+        rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
+        return {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
