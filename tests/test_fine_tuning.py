@@ -13,7 +13,7 @@ import transformers
 from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
 from titanlite import evaluate
-from titanlite.config.schema import Validation
+from titanlite.config.schema import MixedDataset, Validation
 from titanlite.data import open as opening
 from titanlite.data import shard_builder, token_shards
 from titanlite.data.chat_template import ChatTemplate
@@ -221,17 +221,21 @@ class Opened:
         self.packing = self.sequences.packing
 
     def trained_texts(self, tokenizer: Any) -> list[str]:
-        """The texts between ignored targets."""
-        texts = []
-        for index in range(len(self.packing)):
-            run: list[int] = []
-            for target in [*as_lists(self.packing[index])[1], IGNORED]:
-                if target != IGNORED:
-                    run.append(target)
-                elif run:
-                    texts.append(tokenizer.tokenizer.decode(run, skip_special_tokens=False))
-                    run = []
-        return texts
+        return trained_texts(self.packing, tokenizer)
+
+
+def trained_texts(packing: Any, tokenizer: Any) -> list[str]:
+    """The texts between ignored targets."""
+    texts = []
+    for index in range(len(packing)):
+        run: list[int] = []
+        for target in [*as_lists(packing[index])[1], IGNORED]:
+            if target != IGNORED:
+                run.append(target)
+            elif run:
+                texts.append(tokenizer.tokenizer.decode(run, skip_special_tokens=False))
+                run = []
+    return texts
 
 
 ANSWERS = ["Blue</s>", "Yes: été, 日本</s>", "No</s>", "two</s>", "three</s>"]
@@ -315,6 +319,44 @@ def test_long_conversations(template, tmp_path):
     assert len(truncated.packing) == 2, "a question without an answer is left out"
     assert str(truncated.sequences).endswith("2 of 3 conversations truncated")
     assert dropped.identity != truncated.identity
+
+
+def test_a_mixture_of_texts_and_conversations(template, tmp_path):
+    """Of a text all tokens are trained on. Each dataset has a format, and a rule for long conversations, of its own."""
+    tokenizer = template(PLAIN).tokenizer
+    conversations = [{"messages": messages} for messages in CONVERSATIONS]
+    rows = {"a": conversations, "b": [{"text": "some text"}, {"text": "x" * 300}], "c": [conversation("d" * 90)] * 2}
+    files = {name: str(write_rows(tmp_path / f"{name}.jsonl", own)) for name, own in rows.items()}
+    a, b, c = ({"name": name, "dataset": "json", "dataset_path": file, "weight": 1} for name, file in files.items())
+    a, c = (table | {"dataset_format": "messages"} for table in (a, c))
+    trained = training(
+        datasets=[MixedDataset(**table) for table in (a, b, c | {"long_conversations": "truncate"})],
+        packing="best_fit",
+        document_mask=True,
+        seq_len=90,
+        cache_folder=str(tmp_path / "cache"),
+    )
+    validation = Validation(enable=True, fraction=0.5)
+    sequences, validated, _ = opening.open_sequences(tokenizer, trained, validation, seed=0, builds_cache=True)
+    packings = [each.sequences.packing for each in sequences.components]
+    assert [packing.long for packing in packings] == ["reject", "split", "truncate"]
+    assert [packing.not_trained for packing in packings] == [BIT, 0, BIT]
+    assert [split.packing.not_trained for split in validated.splits] == [BIT, 0, BIT]
+    answers, texts, truncated = (trained_texts(packing, tokenizer) for packing in packings)
+    assert answers
+    assert set(answers) < set(ANSWERS)
+    assert "".join(texts) in ("some text</s>", "x" * 300 + "</s>")
+    assert set(truncated) == {"d" * len(truncated[0])}
+    line = rejection(
+        lambda: opening.open_sequences(
+            tokenizer,
+            trained.model_copy(update={"datasets": [MixedDataset(**c)]}),
+            Validation(fraction=0.0),
+            seed=0,
+            builds_cache=True,
+        )
+    )
+    assert line.startswith('training.datasets, c: training.long_conversations = "reject": 2 of 2 conversations have ')
 
 
 def test_an_evaluation_reads_each_conversation_once(template, tmp_path):

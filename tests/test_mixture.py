@@ -429,7 +429,12 @@ WRONG = {
     A_TABLE + "wieght = 1": "training.datasets.0.wieght = 1: unknown key; did you mean weight?",
     A_TABLE + B_TABLE + "weight = 0": "training.datasets.1.weight = 0: expected -1, or a finite number > 0",
     A_TABLE + "epochs = 0.0": "training.datasets.0.epochs = 0.0: expected -1, or a finite number > 0",
-    A_TABLE + 'dataset_format = "messages"': 'training.datasets.0.dataset_format = "messages": unknown key; ',
+    A_TABLE + 'dataset_format = "messages"': 'training.datasets.0.dataset_format = "messages": read only when '
+    'training.datasets.0.dataset is "json" or "parquet" or "hub"; set that, or remove it',
+    A_TABLE
+    + 'dataset = "json"\ndataset_path = "a"\nlong_conversations = "drop"': "training.datasets.0.long_conversations"
+    ' = "drop": read only when training.datasets.0.dataset_format is "messages" or "prompt_response"; set that, or '
+    "remove it",
     A_TABLE + "tokens = 1.5": "training.datasets.0.tokens = 1.5: expected -1, or an integer >= 1",
     A_TABLE + 'dataset = "c5"': 'training.datasets.0.dataset = "c5": expected one of "pydoc_topics", "text", "json", '
     '"parquet", "c4", "hub"',
@@ -468,7 +473,7 @@ def test_wrong_configs_are_rejected(tmp_path: Path, toml: str):
         ("--training.streaming", "training.streaming = true: unsupported with training.datasets; set false"),
         (
             "--training.dataset_format=messages",
-            'training.dataset_format = "messages": unsupported with training.datasets; remove one of the two',
+            'training.dataset_format = "messages": training.datasets names the datasets; remove one of the two',
         ),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import DATASET_OPTIONS, FILES, Config, Float8, Precision
+from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Float8, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
@@ -28,7 +28,7 @@ END_LAYERS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for 
 STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward"
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
-FORMAT, PACKING = "training.dataset_format", "training.packing"
+PACKING = "training.packing"
 MIXTURE = "training.datasets"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
@@ -40,10 +40,6 @@ ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 # Options, the option that decides whether a run reads them, and the values with which it does. The last column has the
 # values that, written out, turn the options off: then they may stay in the file.
 DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
-    (["training.dataset_text_key"], FORMAT, ("text",), ()),
-    (["training.dataset_messages_key"], FORMAT, ("messages",), ()),
-    (["training.dataset_prompt_key", "training.dataset_response_key"], FORMAT, ("prompt_response",), ()),
-    (["training.long_conversations"], FORMAT, ("messages", "prompt_response"), ("text",)),
     ([PROMPTS], "validation.enable", (True,), (False,)),
     (["training.streaming_shards", "training.streaming_shuffle_block"], STREAMING, (True,), ()),
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
@@ -131,15 +127,18 @@ def _dataset_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     training = config.training
     datasets = {f"{MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
     for section, options in (datasets or {"training": training}).items():
-        switch, kind = f"{section}.dataset", options.dataset
+        switch, kind, row = f"{section}.dataset", options.dataset, f"{section}.dataset_format"
         if kind in (*FILES, "hub") and not options.dataset_path:
             path = "a name on the Hugging Face hub, as in allenai/c4" if kind == "hub" else "a file, folder or glob"
             reject(f"{section}.dataset_path", f"{switch} = {show(kind)} needs {path}", MIXTURE)
-        for name, kinds in DATASET_OPTIONS.items():
-            is_set = getattr(options, name) != type(options).model_fields[name].default
-            if is_set and kind not in kinds:
-                message = f"read only when {switch} is {' or '.join(map(show, kinds))}; set that, or remove it"
-                reject(f"{section}.{name}", message, switch, MIXTURE)
+        for readers, key, value in ((DATASET_OPTIONS, switch, kind), (FORMAT_OPTIONS, row, options.dataset_format)):
+            for name, values in readers.items():
+                is_set = getattr(options, name) != type(options).model_fields[name].default
+                if is_set and value not in values:
+                    message = f"read only when {key} is {' or '.join(map(show, values))}; set that, or remove it"
+                    reject(f"{section}.{name}", message, key, MIXTURE)
+        if options.dataset_format != "text" and kind in DATASET_OPTIONS["dataset_format"]:
+            _conversation_rules(config, row, reject)
     first = training.datasets[0] if training.datasets else training
     switch = f"{MIXTURE}.0.dataset" if training.datasets else DATASET
     for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):
@@ -154,6 +153,17 @@ def _dataset_rules(config: Config, changed: set[str], reject: Rejections) -> Non
         reject("training.change_mixture_on_resume", f"read only with {MIXTURE}; set that, or remove it", MIXTURE)
 
 
+def _conversation_rules(config: Config, key: str, reject: Rejections) -> None:
+    """Reject options with which conversations cannot be trained on. `key` is the option that says that there are."""
+    reason = f"conversations ({key} = {show(value_of(config, key))})"
+    if config.training.packing != "best_fit":
+        reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', key)
+    if not config.training.document_mask:
+        reject("training.document_mask", f"{reason} must not attend to one another; set true", key)
+    if not config.model.hf_assets_path:
+        reject("model.hf_assets_path", f"{reason} need a tokenizer with a chat template; set its folder", key)
+
+
 def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     dataset, validation = config.training.dataset, config.validation
     streaming = config.training.streaming and not config.training.datasets
@@ -165,21 +175,6 @@ def _data_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if streaming and config.training.packing == "best_fit":
         message = "best-fit packing needs the lengths of all documents, and so the token cache; set false"
         reject(STREAMING, message, PACKING)
-    if config.training.dataset_format != "text" and config.training.datasets:
-        reject(FORMAT, f"unsupported with {MIXTURE}; remove one of the two", MIXTURE)
-    elif config.training.dataset_format != "text":
-        rows = DATASET_OPTIONS["dataset_text_key"]
-        if dataset not in rows:
-            message = f"read only when {DATASET} is {' or '.join(map(show, rows))}; set that, or remove it"
-            reject(FORMAT, message, DATASET)
-        reason = f"conversations ({FORMAT} = {show(config.training.dataset_format)})"
-        if config.training.packing != "best_fit":
-            reject(PACKING, f'{reason} are not continued in another sequence; set "best_fit"', FORMAT)
-        if not config.training.document_mask:
-            reject("training.document_mask", f"{reason} must not attend to one another; set true", FORMAT)
-        if not config.model.hf_assets_path:
-            message = f"{reason} need a tokenizer with a chat template; set its folder"
-            reject("model.hf_assets_path", message, FORMAT)
     has_split = bool(validation.dataset_path or validation.dataset_split or own_split)
     split_keys = (DATASET, MIXTURE, "validation.dataset_path", "validation.dataset_split")
     if streaming and FRACTION in changed:

@@ -24,9 +24,18 @@ DATASET_OPTIONS: dict[str, tuple[str, ...]] = {
     "dataset_config": ("hub",),
     "dataset_split": ("hub",),
     "dataset_text_key": ("json", "parquet", "hub"),
+    "dataset_format": ("json", "parquet", "hub"),
     "text_sample_by": ("text",),
 }
 """Options of DatasetOptions, and the datasets that read them."""
+FORMAT_OPTIONS: dict[str, tuple[str, ...]] = {
+    "dataset_text_key": ("text",),
+    "dataset_messages_key": ("messages",),
+    "dataset_prompt_key": ("prompt_response",),
+    "dataset_response_key": ("prompt_response",),
+    "long_conversations": ("messages", "prompt_response"),
+}
+"""Options of DatasetOptions, and the values of dataset_format with which they are read."""
 
 
 class Job(Section):
@@ -53,6 +62,17 @@ class DatasetOptions(Section):
     """Split of a hub dataset to train on."""
     dataset_text_key: str = "text"
     """Column that contains a document's text (json, parquet, hub)."""
+    dataset_format: Literal["text", "messages", "prompt_response"] = "text"
+    """What a row of json, parquet or hub has. text: a document; messages, prompt_response: a conversation for
+    fine-tuning, rendered by the tokenizer's chat template; only what the assistant says is trained on."""
+    dataset_messages_key: str = "messages"
+    """messages: column with a list of messages, each with "role" (system, user, assistant, ...) and "content"."""
+    dataset_prompt_key: str = "prompt"
+    """prompt_response: column with what the user says."""
+    dataset_response_key: str = "response"
+    """prompt_response: column with what the assistant answers."""
+    long_conversations: Literal["reject", "drop", "truncate"] = "reject"
+    """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
 
@@ -74,17 +94,6 @@ class MixedDataset(DatasetOptions):
 class Training(DatasetOptions):
     """The data, the steps, and the data types that a run computes in."""
 
-    dataset_format: Literal["text", "messages", "prompt_response"] = "text"
-    """What a row of json, parquet or hub has. text: a document; messages, prompt_response: a conversation for
-    fine-tuning, rendered by the tokenizer's chat template; only what the assistant says is trained on."""
-    dataset_messages_key: str = "messages"
-    """messages: column with a list of messages, each with "role" (system, user, assistant, ...) and "content"."""
-    dataset_prompt_key: str = "prompt"
-    """prompt_response: column with what the user says."""
-    dataset_response_key: str = "response"
-    """prompt_response: column with what the assistant answers."""
-    long_conversations: Literal["reject", "drop", "truncate"] = "reject"
-    """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
     datasets: list[MixedDataset] = Field(default=[])
     """A mixture of datasets instead of one, each in a table [[training.datasets]]. Their sequences are mixed in a fixed
     order, by weights, token budgets or their size; the others share what a dataset that is used up leaves."""

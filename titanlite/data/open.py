@@ -68,7 +68,7 @@ def open_sequences(
             content = f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}{packing}"
     validated = None
     if validation.enable:
-        validated = _open_validation(tokenizer, training, validation, caches, builds_cache=builds_cache)
+        validated = _open_validation(tokenizer, validation, caches, builds_cache=builds_cache)
     return sequences, validated, f"{content}/{order}"
 
 
@@ -142,12 +142,12 @@ def open_mixture(
     read for one sequence."""
     from titanlite.data import mixture  # here, since most runs have one dataset
 
-    opened = [cache for each, cache in caches if "training" in each.splits]
+    opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
     packed, identities, problems = [], [], []
-    for options, cache in zip(training.datasets, opened, strict=True):
+    for options, (own, cache) in zip(training.datasets, opened, strict=True):
         own_seed = mixture.seed_of(options.name, seed)
         try:
-            sequences, packing = _pack(cache, tokenizer, training, seed=own_seed, builds_cache=builds_cache)
+            sequences, packing = _pack(cache, tokenizer, own, seed=own_seed, builds_cache=builds_cache)
             packed.append(sequences)
             identities.append(cache.identity + packing)
         except ConfigError as error:
@@ -167,15 +167,13 @@ def open_mixture(
     return mixture.MixedSequences(components, seed=seed)
 
 
-def _open_validation(
-    tokenizer: Tokenizer, training: Training, validation: Validation, caches: Caches, *, builds_cache: bool
-) -> Validated:
+def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool) -> Validated:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
     opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
     splits = []
     for each, cache in opened:
         split = each.splits["validation"]
-        splits.append(pack_once(cache, split, tokenizer, training, builds_cache=builds_cache))
+        splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
     splits = [split for split in splits if split.n_sequences]
     if not splits:
         problem = f"{opened[0][0].source}: has no text to validate on"
