@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 NOT_RUN = {
     ("laptop_to_64_gpus", "needs nodes with GPUs"): 3,
+    ("fine_tune", "needs a network"): 1,
 }
 """Tutorial and reason: how many of its commands no test runs."""
 BLOCK = re.compile(

@@ -68,7 +68,7 @@ def tokenize(argv: list[str]) -> None:
         cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
         caches.append((each, cache))
         dataset = f" of {each.name}" if each.name else ""
-        print(f"{cache.folder}: {len(cache.index.shards):,} shards")
+        print(f"{cache.folder}: shards: {len(cache.index.shards):,}")
         for name, split in each.splits.items():
             print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
     if config.training.datasets:
