@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,6 +131,28 @@ def test_a_row_that_is_too_long_is_rejected(tmp_path, monkeypatch):
     assert f"{path}, line 3: a paragraph of more than 100 bytes" in rejection(lambda: texts("paragraph", path))
     json_path = write(tmp_path / "a.jsonl", ["x" * 101])
     assert rejection(lambda: texts("json", json_path)) == f"{json_path}, line 1: longer than 100 bytes"
+    parquet = write(tmp_path / "a.parquet", ["short", "x" * 101])
+    assert rejection(lambda: texts("parquet", parquet)) == f"{parquet}, row 2: longer than 100 bytes"
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_bytes", "expected"), [(1000, 10**6, 256), (1000, 10**9, 16), (10, 10**9, 1), (0, 0, 1), (5, 0, 256)]
+)
+def test_few_long_rows_are_read_together(n_rows, n_bytes, expected):
+    assert files.rows_at_a_time(n_rows, n_bytes) == expected
+
+
+def test_long_rows_of_parquet_are_read_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BYTES_AT_A_TIME", 1000)
+    read: list[int] = []
+    real = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "iter_batches", lambda self, **o: read.append(o["batch_size"]) or real(self, **o)
+    )
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 900, "y" * 900], "other": ["z" * 10**5] * 2}), path)
+    assert texts("parquet", path) == ["x" * 900, "y" * 900]
+    assert read == [1]
 
 
 def test_compressed_files_and_arrays_are_not_split(tmp_path):

@@ -20,8 +20,10 @@ from titanlite.config.schema import Training
 from titanlite.errors import TrainingError
 from titanlite.reliability.files import is_transient
 
-LARGEST_ROW = 2**28
+LARGEST_ROW = 2**26
 """Bytes of a row, at most: it is in memory more than once while it is read."""
+BYTES_AT_A_TIME = 2**24
+"""Bytes of the rows of a table that are read together, about."""
 END = 2**62
 """`end` of a segment whose number of rows or bytes is not known."""
 BOM = b"\xef\xbb\xbf"
@@ -159,16 +161,23 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
     with _open(path) as file:
         content = file.read(LARGEST_ROW + 1)
     if len(content) > LARGEST_ROW:
-        raise ConfigError([f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines"])
+        raise ConfigError(
+            [f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines (jq -c .[])"]
+        )
     rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
         yield Row(index, index + 1, _select(training, rows[index], index, columns))
 
 
+def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
+    """Return how many of some rows are read together."""
+    return min(max(BYTES_AT_A_TIME * n_rows // max(n_bytes, 1), 1), 256)
+
+
 def _parquet(path: Path) -> Any:
     import pyarrow.parquet  # here, since a run on other data does not need it
 
-    return pyarrow.parquet.ParquetFile(path)
+    return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # not all of a row group at once
 
 
 def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -180,14 +189,20 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
             raise ConfigError([f"{path}: {_no_column(training, column, names)}"])
     row = 0
     for group in range(file.num_row_groups):
-        end = row + file.metadata.row_group(group).num_rows
+        metadata = file.metadata.row_group(group)
+        end = row + metadata.num_rows
         if end <= segment.begin or row >= segment.end:
             row = end
             continue
-        for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=list(columns)):
+        chunks = [metadata.column(index) for index in range(metadata.num_columns)]
+        own = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
+        rows = rows_at_a_time(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in own))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns)):
             first = min(max(segment.begin - row, 0), len(batch))
             last = min(max(segment.end - row, 0), len(batch))
             for index, values in enumerate(batch.slice(first, last - first).to_pylist(), row + first):
+                if any(isinstance(value, str) and len(value) > LARGEST_ROW for value in values.values()):
+                    raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
                 yield Row(index, index + 1, values)
             row += len(batch)
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, column_option
+from titanlite.data.files import Row, Segment, column_option, rows_at_a_time
 from titanlite.data.source import Source
 from titanlite.errors import TrainingError
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
     dataset = load(source, streaming=False).select_columns(list(source.columns))
-    batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=1000)
+    rows = rows_at_a_time(len(dataset), dataset.data.nbytes)
+    batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=rows)
     index = segment.begin
     for batch in read(source, batches):
         for values in zip(*(batch[column] for column in source.columns), strict=True):
