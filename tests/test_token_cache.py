@@ -209,6 +209,21 @@ def test_two_builders_share_the_work(dataset, tmp_path, monkeypatch):
     assert not [file for file in folder_of(tmp_path / "cache").iterdir() if "safetensors" not in file.name][1:]
 
 
+def test_what_another_run_leaves_is_built(dataset, tmp_path, monkeypatch, capfd):
+    """It has begun with a shard, and dies."""
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.01)
+    expected = tokens_of(cached(dataset, tmp_path / "alone"))
+    folder = tmp_path / "cache" / folder_of(tmp_path / "alone").name
+    folder.mkdir(parents=True)
+    options: Any = {"name": "00002.lock", "purpose": "", "advice": "", "beat_seconds": 0.01}
+    with ThreadPoolExecutor(1) as pool:
+        with FolderLock(folder, lost=lambda message: None, **options):
+            building = pool.submit(cached, dataset, tmp_path / "cache")
+            wait_until(lambda: "waiting until another run" in capfd.readouterr().err, "the wait", seconds=20)
+            assert not (folder / SHARD).exists()
+        assert tokens_of(building.result(20)) == expected
+
+
 def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
     alone = cached(dataset, tmp_path / "alone")
     monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)

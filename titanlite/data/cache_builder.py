@@ -86,7 +86,7 @@ class CacheBuilder:
             progress("building the token cache", total=total, unit="bytes") as advance,
         ):
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
-            stack.callback(self.stopped.set)
+            stack.push(self._stop_workers)
             workers: list[Any] = [InProcess(self.work, self.tokenizer)]
             if n_workers > 1:
                 workers = [WorkerProcess(self.work, threads=THREADS_PER_WORKER) for _ in range(n_workers)]
@@ -102,6 +102,11 @@ class CacheBuilder:
                     advance(n_bytes, f"{n_tokens:,} tokens, {n_tokens / (time.monotonic() - begin):,.0f} tokens/s")
                 for future in finished:
                     future.result()
+
+    def _stop_workers(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Have all workers end, if one of them has failed."""
+        if error:
+            self.stopped.set()
 
     def _stop(self) -> None:
         """Leave complete shards only, before a signal ends the process."""
