@@ -29,7 +29,7 @@ def test_it_says_what_the_run_reads(tmp_path, capsys):
     command.tokenize(options(tmp_path))
     folder, training, validation = capsys.readouterr().out.splitlines()
     assert folder.startswith(f"{tmp_path}/cache/")
-    assert folder.endswith(": 1 shards")
+    assert folder.endswith(": shards: 1")
     n_tokens = len(flat([text for number, text in enumerate(texts, 1) if number % 4]))
     per_token = sum(map(len, texts)) / len(flat(texts))
     sequences = (n_tokens - 1) // 16
