@@ -559,7 +559,8 @@ def test_tokenize_prints_each_datasets_epochs(tmp_path: Path):
     assert "validation of mine: " in done.stdout
     line = next(line for line in done.stdout.splitlines() if line.startswith("mine: "))
     assert line.startswith("mine: training.steps = 40 reads 0.")
-    assert line.endswith(" packed sequences, 25.0% of the run")
+    assert " epochs, 25.0% of the run; " in line
+    assert line.endswith(" packed sequences per epoch")
     done = titanlite(tmp_path, "tokenize", "--training.steps=100", '--training.datasets=[{name="topics",tokens=1600}]')
     assert done.returncode == 2
     assert "training.steps needs 400 packed sequences, and the datasets' epochs or tokens allow 100" in done.stderr

@@ -82,9 +82,7 @@ def print_mixture(config: Config, sequences: MixedSequences) -> None:
     sequences.check(None, n)
     for each, count in zip(sequences.components, sequences.expected_counts(n), strict=True):
         line = f"{each.name}: training.steps = {config.training.steps} reads {count / each.sequences.n_sequences:.3g} "
-        print(
-            f"{line}epochs of {each.sequences.n_sequences:,} packed sequences, {count / n:.1%} of the run", flush=True
-        )
+        print(f"{line}epochs, {count / n:.1%} of the run; {each.sequences}", flush=True)
 
 
 def describe(config: Config, cache: TokenCache, split: Split) -> str:

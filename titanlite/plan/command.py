@@ -1,12 +1,13 @@
 """Plan a config without the hardware that it names.
 
-    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE]
+    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]
 
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
-with figures (memory over the step, pipeline schedule, step time). A config that cannot run is rejected with the same
-lines as by `titanlite train`.
+with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with what a run of
+the same config has measured: its metrics.jsonl. A config that cannot run is rejected with the same lines as by
+`titanlite train`.
 
-Exit status: 0 it fits its device; 1 it does not; 2 the config is wrong.
+Exit status: 0 it fits its device; 1 it does not; 2 the config, or METRICS, is wrong.
 """
 
 import argparse
@@ -15,25 +16,29 @@ from pathlib import Path
 
 from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems
+from titanlite.plan.comparison import comparison_table
 from titanlite.plan.planner import make_plan
 from titanlite.plan.report import print_report, verdict
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE]"
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]"
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan with figures as an HTML page")
+    text = "also compare the plan with a run's metrics.jsonl"
+    parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
     arguments, config_arguments = parser.parse_known_args(argv)
     begin = time.monotonic()
     try:
         loaded = load(config_arguments)
         plan = make_plan(loaded, show_progress=True)
+        tables = [comparison_table(plan, arguments.against)] if arguments.against else []
     except ConfigError as error:
         print_problems(error)
         return 2
-    print_report(plan, loaded.file)
+    print_report(plan, loaded.file, *tables)
     if arguments.html:
         from titanlite.plan.figures import write_html  # here: matplotlib takes a second to import
 

@@ -169,6 +169,7 @@ def budget_line(plan: Plan) -> str:
     return line + (f", costs {device_hours * options.price:,.0f}" if options.price else "")
 
 
-def print_report(plan: Plan, file: str) -> None:
-    """Print the report, at least 126 columns wide: a wrapped line is easier to read than a truncated cell."""
-    Console(highlight=False, width=max(Console().width, WIDTH)).print(report(plan, file))
+def print_report(plan: Plan, file: str, *tables: Table) -> None:
+    """Print the report and some more tables, at least 126 columns wide: a wrapped line is easier to read than a
+    truncated cell."""
+    Console(highlight=False, width=max(Console().width, WIDTH)).print(Group(report(plan, file), *tables))
