@@ -7,7 +7,7 @@ JSON lines in four files. The tokenizers are trained on some of it: `cheap` spli
 byte-level BPE with 32,000 tokens, as Llama 3 and GPT-2 have, and `costly` the same behind a Unicode normalization and a
 regular expression. Each program is a process of its own; in each round all take turns:
 
-    titanlite       open_token_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies nothing twice
+    titanlite       open_token_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies
     encode_batch    tokenizers.Tokenizer.encode_batch_fast of 1,000 texts at a time, which are in memory
     datasets.map    load_dataset("json") and map(batched=True, num_proc=the number of cores), which write Arrow files
     datatrove       JsonlReader and DocumentTokenizer on as many workers as cores; left out if it is not installed

@@ -481,6 +481,18 @@ def test_options_that_contradict_a_mixture_are_rejected(tmp_path: Path, settings
     assert problems(lambda: load(tmp_path, A_TABLE, settings)) == [f"command line: {line}"]
 
 
+def test_what_conversations_need_is_said_once(tmp_path: Path):
+    table = 'dataset = "json"\ndataset_path = "a"\ndataset_format = "messages"\n'
+    tables = A_TABLE + table + A_TABLE.replace('"a"', '"b"') + table
+    found = problems(lambda: load(tmp_path, tables))
+    assert [problem.split(": ")[1].split(" = ")[0] for problem in found] == [
+        "training.packing",
+        "training.document_mask",
+        "model.hf_assets_path",
+    ]
+    assert all("conversations (training.datasets.0.dataset_format" in problem for problem in found)
+
+
 def test_equal_names_are_rejected(tmp_path: Path):
     lines = problems(lambda: load(tmp_path, A_TABLE + B_TABLE + A_TABLE.replace('"a"', '"A"')))
     problem = "expected another name for each dataset"

@@ -138,6 +138,18 @@ def test_each_text_tokenizer_and_fraction_has_a_cache_of_its_own(dataset, tmp_pa
     assert len({cache.folder for cache in caches}) == len(list(folder.iterdir())) == 4
 
 
+def test_a_file_that_is_read_in_other_ways_has_a_cache_of_its_own(tmp_path):
+    file = write(tmp_path / "a.jsonl", ["one\n\ntwo", "three"])
+    ways = [
+        source("json", file),
+        *(source("text", file, text_sample_by=by) for by in ("document", "paragraph", "line")),
+    ]
+    caches = [cached(way, tmp_path / "cache", fraction=0.0) for way in ways]
+    assert len({cache.folder for cache in caches}) == 4
+    assert tokens_of(caches[0])[0] == flat(["one\n\ntwo", "three"])
+    assert tokens_of(caches[1])[0] == flat([file.read_text()])
+
+
 def test_a_complete_cache_is_not_built_again(dataset, tmp_path, monkeypatch):
     built = tokens_of(cached(dataset, tmp_path / "cache"))
     monkeypatch.setattr(shard_builder, "read_documents", lambda *arguments: pytest.fail("tokenizes again"))

@@ -124,7 +124,7 @@ def _model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
 
 def _dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject options of datasets, of one or of each in a mixture, that miss or contradict others."""
-    training = config.training
+    training, conversations = config.training, list[str]()
     datasets = {f"{MIXTURE}.{number}": dataset for number, dataset in enumerate(training.datasets)}
     for section, options in (datasets or {"training": training}).items():
         switch, kind, row = f"{section}.dataset", options.dataset, f"{section}.dataset_format"
@@ -138,7 +138,9 @@ def _dataset_rules(config: Config, changed: set[str], reject: Rejections) -> Non
                     message = f"read only when {key} is {' or '.join(map(show, values))}; set that, or remove it"
                     reject(f"{section}.{name}", message, key, MIXTURE)
         if options.dataset_format != "text" and kind in DATASET_OPTIONS["dataset_format"]:
-            _conversation_rules(config, row, reject)
+            conversations.append(row)
+    if conversations:
+        _conversation_rules(config, conversations[0], reject)
     first = training.datasets[0] if training.datasets else training
     switch = f"{MIXTURE}.0.dataset" if training.datasets else DATASET
     for key, kinds in (("validation.dataset_path", FILES), ("validation.dataset_split", ("hub",))):

@@ -161,9 +161,8 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
     with _open(path) as file:
         content = file.read(LARGEST_ROW + 1)
     if len(content) > LARGEST_ROW:
-        raise ConfigError(
-            [f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines (jq -c .[])"]
-        )
+        problem = f"{path}: a JSON array of more than {LARGEST_ROW:,} bytes; write it as JSON lines (jq -c '.[]')"
+        raise ConfigError([problem])
     rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
         yield Row(index, index + 1, _select(training, rows[index], index, columns))

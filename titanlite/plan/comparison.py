@@ -6,10 +6,10 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from titanlite.config.loader import ConfigError
+from titanlite.plan.report import GIB, empty_table
 from titanlite.plan.result import Plan
 
 
@@ -56,7 +56,7 @@ def comparison_table(plan: Plan, file: Path) -> Table:
     Raises:
         ConfigError: as read_measurement does, and if the run had another number of tokens per step or of ranks.
     """
-    run, gib = read_measurement(file), 2**30
+    run = read_measurement(file)
     sizes = {"tokens per step": (run.tokens_per_step, plan.tokens_per_step), "ranks": (run.ranks, plan.world_size)}
     for name, (measured, planned) in sizes.items():
         if measured != planned:
@@ -72,12 +72,9 @@ def comparison_table(plan: Plan, file: Path) -> Table:
     if plan.config.plan.device == "cpu":
         caption += "; memory is not compared: on a CPU the metrics have that of the process"
     else:
-        rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / gib, run.memory, 2
-    title = f"the plan against {file}"
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for name in ("plan", "run", "plan - run"):
-        table.add_column(name, justify="right")
+        rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / GIB, run.memory, 2
+    table = empty_table(f"the plan against {file}", "", right=("plan", "run", "difference"))
+    table.caption = caption
     for name, (planned, measured, digits) in rows.items():
         table.add_row(name, f"{planned:,.{digits}f}", f"{measured:,.{digits}f}", f"{planned / measured - 1:+.1%}")
     return table

@@ -54,7 +54,7 @@ def report(plan: Plan, file: str) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
+def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
     """Return an empty table with some columns, and then others whose cells are aligned right."""
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
@@ -67,7 +67,7 @@ def _table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
 def memory_table(plan: Plan) -> Table:
     """Return the memory by rank and kind, at each rank's peak."""
     shown = [kind for kind in KINDS if any(rank.peak.bytes[kind] for rank in plan.ranks)]
-    table = _table("peak memory of a step, GiB", "rank", right=(*shown, "tensors", "overhead", "total"))
+    table = empty_table("peak memory of a step, GiB", "rank", right=(*shown, "tensors", "overhead", "total"))
     for rank in plan.ranks:
         sizes = [*(rank.peak.bytes[kind] for kind in shown), rank.peak.total, sum(rank.overhead.values()), rank.total]
         name = f"pp {rank.rank}" if len(plan.ranks) > 1 else "each"
@@ -103,7 +103,7 @@ def _where(plan: Plan, axis: str) -> str:
 def communication_table(plan: Plan) -> Table:
     """Return the communication of the busiest rank by mesh axis."""
     columns = ("axis", "collective", "ranks", "interconnect")
-    table = _table("communication per rank and step", *columns, right=("count", "GiB", "GiB each"))
+    table = empty_table("communication per rank and step", *columns, right=("count", "GiB", "GiB each"))
     for (axis, name), (count, size) in sorted(plan.cost.communication.items(), key=lambda item: -item[1][1]):
         sizes = f"{size / GIB:.2f}", f"{size / GIB / count:.4f}"
         table.add_row(axis, name, str(plan.axis_size(axis)[0]), _where(plan, axis), str(count), *sizes)
@@ -112,7 +112,7 @@ def communication_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """Return what the time of a step is spent on."""
-    table = _table("time of a step", "", right=("seconds", "of the step"))
+    table = empty_table("time of a step", "", right=("seconds", "of the step"))
     for name, seconds in time_shares(plan).items():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / plan.step_seconds:.1%}")
     table.add_section()
