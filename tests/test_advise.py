@@ -192,7 +192,11 @@ def fake_plan(sizes=1.0, times=lambda layout: 1.0):
         speed = job.sequences * job.seq_len / seconds / n_devices
         shares = {"matrix multiplication": seconds * 0.9, "exposed communication": seconds * 0.1}
         links = sum(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp))
-        return PlannedLayout(layout, round(estimate * sizes), seconds, speed, 0.5, 0.1, links, 0.2 * seconds, shares)
+        spread = {"matmul": (-0.05 * seconds, 0.05 * seconds), "network": (-0.1 * mesh.pp, 0.2 * mesh.pp)}
+        overlapped = 0.2 * seconds
+        return PlannedLayout(
+            layout, round(estimate * sizes), seconds, speed, 0.5, 0.1, links, overlapped, shares, spread
+        )
 
     return plan
 

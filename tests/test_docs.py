@@ -164,7 +164,7 @@ def unknown_files(path: Path, text: str) -> list[str]:
     reader's.
     """
     text = without_old_names(path, text)
-    written = {"config.toml", "outputs/config.toml"}  # by a run
+    written = {"config.toml", "outputs/config.toml", "outputs/node.toml"}  # by a run, and by titanlite calibrate
     written |= set(re.findall(r'title="(.+?)"', text)) | set(re.findall(r"(?:--write|>) (\S+)", text))
     files = repository_files()
     unknown = []

@@ -197,6 +197,16 @@ def test_messages_take_time():
     assert ends[1] > ends[0] + 2 * 3 * 0.5 - 1e-9  # to the last rank and back at least
 
 
+def test_under_1f1b_a_rank_waits_for_what_it_sends():
+    """Two ranks, two microbatches, actions of a second and messages of a quarter."""
+    actions = all_actions("1F1B", 2, 2, 2)
+    free, blocked = (simulate(actions, 2, lambda _: 1.0, 0.25, sends_block=blocks) for blocks in (False, True))
+    assert [span.start for span in free[0]] == [0, 1, 3.5, 5.5]
+    # Rank 0 sends after each of its forwards, rank 1 after each of its backwards.
+    assert [span.start for span in blocked[0]] == [0, 1.25, 3.5, 5.75]
+    assert [span.start for span in blocked[1]] == [1.25, 2.25, 3.5, 4.5]
+
+
 def test_settings_that_save_memory_do():
     @functools.cache
     def peak(*options: str) -> int:

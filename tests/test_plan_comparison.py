@@ -1,6 +1,10 @@
 """A plan beside what a run of the same config has measured."""
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,16 @@ import pytest
 from rich.table import Table
 
 from tests.data_helpers import rejection
+from tests.test_train import folder, runs  # noqa: F401
 from titanlite import config
 from titanlite.plan import command
 from titanlite.plan.comparison import comparison_table
 from titanlite.plan.planner import make_plan
-from titanlite.plan.result import Plan
+from titanlite.plan.report import range_line
+from titanlite.plan.result import Plan, spread_of_difference
 
-DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.toml")
+ROOT = Path(__file__).parents[1]
+DEBUG = str(ROOT / "configs" / "debug.toml")
 OPTIONS = ["--model.n_layers=1", "--parallelism.data_parallel_shard_degree=2"]
 
 
@@ -96,3 +103,43 @@ def test_the_command_prints_the_comparison(tmp_path, capsys, plan):
     assert "-50.0%" in capsys.readouterr().out
     assert command.main([*arguments, str(tmp_path / "nowhere.jsonl")]) == 2
     assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_a_run_does_not_log_a_plan_unless_asked(runs):  # noqa: F811
+    assert not any(tag.startswith("plan/") for line in runs(1, "run", "--training.steps=2") for tag in line)
+
+
+def test_a_run_logs_its_plan_beside_its_metrics(folder):  # noqa: F811
+    options = [str(folder / "small.toml"), "--plan.device=cpu", "--training.steps=2"]
+    command_line = [sys.executable, str(ROOT / "train.py"), *options, "--plan.compare=true"]
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    done = subprocess.run(command_line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "time_metrics/end_to_end(s)" in line]
+    expected = make_plan(config.load(options), world_size=1)
+    assert len(logged) == 2
+    for line in logged:
+        assert {tag for tag in line if tag.startswith("plan/")} == {
+            *("plan/end_to_end(s)", "plan/shortest(s)", "plan/longest(s)", "plan/max_active(GiB)"),
+        }
+        assert line["plan/end_to_end(s)"] == pytest.approx(expected.step_seconds)
+        assert (line["plan/shortest(s)"], line["plan/longest(s)"]) == pytest.approx(expected.step_range)
+        assert line["plan/max_active(GiB)"] == expected.ranks[0].peak.total / 2**30
+
+
+def test_the_range_adds_the_squares_of_what_is_uncertain(plan):
+    spread = {"matmul": (-3.0, 4.0), "network": (-4.0, 3.0), "host": (0.0, 0.0)}
+    changed = dataclasses.replace(plan, step_seconds=10.0, spread=spread)
+    assert changed.step_range == (pytest.approx(5), pytest.approx(15))
+    assert "from 5.000 to 15.000 s per step" in range_line(changed)
+    assert "least certain: matrix multiplication (-3.000, +4.000 s), communication between nodes" in range_line(changed)
+    assert "the host" not in range_line(changed)
+
+
+def test_what_is_wrong_for_two_layouts_alike_does_not_matter():
+    one = {"matmul": (-3.0, 4.0), "network": (-1.0, 1.0)}
+    assert spread_of_difference(one, one) == (0.0, "matmul")
+    other = {"matmul": (-3.0, 4.0), "network": (-1.5, 4.0)}
+    assert spread_of_difference(one, other) == (3.0, "network")
+    assert spread_of_difference({}, {}) == (0.0, "")

@@ -62,6 +62,7 @@ def plan_of(n_ranks: int, n_microbatches: int, n_points: int) -> Plan:
         spans=spans,
         cost=Cost(seconds=seconds, elapsed=0.9 * end),
         step_seconds=end + 2,
+        spread={"matmul": (-0.3, 0.4), "network": (-0.4, 0.3)},
         update_seconds=2.0,
         flops_per_token=10**6,
         n_parameters=10**6,

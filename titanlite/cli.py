@@ -10,6 +10,7 @@ from titanlite.reliability.process import listen_as_launcher
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
     "plan": ("titanlite.plan.command", "plan memory, communication and step time without the hardware"),
+    "calibrate": ("titanlite.calibrate.command", "measure the devices at hand, for plans of runs on them"),
     "advise": ("titanlite.advise.command", "search the layouts of a model on so many devices"),
     "parity": ("titanlite.parity.command", "compare a config's layout with a single process"),
     "tokenize": ("titanlite.tokenize_dataset", "tokenize the dataset of a config before a run"),

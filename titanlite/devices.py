@@ -4,13 +4,54 @@ The plan and the MFU of a run read the same table. To add a device, add a line w
 TOML file with the keys of `Device`, named by `plan.device`.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
 from titanlite.config.loader import Section
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
+ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
+FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
+
+
+class MeasuredCollective(Section):
+    """How long a collective takes in one process group."""
+
+    name: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
+    ranks: Annotated[int, Field(ge=2)]
+    """Ranks of the group."""
+    nodes: Annotated[int, Field(ge=1)]
+    """Nodes that they are on."""
+    points: list[TwoRates]
+    """Bytes of the full tensor, and seconds; from fewer bytes to more."""
+
+
+class Measured(Section):
+    """What `titanlite calibrate` has measured on a device."""
+
+    torch: str
+    """Version of PyTorch."""
+    ranks: Annotated[int, Field(ge=1)]
+    """Ranks that measured at the same time. On a CPU they share its cores."""
+    matmul: dict[Literal["bf16", "fp8", "fp32"], list[FourRates]]
+    """m, n and k of a product [m, k] x [k, n], and its FLOP/s, by data type."""
+    attention: list[ThreeRates]
+    """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
+    attention_backward: list[ThreeRates]
+    """The same of the backward."""
+    operators: dict[str, list[TwoRates]]
+    """Bytes read and written, and seconds, by operator; "mul" stands for all that are not named."""
+    operator_seconds: Rate
+    """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""
+    dtensor_seconds: Rate
+    """How long it takes for an operator on DTensors, besides the operators that this one dispatches."""
+    slowdown: Annotated[float, Field(ge=0)]
+    """By which share a matrix product is slower while a collective runs beside it."""
+    collectives: list[MeasuredCollective]
+    spread: dict[str, Annotated[float, Field(ge=0)]]
+    """By which share each group of times may differ from what the plan expects."""
 
 
 class Device(Section):
@@ -38,18 +79,28 @@ class Device(Section):
     """Where the figures are from."""
     name_pattern: str = ""
     """Part of the name that torch.cuda.get_device_name reports; empty: none."""
+    architecture: Literal["ampere", "hopper", "blackwell", "ada", "cdna3"] = "hopper"
+    """Whose efficiencies the plan takes (titanlite/plan/efficiency.py); of a CPU and where `measured` is, none."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    """cpu: operators run on the host itself, one after the other."""
+    measured: Union[Measured, None] = None
+    """What `titanlite calibrate` has measured; None: the plan uses the rates above."""
 
 
 # fmt: off
 def _device(
-    bf16: float, fp8: float, fp32: float, gib: float, memory: float, interconnect: float, network: float, watts: float,
-    name_pattern: str, source: str, devices_per_node: int = 8,
+    architecture: str, bf16: float, fp8: float, fp32: float, gib: float,
+    memory: float, interconnect: float, network: float, watts: float,
+    name_pattern: str, source: str, devices_per_node: int = 8, kind: str = "gpu",
 ) -> Device:
     """Build a device from TFLOP/s, GiB, TB/s of memory, and GB/s of interconnect and network."""
+    if kind == "gpu":
+        source = f"{'AMD' if architecture == 'cdna3' else 'NVIDIA'} {name_pattern} {source}"
     return Device(
         bf16=bf16 * 1e12, fp8=fp8 * 1e12, fp32=fp32 * 1e12, memory=gib * 2**30, memory_bandwidth=memory * 1e12,
         interconnect_bandwidth=interconnect * 1e9, network_bandwidth=network * 1e9, watts=watts,
-        devices_per_node=devices_per_node, source=source, name_pattern=name_pattern,
+        devices_per_node=devices_per_node, source=source, name_pattern=name_pattern, kind=kind,
+        architecture=architecture,
     )
 
 
@@ -57,23 +108,23 @@ def _device(
 # Memory is what the driver reports, some hundred MiB under the nominal figure. Interconnects count one direction, half
 # of what vendors print. A network of one 400 Gbit/s adapter per device (200 for A100) is usual in nodes of eight.
 DEVICES: dict[str, Device] = {
-    #                    bf16   fp8  fp32    GiB   TB/s GB/s GB/s watts
-    "a100_40":   _device( 312,    0, 19.5,  39.4, 1.555, 300, 25,  400, "A100-SXM4-40", "NVIDIA A100 data sheet, 2021"),
-    "a100_80":   _device( 312,    0, 19.5,  79.2, 2.039, 300, 25,  400, "A100", "NVIDIA A100 data sheet, 2021"),
-    "h100_pcie": _device( 756, 1513, 51.0,  79.2, 2.000,  64, 50,  350, "H100 PCIe", "NVIDIA H100 data sheet, 2023"),
-    "h100_nvl":  _device( 835, 1671, 60.0,  93.1, 3.900, 300, 50,  400, "H100 NVL", "NVIDIA H100 NVL data sheet, 2024"),
-    "h100":      _device( 989, 1979, 67.0,  79.2, 3.350, 450, 50,  700, "H100", "NVIDIA H100 data sheet (SXM), 2023"),
+    #                   architecture bf16   fp8  fp32    GiB   TB/s GB/s GB/s watts
+    "a100_40":   _device("ampere",    312,    0, 19.5,  39.4, 1.555, 300, 25,  400, "A100-SXM4-40", "data sheet, 2021"),
+    "a100_80":   _device("ampere",    312,    0, 19.5,  79.2, 2.039, 300, 25,  400, "A100", "data sheet, 2021"),
+    "h100_pcie": _device("hopper",    756, 1513, 51.0,  79.2, 2.000,  64, 50,  350, "H100 PCIe", "data sheet, 2023"),
+    "h100_nvl":  _device("hopper",    835, 1671, 60.0,  93.1, 3.900, 300, 50,  400, "H100 NVL", "data sheet, 2024"),
+    "h100":      _device("hopper",    989, 1979, 67.0,  79.2, 3.350, 450, 50,  700, "H100", "data sheet, 2023"),
     # A superchip is a GPU or two with a Grace CPU, whose memory and power are not counted. Bridges join four H200 NVL.
-    "gh200":     _device( 989, 1979, 67.0,  94.5, 4.000, 450, 50,  700, "GH200", "NVIDIA GH200 data sheet, 2024", 4),
-    "h200_nvl":  _device( 835, 1671, 60.0, 139.8, 4.800, 450, 50,  600, "H200 NVL", "NVIDIA H200 data sheet, 2024", 4),
-    "h200":      _device( 989, 1979, 67.0, 139.8, 4.800, 450, 50,  700, "H200", "NVIDIA H200 data sheet, 2024"),
-    "gb200":     _device(2500, 5000, 80.0, 184.3, 8.000, 900, 50, 1200, "GB200", "NVIDIA GB200 data sheet, 2024", 72),
-    "b200":      _device(2250, 4500, 75.0, 178.4, 7.700, 900, 50, 1000, "B200", "NVIDIA DGX B200 data sheet, 2024"),
-    "mi300x":    _device(1307, 2615, 163., 191.7, 5.300, 448, 50,  750, "MI300X", "AMD MI300X data sheet, 2023"),
-    "l40s":      _device( 362,  733, 91.6,  44.4, 0.864,  32, 25,  350, "L40S", "NVIDIA L40S data sheet, 2023"),
-    "rtx_4090":  _device( 165,  330, 82.6,  23.6, 1.008,  32, 25,  450, "RTX 4090", "Ada whitepaper, 2022: fp32 sums"),
+    "gh200":     _device("hopper",    989, 1979, 67.0,  94.5, 4.000, 450, 50,  700, "GH200", "data sheet, 2024", 4),
+    "h200_nvl":  _device("hopper",    835, 1671, 60.0, 139.8, 4.800, 450, 50,  600, "H200 NVL", "data sheet, 2024", 4),
+    "h200":      _device("hopper",    989, 1979, 67.0, 139.8, 4.800, 450, 50,  700, "H200", "data sheet, 2024"),
+    "gb200":     _device("blackwell", 2500, 5000, 80.0, 184.3, 8.000, 900, 50, 1200, "GB200", "data sheet, 2024", 72),
+    "b200":      _device("blackwell", 2250, 4500, 75.0, 178.4, 7.700, 900, 50, 1000, "B200", "data sheet, 2024"),
+    "mi300x":    _device("cdna3",    1307, 2615, 163., 191.7, 5.300, 448, 50,  750, "MI300X", "data sheet, 2023"),
+    "l40s":      _device("ada",       362,  733, 91.6,  44.4, 0.864,  32, 25,  350, "L40S", "data sheet, 2023"),
+    "rtx_4090":  _device("ada",       165,  330, 82.6,  23.6, 1.008,  32, 25,  450, "RTX 4090", "whitepaper, 2022"),
     # Two cores of a server, one rank per core, for plans of the machine where one develops.
-    "cpu":       _device(0.15,    0, 0.15,   8.0, 0.020,   5,  1,   15, "", "benchmarks/logs: a float32 product", 64),
+    "cpu":       _device("hopper",   0.15,    0, 0.15,   8.0, 0.020,   5,  1,   15, "", "a float32 product", 64, "cpu"),
 }
 # fmt: on
 

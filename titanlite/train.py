@@ -57,6 +57,11 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             print(message, flush=True)
 
     # Build the run.
+    planned = {}
+    if config.plan.compare and rank == 0:
+        from titanlite.plan.comparison import planned_metrics  # here, since most runs do without
+
+        planned = planned_metrics(config, launch.world_size)
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
@@ -206,6 +211,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "lr": lr,
                     "n_tokens_seen": loader.position * training.seq_len,
                     **meter.read(),
+                    **planned,
                 }
                 if dataset_losses:
                     values |= loader.mixture.metrics(loader.position) | dataset_losses.metrics()

@@ -8,6 +8,8 @@ from rich.table import Table
 
 from titanlite.advise.search import PlannedLayout, Search
 from titanlite.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENCE, STATE_BYTES, Candidate, Mesh, Task
+from titanlite.plan.report import GROUP_NAMES
+from titanlite.plan.result import spread_of_difference
 
 MUCH_OVERLAPPED = 0.5
 """Share of a step from which on overlapped communication is mentioned."""
@@ -58,7 +60,25 @@ def explain(search: Search) -> list[str]:
             shares = [f"{one.communication / one.seconds:.0%}" for one in (fastest, layout)]
             why = f"its communication takes {shares[0]} of its step, this one's {shares[1]}, overlapped or not"
         lines.append(f"The fastest, {_describe(fastest)}, promises {gain:.1%} more, less than a plan can tell; {why}.")
-    return lines
+    return [*lines, *_explain_doubts(search, layout)]
+
+
+def _explain_doubts(search: Search, layout: PlannedLayout) -> list[str]:
+    """Return a line about the layouts that cannot be told apart from a layout, and what measurement would decide."""
+    doubts = []
+    for other in (one for one in search.fitting() if one is not layout):
+        wrong, group = spread_of_difference(layout.spread, other.spread)
+        if abs(other.seconds - layout.seconds) < wrong:
+            doubts.append((other, wrong, group))
+    if not doubts:
+        return []
+    other, wrong, group = doubts[0]
+    which = f"{len(doubts)} other layouts cannot" if len(doubts) > 1 else "One other layout cannot"
+    return [
+        f"{which} be told apart from this one by speed: {_describe(other)} is planned to take "
+        f"{other.seconds / layout.seconds - 1:+.1%}, which may be wrong by {wrong / layout.seconds:.1%}, most of it "
+        f"because of {GROUP_NAMES.get(group, group)}. Plan with a device file of titanlite calibrate, or measure both."
+    ]
 
 
 def _describe(layout: PlannedLayout) -> str:

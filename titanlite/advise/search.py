@@ -25,6 +25,7 @@ from titanlite.advise.search_space import (
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.plan.planner import make_plan, process_pool
 from titanlite.plan.report import time_shares
+from titanlite.plan.result import Spread
 from titanlite.progress_bar import progress_bar
 
 ROUNDS, PLANS_PER_ROUND = 3, 4
@@ -36,7 +37,8 @@ CLOSE = 1.03
 class PlannedLayout(NamedTuple):
     """The plan of a candidate: bytes of the worst rank, seconds of a step and tokens per second and device.
     `pipeline_bubble` is a share of the pipeline's time, `communication` is in seconds, and `overlapped` the part of it
-    that overlaps with computation; `shares` is report.time_shares; `problem` says why there is no plan, if so."""
+    that overlaps with computation; `shares` is report.time_shares, `spread` is result.Spread; `problem` says why there
+    is no plan, if so."""
 
     candidate: Candidate
     bytes: int = 0
@@ -47,6 +49,7 @@ class PlannedLayout(NamedTuple):
     communication: float = 0.0
     overlapped: float = 0.0
     shares: dict[str, float] = {}  # noqa: RUF012
+    spread: Spread = {}  # noqa: RUF012
     problem: str = ""
 
 
@@ -58,7 +61,8 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
     communication, exposed = plan.cost.communication_seconds
     times = plan.step_seconds, plan.tokens_per_second, plan.mfu, plan.pipeline_bubble
-    return PlannedLayout(candidate, plan.worst.total, *times, communication, communication - exposed, time_shares(plan))
+    overlapped, shares = communication - exposed, time_shares(plan)
+    return PlannedLayout(candidate, plan.worst.total, *times, communication, overlapped, shares, plan.spread)
 
 
 class Search:

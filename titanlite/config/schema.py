@@ -42,8 +42,7 @@ class Job(Section):
     dump_folder: str = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
     take_over_lock: bool = True
-    """Take over the lock of dump_folder from a run on another node whose heartbeat has stopped; false: end with
-    one line and status 2."""
+    """Take over the lock of dump_folder from a stopped run on another node; false: end with a line and status 2."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
 
@@ -396,10 +395,12 @@ class Comm(Section):
 
 
 class Plan(Section):
-    """Only `titanlite plan` and `titanlite advise` read this section; training does not."""
+    """Of this section training reads only `compare`; the rest is for `titanlite plan` and `titanlite advise`."""
 
+    compare: bool = False
+    """Training plans its config first, for plan.device, and logs the planned step time and memory beside its own."""
     device: str = "h100"
-    """A name in titanlite/devices.py, or a TOML file with the same keys."""
+    """A name in titanlite/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
     devices_per_node: Union[Literal[-1], Count] = -1
     """Devices of a node; -1: the usual number for this device."""
     tokens: CountOrZero = 0
@@ -407,8 +408,7 @@ class Plan(Section):
     price: NotNegative = 0.0
     """Price of one device for one hour, in any currency."""
     expert_imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """Load of the planned rank's experts, relative to the mean over its expert-parallel group, in every layer: 1 is a
-    balanced load. The plan is for the busiest rank."""
+    """Load of the planned rank's experts, relative to the mean over its expert-parallel group; 1: a balanced load."""
 
 
 class Debug(Section):

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from titanlite.config import Config
 from titanlite.config.loader import ConfigError
+from titanlite.plan.find_device import find_device
+from titanlite.plan.planner import plan_resolved
 from titanlite.plan.report import GIB, empty_table
 from titanlite.plan.result import Plan
 
@@ -50,6 +53,23 @@ def read_measurement(file: Path) -> Measurement:
     return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
 
 
+PLANNED_SECONDS, PLANNED_MEMORY = "plan/end_to_end(s)", "plan/max_active(GiB)"
+"""Tags of what was planned for time_metrics/end_to_end(s) and memory/max_active(GiB)."""
+
+
+def planned_metrics(config: Config, world_size: int) -> dict[str, float]:
+    """Plan a run from its resolved config, and return by tag what is logged beside its metrics: the seconds of a step,
+    the shortest and the longest to expect, and the peak memory of rank 0 in tensors."""
+    plan = plan_resolved(config, find_device(config.plan.device), world_size)
+    shortest, longest = plan.step_range
+    return {
+        PLANNED_SECONDS: plan.step_seconds,
+        "plan/shortest(s)": shortest,
+        "plan/longest(s)": longest,
+        PLANNED_MEMORY: plan.ranks[0].peak.total / GIB,
+    }
+
+
 def comparison_table(plan: Plan, file: Path) -> Table:
     """Return a plan beside a run's metrics: step time, throughput and, of a GPU, memory.
 
@@ -69,7 +89,7 @@ def comparison_table(plan: Plan, file: Path) -> Table:
     }
     caption = f"run: the median of {len(run.seconds):,} logged lines after the first, from {min(run.seconds):,.3f} to "
     caption += f"{max(run.seconds):,.3f} s"
-    if plan.config.plan.device == "cpu":
+    if plan.device.kind == "cpu":
         caption += "; memory is not compared: on a CPU the metrics have that of the process"
     else:
         rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / GIB, run.memory, 2

@@ -26,7 +26,7 @@ def process_groups(plan: Plan) -> list[tuple[str, int]]:
 def gloo_connections(plan: Plan) -> tuple[int, int]:
     """Return at most how many connections gloo opens on rank 0, and on any other rank."""
     groups = process_groups(plan)
-    if plan.config.plan.device != "cpu":  # where NCCL serves the mesh, gloo has only what is in host memory
+    if plan.device.kind == "gpu":  # where NCCL serves the mesh, gloo has only what is in host memory
         groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]
     most = [_connections(name, n, plan.world_size) for name, n in groups]
     first = [n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)]

@@ -1,37 +1,38 @@
-"""How long a segment of an op trace takes on a device: arithmetic, memory traffic and communication.
+"""How long the events of an op trace take on a device: arithmetic, memory traffic, communication, and the host.
 
-Each runs at the data sheet's peak rate times an efficiency. All efficiencies are in EFFICIENCY. None is fitted to a run
-of a trainer.
+On a calibrated device (`titanlite calibrate`) the times are those that were measured. On any other, each operator and
+collective runs at the data sheet's rate times what programs reach of it (efficiency.py).
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from titanlite.devices import Device
-from titanlite.plan.op_trace import Communication, Event, HostWait, Work
+from titanlite.plan import measured_rates
+from titanlite.plan.efficiency import (
+    DTENSOR,
+    EFFICIENCY,
+    GROUPED_MATMUL,
+    HOST_WAIT,
+    KERNEL,
+    MESSAGE_LATENCY,
+    NETWORK,
+    NETWORK_LATENCY,
+    NETWORK_PER_DOUBLING,
+    OPERATOR,
+    SLOWDOWN,
+    TILE,
+    Share,
+)
+from titanlite.plan.op_trace import Communication, Dispatch, Event, HostWait, Work
+from titanlite.plan.streams import Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
-ESTIMATE = "an estimate; not measured"
-EFFICIENCY: dict[str, tuple[float, str]] = {
-    "matmul, bf16": (0.75, "large bf16 matmuls reach 0.80 on an H200 (790 of 989 TFLOP/s); the model's are smaller"),
-    "grouped matmul, bf16": (0.60, ESTIMATE),
-    "matmul, fp8": (0.60, ESTIMATE),
-    "matmul, fp32": (0.85, ESTIMATE),
-    "attention": (0.36, "FlashAttention-2 reaches about 35 % of an H100 (arXiv:2407.08608, abstract)"),
-    "attention, backward": (0.30, ESTIMATE),
-    "attention, Ampere": (0.65, "FlashAttention-2 reaches 50 to 73 % of an A100 (arXiv:2307.08691)"),
-    "memory": (0.85, ESTIMATE),
-    "interconnect": (0.80, ESTIMATE),
-    "network": (0.85, ESTIMATE),
-}
-"""Share of the data sheet's rate that programs reach, and its source."""
-
-KERNEL_SECONDS = 4e-6
-"""From the start of one kernel to the start of the next, if both are empty and launched ahead of time: an estimate."""
-COLLECTIVE_SECONDS = 2e-5
-"""Latency of a collective of one byte within a node; each further node of a ring adds a quarter of it: an estimate."""
-HOST_WAIT_SECONDS = 1e-4
-"""How long the device is idle after the host has waited for it: until the host is again ahead of it, an estimate."""
+GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap")
+"""Groups of times that are known more or less well, each independently of the others."""
+LEAST_SPREAD = 0.05
+"""By which share times on a calibrated device may differ from what is expected, at least."""
 
 EXPOSED_AXES = ("tp", "ulysses", "ep", "all")
 """Axes whose communication is exposed: the next operator waits for it. That of other axes overlaps with computation."""
@@ -46,12 +47,14 @@ class Cost:
             waits for the host), and "communication: AXIS", before any overlap.
         flops: by dtype.
         communication: count and total bytes, by (axis, collective).
+        host_waits: how often the host waits for the device.
         elapsed: seconds with overlap.
     """
 
     seconds: Counter = dataclasses.field(default_factory=Counter)
     flops: Counter = dataclasses.field(default_factory=Counter)
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    host_waits: float = 0
     elapsed: float = 0.0
 
     @property
@@ -69,69 +72,194 @@ class Cost:
         for key, (count, size) in other.communication.items():
             before = self.communication.get(key, (0, 0))
             self.communication[key] = round(before[0] + count * times), round(before[1] + size * times)
+        self.host_waits += other.host_waits * times
         self.elapsed += other.elapsed * times
 
 
 class CostModel:
-    """Computes what events cost on a device. `axes` has the axis and the ranks of each process group, by its name."""
+    """Computes what events cost on a device.
 
-    def __init__(self, device: Device, axes: Mapping[str, tuple[str, list[int]]], devices_per_node: int):
+    Args:
+        axes: the axis and the ranks of each process group, by its name.
+        changed: a group of GROUPS whose times are at the end of their range: the shortest, if `faster`, or the longest.
+            "": all times are as expected.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        axes: Mapping[str, tuple[str, list[int]]],
+        devices_per_node: int,
+        changed: str = "",
+        *,
+        faster: bool = False,
+    ):
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
+        self.changed, self.faster = changed, faster
+        self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # with the events, whose address is the key
 
-    def cost(self, events: Iterable[Event]) -> Cost:
-        """Return the cost of a segment. FSDP's collectives overlap with all its computation, the messages of ring
-        attention with its attention."""
-        cost = Cost()
+    def streams(self) -> Streams:
+        """Return the streams of an idle device."""
+        measured = self.device.measured
+        slowdown = self._measured("overlap", measured.slowdown) if measured else self._seconds("overlap", SLOWDOWN)
+        return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
+
+    def cost(self, segments: Iterable[list[Event]], streams: Streams | None = None, *, forward: bool = False) -> Cost:
+        """Return the cost of some segments, one after the other. `streams`: what is in flight before them; default: an
+        idle device, which has to finish all communication too."""
+        cost, own = Cost(), streams or self.streams()
+        begin, idle = own.computed, own.idle
+        for events in segments:
+            amounts, items = self._items_of(events)
+            cost.add(amounts)
+            own.run(items, forward=forward)
+        if streams is None:
+            own.join()
+        cost.seconds["host"] += own.idle - idle
+        cost.elapsed = own.computed - begin
+        return cost
+
+    def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
+        """Return the amounts of a segment, and what the streams run."""
+        if id(events) in self._items:  # the copies of a folded layer share its events
+            return self._items[id(events)][:2]
+        cost, items = Cost(), list[Item]()
+        in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
+        device, host, both = 0.0, 0.0, 0.0  # of the operators since the last item
+
+        def flush(*, attends: bool = False) -> None:
+            nonlocal device, host, both
+            if device or host:
+                items.append(Run(device, host, both, attends))
+            device, host, both = 0.0, 0.0, 0.0
+
         for event in events:
             if isinstance(event, Work):
-                category, seconds = self._work_seconds(event)
+                category, seconds = self.work_seconds(event)
                 cost.seconds[category] += seconds
                 if event.flops:
                     cost.flops[event.dtype] += event.flops
+                attends = in_ring and category == "attention"
+                if attends:
+                    flush()
+                if event.name == "fsdp.split_with_sizes_copy":
+                    flush()
+                    items.append(CopyOut())
+                elif event.name == "fsdp.chunk_cat":
+                    flush()
+                    items.append(CopyIn())
+                device, both = device + seconds, max(both, host) + seconds
+                if attends:
+                    flush(attends=True)
+            elif isinstance(event, Dispatch):
+                host += self.dispatch_seconds(event)
             elif isinstance(event, HostWait):
-                cost.seconds["host"] += HOST_WAIT_SECONDS
+                flush()
+                cost.host_waits += 1
+                items.append(Wait(self._seconds("host", HOST_WAIT)))
             elif isinstance(event, Communication) and event.name != "receive":
-                axis, ranks = self.axes.get(event.group, ("other", [0]))
+                axis, ranks = self._axis(event.group)
                 if len(ranks) > 1:
-                    cost.seconds[f"communication: {axis}"] += self.collective_seconds(event.name, event.size, ranks)
+                    flush()
+                    seconds = self.collective_seconds(event.name, event.size, ranks)
+                    items.append(Collective(event.name, axis, seconds))
+                    cost.seconds[f"communication: {axis}"] += seconds
                     count, size = cost.communication.get((axis, event.name), (0, 0))
                     cost.communication[axis, event.name] = count + 1, size + event.size
-        seconds = cost.seconds
-        communication, exposed = cost.communication_seconds
-        ring = seconds["communication: ring"]
-        computation = (
-            seconds["matmul"] + seconds["memory"] + seconds["host"] + max(seconds["attention"], ring) + exposed
-        )
-        cost.elapsed = max(computation, communication - exposed - ring)
-        return cost
+        flush()
+        self._items[id(events)] = cost, items, events
+        return cost, items
 
-    def _work_seconds(self, work: Work) -> tuple[str, float]:
-        """Return an operator's category and its seconds: the longer of its arithmetic and its memory traffic."""
-        memory = (work.read + work.written) / (self.device.memory_bandwidth * EFFICIENCY["memory"][0])
-        if not work.flops:
-            return "memory", max(memory, KERNEL_SECONDS)
-        category, efficiency = "matmul", f"matmul, {work.dtype}"
+    def _axis(self, group: str) -> tuple[str, list[int]]:
+        return self.axes.get(group, ("other", [0]))
+
+    def _rate(self, group: str, share: Share) -> float:
+        """Return the share of a rate that is reached: if the group is changed, an end of its range."""
+        if group != self.changed:
+            return share.expected
+        return share.high if self.faster else share.low
+
+    def _seconds(self, group: str, share: Share) -> float:
+        """Return seconds, or a factor of seconds: if the group is changed, an end of their range."""
+        if group != self.changed:
+            return share.expected
+        return share.low if self.faster else share.high
+
+    def _measured(self, group: str, seconds: float) -> float:
+        """Return measured seconds: if the group is changed, an end of their range."""
+        if group != self.changed:
+            return seconds
+        spread = max(self.device.measured.spread.get(group, 0.0), LEAST_SPREAD)
+        return seconds / (1 + spread) if self.faster else seconds * (1 + spread)
+
+    def dispatch_seconds(self, dispatch: Dispatch) -> float:
+        """Return how long the host takes before it issues the next event."""
+        if measured := self.device.measured:
+            seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
+            return self._measured("host", seconds)
+        seconds = dispatch.operators * self._seconds("host", OPERATOR)
+        return seconds + dispatch.on_dtensors * self._seconds("host", DTENSOR)
+
+    def work_seconds(self, work: Work) -> tuple[str, float]:
+        """Return an operator's category and its seconds."""
+        category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
+        if self.device.measured:
+            return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
+        start = self._seconds("host", KERNEL)
+        memory = (work.read + work.written) / (self.device.memory_bandwidth * self._memory())
+        if category == "memory":
+            return category, max(memory, start)
+        seconds = self._attention_seconds(work) if category == "attention" else self._matmul_seconds(work)
+        return category, start + max(seconds, memory)
+
+    def _memory(self) -> float:
+        return self._rate("memory", self.efficiency.memory)
+
+    def _matmul_seconds(self, work: Work) -> float:
+        """Return the seconds of a product whose tiles fill the multiprocessors in waves, and of writing its result."""
+        times, m, n, _ = work.sizes
+        is_fp8 = work.dtype == "fp8"
+        share = self._rate("matmul", self.efficiency.matmul_fp8 if is_fp8 else self.efficiency.matmul)
         if "grouped" in work.name and work.dtype == "bf16":
-            efficiency = "grouped matmul, bf16"
-        if "attention" in work.name:
-            backward = ", backward" if "backward" in work.name else ""
-            category, efficiency = "attention", f"attention{backward}" if self.device.fp8 else "attention, Ampere"
+            share *= self._rate("matmul", GROUPED_MATMUL)
         peak = getattr(self.device, work.dtype) or self.device.bf16
-        return category, max(work.flops / (peak * EFFICIENCY[efficiency][0]), memory, KERNEL_SECONDS)
+        waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
+        full = waves / math.ceil(waves)
+        writing = work.written / (self.device.memory_bandwidth * self._memory())
+        return work.flops / (peak * share * full) + writing
+
+    def _attention_seconds(self, work: Work) -> float:
+        """Return the seconds of attention, whose rate grows with the number of keys of a query."""
+        backward, backend = "backward" in work.name, "cudnn" if "cudnn" in work.name else "flash"
+        share = self._rate("attention", getattr(self.efficiency, f"{backend}_backward" if backward else backend))
+        keys, half = work.sizes[1], self.efficiency.half_length[backward]
+        return work.flops / (getattr(self.device, work.dtype) * share * keys / (keys + half))
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
-        """Return the seconds of a collective of `size` bytes over some ranks as a ring: each of n ranks sends
-        (n - 1) / n of the full tensor, and twice that in an all-reduce. A ring that spans nodes has as many network
-        adapters as it has ranks on a node."""
-        n, nodes = len(ranks), len({rank // self.devices_per_node for rank in ranks})
-        interconnect = self.device.interconnect_bandwidth * EFFICIENCY["interconnect"][0]
-        network = self.device.network_bandwidth * EFFICIENCY["network"][0]
+        """Return the seconds of a collective of `size` bytes over some ranks."""
+        nodes = len({rank // self.devices_per_node for rank in ranks})
+        if measured := self.device.measured:
+            seconds = measured_rates.collective_seconds(measured, name, size, len(ranks), nodes)
+            return self._measured("interconnect" if nodes == 1 else "network", seconds)
+        return self._estimated_collective_seconds(name, size, len(ranks), nodes)
+
+    def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
+        """Return the seconds of a ring: each of n ranks sends (n - 1) / n of the full tensor, and twice that in an
+        all-reduce. A ring that spans nodes has as many network adapters as it has ranks on a node."""
+        efficiency, doublings = self.efficiency, math.log2(nodes)
+        share = efficiency.interconnect_reduce if name == "all_reduce" else efficiency.interconnect
+        interconnect = self.device.interconnect_bandwidth * self._rate("interconnect", share)
+        network = self.device.network_bandwidth * self._rate("network", NETWORK)
+        network *= self._rate("network", NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
+        latency = self._seconds("interconnect", efficiency.latency)
+        latency += self._seconds("network", NETWORK_LATENCY) * doublings
         bandwidth = interconnect if nodes == 1 else min(interconnect, network * max(n // nodes, 1))
         if name == "send":  # one rank has one network adapter
-            sent, bandwidth = float(size), interconnect if nodes == 1 else network
-        elif name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
+            group = "interconnect" if nodes == 1 else "network"
+            return self._seconds(group, MESSAGE_LATENCY) + size / (interconnect if nodes == 1 else network)
+        if name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
-            return COLLECTIVE_SECONDS + max(size * (n - 1) / n / interconnect, size * remote / network)
-        else:
-            sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
-        return COLLECTIVE_SECONDS * (1 + (nodes - 1) / 4) + sent / bandwidth
+            return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
+        sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
+        return latency + sent / bandwidth

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from titanlite.config import Config
+from titanlite.plan.find_device import find_device
 
 
 class ExpertLoad(NamedTuple):
@@ -74,7 +75,7 @@ def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
         return load.counts(tensor)
 
     counts.read = assumed_counts
-    layer.GROUPED_MM_DTYPES = {"cpu": types["cpu" if config.plan.device == "cpu" else "cuda"]}
+    layer.GROUPED_MM_DTYPES = {"cpu": types["cpu" if find_device(config.plan.device).kind == "cpu" else "cuda"]}
     try:
         yield
     finally:

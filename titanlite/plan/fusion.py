@@ -7,7 +7,7 @@ collectives count as one fused kernel.
 
 from collections.abc import Sequence
 
-from titanlite.plan.op_trace import Allocation, Communication, Event, HostWait, Memory, Work
+from titanlite.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Work
 
 UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
 """Prefixes of the names of operators that keep a kernel of their own."""
@@ -21,7 +21,7 @@ def is_fusible(work: Work) -> bool:
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
     """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
     operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
-    that only the group uses."""
+    that only the group uses. The host dispatches one operator for each kernel, and none on DTensors."""
     group_of: dict[int, int] = {}  # by the operator's identity
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
@@ -58,8 +58,10 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
                 if event is members[number][0]:
                     outputs = {allocation for work in members[number] for allocation in work.outputs}
                     own = {allocation for allocation in outputs if writer[allocation] == number}
-                    fused[-1].append(_kernel(members[number], own, internal))
-            elif not isinstance(event, Memory) or event.allocation not in internal:
+                    fused[-1] += [Dispatch(1, 0), _kernel(members[number], own, internal)]
+            elif isinstance(event, (Work, Communication)):
+                fused[-1] += [Dispatch(1, 0), event]
+            elif isinstance(event, HostWait) or (isinstance(event, Memory) and event.allocation not in internal):
                 fused[-1].append(event)
     return fused
 

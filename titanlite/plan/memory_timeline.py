@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titanlite.config import Config
+from titanlite.plan.find_device import find_device
 from titanlite.plan.op_trace import Memory, Segment
 from titanlite.plan.segments import KINDS
 
@@ -38,7 +39,8 @@ class MemoryTimeline:
 
     def __init__(self, config: Config, persistent: Bytes):
         self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
-        self.rounding = 1 if config.plan.device == "cpu" else 512  # bytes, by CUDA's caching allocator
+        is_cpu = find_device(config.plan.device).kind == "cpu"
+        self.rounding = 1 if is_cpu else 512  # bytes, by CUDA's caching allocator
         self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 

@@ -5,6 +5,7 @@ Nothing is computed and nothing is sent, so the world can have any size.
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -66,6 +67,8 @@ class Work(NamedTuple):
         flops: of matrix multiplication and attention; 0 for all other operators.
         dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
         read, written: bytes of its inputs and outputs.
+        sizes: of a matrix multiplication, how many there are, m, n and k of [m, k] x [k, n]; of attention, the number
+            of queries and of keys in a sequence, and head_dim.
     """
 
     name: str
@@ -75,6 +78,15 @@ class Work(NamedTuple):
     written: int
     inputs: tuple[Allocation, ...]
     outputs: tuple[Allocation, ...]
+    sizes: tuple[int, ...] = ()
+
+
+class Dispatch(NamedTuple):
+    """What the host does before it issues the next event: it dispatches operators, views among them, and operators on
+    DTensors, each of which dispatches others."""
+
+    operators: int
+    on_dtensors: int
 
 
 class Communication(NamedTuple):
@@ -90,7 +102,7 @@ class HostWait(NamedTuple):
     """The host waits for the device, and issues what follows to an idle one."""
 
 
-Event = Memory | Work | Communication | HostWait
+Event = Memory | Work | Communication | HostWait | Dispatch
 
 
 class Segment(NamedTuple):
@@ -144,14 +156,23 @@ class OpTrace(TorchDispatchMode):
         self.live: dict[int, Allocation] = {}
         self._watched: dict[int, Any] = {}
         self.enabled, self._maker = True, ""
+        self._operators, self._on_dtensors = 0, 0  # dispatched since the last event
 
     def mark(self, *label: Any) -> None:
         """Begin a segment."""
+        self._record_dispatch()
         self.segments.append(Segment(label, []))
 
     def record(self, event: Event) -> None:
         """Add an event to the current segment."""
+        if not isinstance(event, Memory):
+            self._record_dispatch()
         self.segments[-1].events.append(event)
+
+    def _record_dispatch(self) -> None:
+        if self._operators or self._on_dtensors:
+            self.segments[-1].events.append(Dispatch(self._operators, self._on_dtensors))
+            self._operators, self._on_dtensors = 0, 0
 
     @contextlib.contextmanager
     def naming(self, maker: str) -> Iterator[None]:
@@ -168,6 +189,7 @@ class OpTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind not in (FakeTensor, Tensor, torch.nn.Parameter) for kind in types):
+            self._on_dtensors += self.enabled
             return NotImplemented  # DTensor and other subclasses: their inner tensors come back here
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
@@ -181,6 +203,7 @@ class OpTrace(TorchDispatchMode):
         return out
 
     def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._operators += 1
         inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if name in COLLECTIVES:
@@ -200,13 +223,13 @@ class OpTrace(TorchDispatchMode):
         copies_to_itself = short == "copy_" and args[0] is args[1]
         if short in VIEWS or copies_to_itself or not moves_data or not (inputs or outputs):
             return
-        flops, dtype = _flops(short, inputs, args, kwargs)
+        flops, dtype, sizes = _flops(short, inputs, args, kwargs)
         changed = _changed(func, args, kwargs)
         overwritten = {id(x) for x in changed if name in COPIES or x is kwargs.get("out")}
         read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
         written = sum(map(_n_bytes, outputs or changed))
         read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
-        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to)))
+        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to), sizes))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
         """Return the allocations of some tensors, and record those that are new."""
@@ -277,27 +300,31 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return [x for name in writes for x in tree_iter(given.get(name)) if isinstance(x, Tensor)]
 
 
-def _flops(name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
-    """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), and the
-    dtype whose peak rate applies."""
+def _flops(
+    name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, str, tuple[int, ...]]:
+    """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), the dtype
+    whose peak rate applies, and the sizes, see Work."""
     if name in ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, each row is of one group
         left, right = (inputs[1], inputs[2]) if name == "addmm" else (inputs[0], inputs[1])
-        flops = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1] * (left.shape[0] if name == "bmm" else 1)
-        return flops, "fp8" if name == "_scaled_mm" else _rate_dtype(left)
+        sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
+        return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
     if "scaled_dot_product" in name:
         backward = "backward" in name
         q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
         products = 5 if backward else 2  # the backward recomputes the scores
-        pairs = q.shape[2] * k.shape[2]
+        sizes = q.shape[2], k.shape[2], q.shape[3]
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
-        return products * 2 * q.shape[0] * q.shape[1] * pairs * q.shape[3] // (2 if causal else 1), _rate_dtype(q)
+        flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
+        return flops, _rate_dtype(q), sizes
     if name in ("_flash_attention_forward", "_flash_attention_backward"):  # of packed sequences: q is [N, H, K]
         backward = "backward" in name
         q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # of the longest, which all are here
         window = min(kwargs.get("window_size_left", length) + 1, length)
         pairs = window * (2 * length - window)  # twice those of a query and a key in a sequence
-        return (5 if backward else 2) * q.numel() * pairs // length, _rate_dtype(q)
-    return 0, ""
+        flops = (5 if backward else 2) * q.numel() * pairs // length
+        return flops, _rate_dtype(q), (length, window, q.shape[-1])
+    return 0, "", ()
 
 
 def _rate_dtype(tensor: Tensor) -> str:

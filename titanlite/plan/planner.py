@@ -16,13 +16,13 @@ from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launcher import ranks_wanted
 from titanlite.model import flops_per_token
-from titanlite.plan.cost_model import CostModel
+from titanlite.plan.cost_model import GROUPS, CostModel
 from titanlite.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.plan.find_device import find_device
 from titanlite.plan.memory_timeline import Bytes, Point
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.plan.segments import layers_of
-from titanlite.plan.step import StageCost, pipelined_step, single_stage_step
+from titanlite.plan.step import StageCost, StepTime, memory_points, step_time
 from titanlite.progress_bar import progress_bar
 
 # CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
@@ -43,7 +43,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     """
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
-    n_devices = 0 if loaded.config.plan.device == "cpu" else per_node
+    n_devices = 0 if device.kind == "cpu" else per_node
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
     return check(loaded, Launch(0, 0, world, min(world, per_node), n_devices)), device, world
 
@@ -59,13 +59,24 @@ def make_plan(
         show_progress: show progress on standard error.
     """
     config, device, world = resolve(loaded, world_size)
+    return plan_resolved(config, device, world, fold=fold, show_progress=show_progress)
+
+
+def plan_resolved(
+    config: Config, device: devices.Device, world: int, *, fold: bool = True, show_progress: bool = False
+) -> Plan:
+    """Plan a run from its resolved config, the device and the number of ranks. The arguments are make_plan's."""
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
     dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
     per_node = devices_per_node(config, device)
-    stages = [StageCost(config, result, CostModel(device, result.axes, per_node)) for result in dry_runs]
-    step = single_stage_step(config, stages[0]) if degree == 1 else pipelined_step(config, stages, ranks)
+
+    def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
+        models = (CostModel(device, run.axes, per_node, changed, faster=faster) for run in dry_runs)
+        return step_time(config, [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)], ranks)
+
+    step, points = time_of(), memory_points(config, dry_runs, ranks)
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
@@ -78,10 +89,14 @@ def make_plan(
         config=config,
         device=device,
         world_size=world,
-        ranks=[_rank_plan(config, rank, points, overhead) for rank, points in enumerate(step.points)],
+        ranks=[_rank_plan(config, rank, points, overhead) for rank, points in enumerate(points)],
         spans=step.spans,
         cost=step.cost,
         step_seconds=step.seconds,
+        spread={
+            group: (time_of(group, faster=True).seconds - step.seconds, time_of(group).seconds - step.seconds)
+            for group in GROUPS
+        },
         update_seconds=step.update_seconds,
         flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
         n_parameters=sum(sizes.values()),
@@ -97,7 +112,7 @@ def config_for_dry_run(config: Config) -> Config:
     would choose. Offloaded weights stay on the device, where they are gathered from.
     """
     backend, mode = config.training.attention_backend, config.activation_checkpoint.mode
-    if backend == "auto" and config.plan.device != "cpu":
+    if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
     compiled = config.compile.enable and "model" in config.compile.components
     if mode == "memory_budget" or (compiled and mode == "none"):
@@ -166,7 +181,7 @@ def silence_warnings() -> None:
 def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
     """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak. Each axis whose degree
     is above 1 has a process group, and so have all ranks together."""
-    if device == devices.DEVICES["cpu"]:
+    if device.kind == "cpu":
         return {}
     groups = 1 + sum(degree > 1 for degree in degrees)
     return {"CUDA context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}

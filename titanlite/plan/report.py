@@ -45,12 +45,19 @@ def report(plan: Plan, file: str) -> Group:
         Text(operations_line(plan)),
         Text(connections_line(plan)),
         Text(speed_line(plan), style="bold"),
+        Text(range_line(plan)),
         Text(budget_line(plan)),
     ]
     if plan.config.training.document_mask:
         parts.append(Text("documents are planned as long as their sequences: attention over shorter ones is faster"))
-    if plan.config.plan.device == "cpu":
-        parts.append(Text("times on a CPU are rough: its rates are not from a data sheet"))
+    measured = plan.device.measured
+    if plan.device.kind == "cpu" and measured is None:
+        parts.append(
+            Text("times on a CPU are rough: its rates are not from a data sheet; titanlite calibrate measures")
+        )
+    if plan.device.kind == "cpu" and measured and measured.ranks != plan.world_size:
+        text = f"calibrated with {measured.ranks} ranks, which share the cores: calibrate with {plan.world_size}"
+        parts.append(Text(text, style="bold red"))
     return Group(*parts)
 
 
@@ -155,6 +162,31 @@ def speed_line(plan: Plan) -> str:
     line = f"{speed:,.0f} tokens/s per device, {speed * plan.world_size:,.0f} in total; "
     line += f"MFU {plan.mfu:.1%} of {plan.device.bf16 / 1e12:,.3g} TFLOP/s"
     return line + (f"; pipeline bubble {plan.pipeline_bubble:.1%} ({schedule})" if plan.spans else "")
+
+
+GROUP_NAMES = {
+    "matmul": "matrix multiplication",
+    "memory": "memory-bound operators",
+    "interconnect": "communication within a node",
+    "network": "communication between nodes",
+    "host": "the host",
+    "overlap": "computation beside communication",
+}
+"""Groups of times in words; others are their own names."""
+
+
+def range_line(plan: Plan) -> str:
+    """Return the range of the step's time, and the groups of times that contribute most to it."""
+    shortest, longest = plan.step_range
+    speeds = (plan.tokens_per_step / seconds / plan.world_size for seconds in (longest, shortest))
+    line = f"from {shortest:.3f} to {longest:.3f} s per step, {' to '.join(f'{x:,.0f}' for x in speeds)} tokens/s; "
+    widest = sorted(plan.spread, key=lambda group: plan.spread[group][0] - plan.spread[group][1])[:3]
+    parts = [
+        f"{GROUP_NAMES.get(group, group)} ({plan.spread[group][0]:+.3f}, {plan.spread[group][1]:+.3f} s)"
+        for group in widest
+        if plan.spread[group] != (0.0, 0.0)
+    ]
+    return line + f"least certain: {', '.join(parts)}"
 
 
 def budget_line(plan: Plan) -> str:

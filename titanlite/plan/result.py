@@ -2,12 +2,24 @@
 
 import dataclasses
 import functools
+import math
 
 from titanlite.config import Config
 from titanlite.devices import Device
 from titanlite.plan.cost_model import Cost
 from titanlite.plan.memory_timeline import Bytes, Point
 from titanlite.plan.schedule import Span, pipeline_bubble
+
+Spread = dict[str, tuple[float, float]]
+"""By how many seconds a step is shorter (below 0) and longer (above 0) if one of the groups of times in
+cost_model.GROUPS is at the end of its range."""
+
+
+def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
+    """Return by how many seconds the difference between two steps on the same devices may be wrong, and the group of
+    times that contributes most to it. What is wrong for both in the same way makes no difference."""
+    differences = {group: max(abs(x - y) for x, y in zip(one[group], other[group], strict=True)) for group in one}
+    return math.hypot(*differences.values()), max(differences, key=differences.get, default="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +57,8 @@ class Plan:
         spans: of each pipeline rank's actions in a gradient accumulation step, in seconds from its beginning; empty
             without a pipeline.
         cost: of the busiest rank's step; `elapsed` does not include waiting for other ranks.
-        step_seconds: of the full step.
+        step_seconds: of the full step, as expected.
+        spread: how the range of the step is composed.
         update_seconds: the part of it after the last backward: gradient norm, clipping, optimizer.
         flops_per_token: as MFU counts them.
         axes: the ranks along each axis, of the first rank's process groups.
@@ -58,6 +71,7 @@ class Plan:
     spans: list[list[Span]]
     cost: Cost
     step_seconds: float
+    spread: Spread
     update_seconds: float
     flops_per_token: int
     n_parameters: int
@@ -77,6 +91,13 @@ class Plan:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
         return self.config.tokens_per_step
+
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """The shortest and the longest step to expect, in seconds: the groups of times differ from what is expected
+        independently of each other, so their squares are added."""
+        faster, slower = (math.hypot(*(pair[end] for pair in self.spread.values())) for end in (0, 1))
+        return self.step_seconds - faster, self.step_seconds + slower
 
     @property
     def tokens_per_second(self) -> float:

@@ -79,9 +79,17 @@ class Span(NamedTuple):
 
 
 def simulate(
-    actions: list[list[Group]], n_stages: int, seconds: Callable[[Action], float], message_seconds: float = 0.0
+    actions: list[list[Group]],
+    n_stages: int,
+    seconds: Callable[[Action], float],
+    message_seconds: float = 0.0,
+    *,
+    sends_block: bool = False,
 ) -> list[list[Span]]:
     """Return when each rank takes each of its actions, from the seconds of an action and of a message between ranks.
+
+    `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, where a send shares a batch
+    with the next receive.
 
     Raises:
         ValueError: if the ranks deadlock.
@@ -115,6 +123,8 @@ def simulate(
                 for kind, stage, microbatch in group:
                     if kind != "W":
                         ready[kind == "F", stage, microbatch] = free[rank], rank
+                        if sends_block and 0 <= stage + (1 if kind == "F" else -1) < n_stages:
+                            free[rank] += message_seconds
                 next_group[rank] += 1
                 progress = True
         if not progress:

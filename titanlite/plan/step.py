@@ -13,6 +13,7 @@ from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.plan.op_trace import Communication
 from titanlite.plan.schedule import Action, Span, all_actions, simulate
 from titanlite.plan.segments import KINDS
+from titanlite.plan.streams import Streams
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -24,19 +25,18 @@ class StageCost:
         self.dry_run, self.cost_model = dry_run, cost_model
         # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
-        self._segment_costs: dict[int, Cost] = {}
         self._phase_costs: dict[tuple, Cost] = {}
 
     def of_phase(self, key: tuple) -> Cost:
-        """Return the cost of a phase: of its segments, one after the other."""
+        """Return the cost of a phase on a device that is idle before it."""
         if key not in self._phase_costs:
-            total = Cost()
-            for segment in self.dry_run.phases.get(key, []):
-                if id(segment.events) not in self._segment_costs:  # the copies of a folded layer share its events
-                    self._segment_costs[id(segment.events)] = self.cost_model.cost(segment.events)
-                total.add(self._segment_costs[id(segment.events)])
-            self._phase_costs[key] = total
+            self._phase_costs[key] = self.after(None, key)
         return self._phase_costs[key]
+
+    def after(self, streams: Streams | None, key: tuple) -> Cost:
+        """Return the cost of a phase after what is in flight; None: on an idle device."""
+        segments = self.dry_run.phases.get(key, [])
+        return self.cost_model.cost((x.events for x in segments), streams, forward=key[0] == "F")
 
     def of_action(self, action: Action) -> Cost:
         """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
@@ -62,52 +62,80 @@ class StageCost:
         weights or stages it has: `communicates` says whether to count them."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost = Cost()
-        cost.add(self.cost_model.cost(x for x in events if not isinstance(x, Communication)), self.dry_run.scale)
+        computation = [event for event in events if not isinstance(event, Communication)]
+        cost.add(self.cost_model.cost([computation]), self.dry_run.scale)
         if communicates:
-            cost.add(self.cost_model.cost(x for x in events if isinstance(x, Communication)))
+            cost.add(self.cost_model.cost([[event for event in events if isinstance(event, Communication)]]))
         return cost
 
 
-class Step(NamedTuple):
-    """Memory and time of a step; see Plan. `points` are each pipeline rank's."""
+class StepTime(NamedTuple):
+    """Time of a step; see Plan."""
 
-    points: list[list[Point]]
     spans: list[list[Span]]
     cost: Cost
     seconds: float
     update_seconds: float
 
 
-def single_stage_step(config: Config, stage: StageCost) -> Step:
-    """Return the step of a config without a pipeline."""
-    timeline, cost = MemoryTimeline(config, stage.dry_run.persistent), Cost()
-    phases = stage.dry_run.phases
+def step_time(config: Config, stages: list[StageCost], ranks: list[int]) -> StepTime:
+    """Return the time of a step, from the model's stages in order and the rank of each."""
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return _time_with_pipeline(config, stages, ranks)
+    (stage,) = stages
+    cost, streams = Cost(), stage.cost_model.streams()
     for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
-        for kind, label in (("F", "forward"), ("B", "backward")):
-            timeline.replay(phases[kind, number], label)
-            cost.add(stage.of_phase((kind, number)), times)
-    timeline.replay(phases[("update",)], "update")
+        for kind in "FB":
+            cost.add(stage.after(streams, (kind, number)), times)
+    before = streams.computed
+    streams.join()
+    cost.elapsed += streams.computed - before
     update = stage.of_update()
     cost.add(update)
-    return Step([timeline.points], [], cost, cost.elapsed, update.elapsed)
+    return StepTime([], cost, cost.elapsed, update.elapsed)
 
 
-def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) -> Step:
-    """Return the step of a config with a pipeline, from the model's stages in order and the rank of each."""
+def memory_points(config: Config, dry_runs: list[DryRun], ranks: list[int]) -> list[list[Point]]:
+    """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order and
+    the rank of each."""
+    parallelism, n_stages = config.parallelism, len(dry_runs)
+    degree = parallelism.pipeline_parallel_degree
+    if degree == 1:
+        (run,) = dry_runs
+        timeline = MemoryTimeline(config, run.persistent)
+        for number in dry_run_accumulation_steps(config.gradient_accumulation_steps):
+            timeline.replay(run.phases["F", number], "forward")
+            timeline.replay(run.phases["B", number], "backward")
+        timeline.replay(run.phases[("update",)], "update")
+        return [timeline.points]
+    points = []
+    actions = all_actions(parallelism.pipeline_parallel_schedule, degree, n_stages, config.n_microbatches)
+    for rank, groups in enumerate(actions):
+        own = {number: run for number, run in enumerate(dry_runs) if ranks[number] == rank}
+        points.append(_PipelineRank(config, own).points([action for group in groups for action in group]))
+    return points
+
+
+def _time_with_pipeline(config: Config, stages: list[StageCost], ranks: list[int]) -> StepTime:
     parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
     degree = parallelism.pipeline_parallel_degree
     message = _message_bytes(config)
     neighbours = [0, parallelism.world_size // degree]
     message_seconds = stages[0].cost_model.collective_seconds("send", message, neighbours)
-    actions = all_actions(parallelism.pipeline_parallel_schedule, degree, n_stages, config.n_microbatches)
-    spans = simulate(actions, n_stages, lambda action: stages[action.stage].of_action(action).elapsed, message_seconds)
-    points, costs, reductions, updates = [], [], [], []
+    schedule = parallelism.pipeline_parallel_schedule
+    actions = all_actions(schedule, degree, n_stages, config.n_microbatches)
+    spans = simulate(
+        actions,
+        n_stages,
+        lambda action: stages[action.stage].of_action(action).elapsed,
+        message_seconds,
+        sends_block=schedule == "1F1B",
+    )
+    costs, reductions, updates = [], [], []
     for rank, groups in enumerate(actions):
         own = {number: stage for number, stage in enumerate(stages) if ranks[number] == rank}
-        own_actions = [action for group in groups for action in group]
-        points.append(_PipelineRank(config, own).points(own_actions))
         cost, n_messages = Cost(), 0
-        for action in own_actions:
+        for action in (action for group in groups for action in group):
             cost.add(own[action.stage].of_action(action), n_steps)
             neighbour = action.stage + (1 if action.kind == "F" else -1)
             n_messages += n_steps * (action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own)
@@ -124,7 +152,7 @@ def pipelined_step(config: Config, stages: list[StageCost], ranks: list[int]) ->
         updates.append(update.elapsed)
     end = max(span.end for rank in spans for span in rank)
     seconds = (end + max(reductions)) * n_steps + max(updates)
-    return Step(points, spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
+    return StepTime(spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
 
 
 def _message_bytes(config: Config) -> int:
@@ -134,23 +162,23 @@ def _message_bytes(config: Config) -> int:
 class _PipelineRank:
     """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
 
-    def __init__(self, config: Config, stages: dict[int, StageCost]):
+    def __init__(self, config: Config, stages: dict[int, DryRun]):
         self.config, self.stages, self.message = config, stages, _message_bytes(config)
         self.last_stage, self.last_microbatch = config.parallelism.n_stages - 1, config.n_microbatches - 1
         self.persistent: Bytes = {}
         for number, stage in stages.items():
-            for kind, size in stage.dry_run.persistent.items():
+            for kind, size in stage.persistent.items():
                 self.persistent[kind] = self.persistent.get(kind, 0) + size
             # torch receives each microbatch into a buffer of its own and keeps it.
             buffers = (number > 0) + (number < self.last_stage)
             self.persistent["communication"] += buffers * config.n_microbatches * self.message
-        self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).dry_run.rotary
+        self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rotary
         self.timeline = MemoryTimeline(config, self.persistent)
 
     def points(self, actions: list[Action]) -> list[Point]:
         """Return the rank's memory over a step. After the second, all gradient accumulation steps are alike."""
         stages, timeline = self.stages, self.timeline
-        gradients = sum(stage.dry_run.gradients for stage in stages.values())
+        gradients = sum(stage.gradients for stage in stages.values())
         for _ in range(min(self.config.gradient_accumulation_steps, 2)):
             with_gradients: set[int] = set()
             for action in actions:
@@ -159,10 +187,10 @@ class _PipelineRank:
                     with_gradients.add(action.stage)
                 timeline.current_bytes["communication"] += self._unsent(action) * self.message
             for stage in stages.values():
-                timeline.replay(stage.dry_run.phases[("reduce",)], "reduce")
+                timeline.replay(stage.phases[("reduce",)], "reduce")
             timeline.set_current({**self.persistent, "gradients": gradients})
         for stage in stages.values():
-            timeline.replay(stage.dry_run.phases[("update",)], "update")
+            timeline.replay(stage.phases[("update",)], "update")
         return timeline.points
 
     def _unsent(self, action: Action) -> int:
@@ -177,7 +205,7 @@ class _PipelineRank:
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
         """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
-        timeline, phases, kind = self.timeline, self.stages[action.stage].dry_run.phases, action.kind
+        timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
         label = f"{ACTION_NAMES[kind]} of stage {action.stage}"
         if action.stage == 0 and kind in "IW":  # a first stage takes its full backward with the weight gradient
             if kind == "I":

@@ -1,0 +1,99 @@
+"""The streams of a device: what overlaps, what waits for what, and what is exposed, by hand-computed cases."""
+
+import pytest
+
+from titanlite.plan.streams import Collective, CopyIn, CopyOut, Run, Streams, Wait
+
+
+def layer(seconds: float, gather: float, axis: str = "fsdp") -> list:
+    """Return a layer's forward: its weights are gathered and copied out, and it computes."""
+    return [Collective("all_gather", axis, gather), CopyOut(), Run(seconds, 0, seconds)]
+
+
+def run(*items, forward: bool = True, **options) -> Streams:
+    streams = Streams(**options)
+    streams.run(items, forward=forward)
+    return streams
+
+
+def test_only_the_first_all_gather_is_exposed_where_computation_takes_longer():
+    streams = run(*layer(3, 1), *layer(3, 1), *layer(3, 1))
+    assert (streams.computed, streams.exposed) == (10, 1)
+
+
+def test_all_gathers_are_exposed_by_what_they_take_longer():
+    streams = run(*layer(1, 3), *layer(1, 3), *layer(1, 3))
+    assert (streams.computed, streams.exposed) == (10, 7)
+
+
+@pytest.mark.parametrize(("forward", "begins"), [(True, 1), (False, 6)])
+def test_an_all_gather_waits_for_the_last_copy_but_one_in_the_forward_and_for_the_last_one_in_the_backward(
+    forward, begins
+):
+    # Three all-gathers of a second each; the weights of the first two are copied out at 1 and, after 5 s of
+    # computation, at 6. The third begins when two buffers are not in use any more.
+    gather = Collective("all_gather", "fsdp", 1)
+    items = [gather, CopyOut(), Run(5, 0, 5), gather, CopyOut(), gather]
+    streams = run(*items, forward=forward)
+    streams.join()
+    assert streams.computed == max(6, begins + 1)
+
+
+def test_a_reduce_scatter_overlaps_until_the_next_one_needs_its_buffer():
+    reduce = Collective("reduce_scatter", "fsdp", 4)
+    streams = run(Run(1, 0, 1), CopyIn(), reduce, Run(3, 0, 3), CopyIn(), reduce, forward=False)
+    assert (streams.computed, streams.exposed) == (5, 1)  # the first ends at 5, and the copy waited from 4 on
+    streams.join()
+    assert (streams.computed, streams.exposed) == (9, 5)
+
+
+def test_the_all_reduce_over_replicas_follows_the_reduce_scatter():
+    items = Run(1, 0, 1), CopyIn(), Collective("reduce_scatter", "fsdp", 2), Collective("all_reduce", "dp_replicate", 3)
+    streams = run(*items, forward=False)
+    assert streams.computed == 1
+    streams.join()
+    assert streams.computed == 6
+
+
+@pytest.mark.parametrize("axis", ["tp", "ulysses", "ep", "all"])
+def test_other_collectives_are_exposed(axis):
+    streams = run(Run(2, 0, 2), Collective("all_gather", axis, 1), Run(2, 0, 2))
+    assert (streams.computed, streams.exposed) == (5, 1)
+
+
+def test_the_norm_s_all_reduce_over_fsdp_is_exposed():
+    streams = run(Run(2, 0, 2), Collective("all_reduce", "fsdp", 1), Run(2, 0, 2))
+    assert (streams.computed, streams.exposed) == (5, 1)
+
+
+@pytest.mark.parametrize(("message", "computed"), [(2, 6), (5, 8)])
+def test_a_message_of_a_ring_overlaps_with_one_attention(message, computed):
+    attention, send = Run(3, 0, 3, attends=True), Collective("send", "ring", message)
+    streams = run(send, attention, attention)
+    assert (streams.computed, streams.exposed) == (computed, computed - 6)
+
+
+def test_the_device_waits_for_the_host():
+    streams = run(Run(1, 3, 3.5), Run(1, 3, 3.5))  # the host issues three seconds, and the device needs one
+    assert (streams.computed, streams.idle) == (6.5, 4.5)
+
+
+def test_the_host_runs_ahead_of_a_long_operator():
+    streams = run(Run(5, 1, 5.5), Run(1, 3, 3.5))
+    assert streams.computed == 6.5  # the second run is issued while the first one runs, which takes until 5.5
+
+
+def test_the_device_is_idle_after_the_host_has_waited_for_it():
+    streams = run(Run(5, 1, 5), Wait(0.5), Run(1, 1, 2))
+    assert (streams.computed, streams.host) == (7.5, 6.5)
+
+
+def test_computation_beside_communication_is_slower():
+    streams = run(*layer(3, 1), *layer(3, 1), slowdown=0.5)
+    # The second all-gather runs for a second of the first layer's three, which therefore takes half a second longer.
+    assert streams.computed == 1 + 3.5 + 3
+
+
+def test_a_cpu_does_one_thing_after_the_other():
+    streams = run(*layer(3, 1), *layer(3, 1), Run(1, 0.5, 1.5), synchronous=True)
+    assert (streams.computed, streams.host, streams.exposed, streams.idle) == (9.5, 9.5, 2, 0.5)

@@ -1,0 +1,156 @@
+"""Simulate how long a device takes for a sequence of events: the host issues them in order, and the device runs
+computation and communication on streams of their own.
+
+The streams and what waits for what are those of FSDP2 as torch 2.11 to 2.15 runs it:
+
+- An all-gather of FSDP runs beside computation, until the weights are copied out of its buffer. It begins when the host
+  has issued it and its stream is free, in the forward not before the last copy but one, in the backward not before the
+  last one: so at most two buffers exist.
+- A reduce-scatter of FSDP begins after the backward that made its gradients. The next one's copy into its buffer waits
+  for it. The all-reduce over replicas follows it.
+- A message of ring attention is sent beside one attention, and the next one waits for it.
+- For every other collective the computation waits at once: it is exposed.
+
+On a CPU there is one stream: an operator runs on the host, and so does a collective, except a message of a ring.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+GATHERED_AXES = ("fsdp", "efsdp")
+"""Axes over which FSDP gathers weights and reduces gradients."""
+
+
+class Run(NamedTuple):
+    """Some operators run one after the other.
+
+    Attributes:
+        device: seconds of all of them on the device.
+        host: seconds in which the host issues all of them.
+        both: seconds from the host's first to the device's last, on an idle device.
+        attends: whether it is attention beside messages of a ring.
+    """
+
+    device: float
+    host: float
+    both: float
+    attends: bool = False
+
+
+class Collective(NamedTuple):
+    """A collective or a message over an axis of the mesh."""
+
+    name: str
+    axis: str
+    seconds: float
+
+
+class CopyOut(NamedTuple):
+    """What follows copies gathered weights out of FSDP's buffer."""
+
+
+class CopyIn(NamedTuple):
+    """What follows copies gradients into the buffer of FSDP's reduce-scatter."""
+
+
+class Wait(NamedTuple):
+    """The host waits for the device, and takes some seconds to go on."""
+
+    seconds: float
+
+
+Item = Run | Collective | CopyOut | CopyIn | Wait
+
+
+class Streams:
+    """A device's streams and its host. All times are in seconds from the same moment.
+
+    Args:
+        synchronous: the device is the CPU.
+        slowdown: by which share computation is slower while a collective runs beside it.
+
+    Attributes:
+        host: when the host is free.
+        computed: when the device has computed everything that was issued.
+        exposed: seconds in which computation waited for communication.
+        idle: seconds in which computation waited for the host; of a CPU, those of dispatching operators.
+    """
+
+    def __init__(self, *, synchronous: bool = False, slowdown: float = 0.0):
+        self.synchronous, self.slowdown = synchronous, slowdown
+        self.host = self.computed = self.exposed = self.idle = 0.0
+        self._free: Counter[str] = Counter()  # when each stream of communication is free
+        self._gathers: deque[float] = deque()  # when the all-gathers end that are not copied out yet
+        self._copies = deque([0.0, 0.0], maxlen=2)  # when the last two copies of gathered weights began
+        self._message: tuple[float, bool] | None = None  # when it arrives, and whether attention has begun beside it
+
+    def run(self, items: Iterable[Item], *, forward: bool) -> None:
+        """Run some items after those before them. `forward`: they are of a forward, not of a backward."""
+        for item in items:
+            if isinstance(item, Run):
+                self._compute(item)
+            elif isinstance(item, Collective):
+                self._communicate(item, forward)
+            elif isinstance(item, CopyOut):
+                if self._gathers:
+                    self._wait_for(self._gathers.popleft())
+                self._copies.append(self.computed)
+            elif isinstance(item, CopyIn):
+                self._wait_for(self._free["reduce_scatter"])
+            else:
+                self.idle += item.seconds
+                self.host = self.computed = max(self.host, self.computed) + item.seconds
+
+    def join(self) -> None:
+        """Wait for all communication."""
+        self._wait_for(max(self._free.values(), default=0.0))
+        self._message = None
+
+    def _wait_for(self, moment: float) -> None:
+        self.exposed += max(moment - self.computed, 0.0)
+        self.computed = max(moment, self.computed)
+        if self.synchronous:
+            self.host = self.computed
+
+    def _compute(self, run: Run) -> None:
+        if run.attends and self._message:
+            arrives, begun = self._message
+            if begun:
+                self._wait_for(arrives)
+            self._message = None if begun else (arrives, True)
+        begin = self.computed
+        if self.synchronous:
+            self.computed += run.host + run.device
+            self.idle += run.host
+        else:
+            device = run.device + self.slowdown * min(run.device, max(max(self._free.values(), default=0) - begin, 0))
+            self.computed = max(begin + device, self.host + run.both)
+            self.idle += self.computed - begin - device
+        self.host = self.computed if self.synchronous else self.host + run.host
+
+    def _communicate(self, item: Collective, forward: bool) -> None:
+        overlaps = item.name in ("all_gather", "reduce_scatter") and item.axis in GATHERED_AXES
+        if item.axis == "ring":
+            if self._message:
+                self._wait_for(self._message[0])
+            self._overlap("ring", item.seconds, self.computed)
+            self._message = self._free["ring"], False
+        elif self.synchronous or not (overlaps or item.axis == "dp_replicate"):
+            begin = max(self.host, self.computed)
+            self.idle += begin - self.computed
+            self.exposed += item.seconds
+            self.computed = begin + item.seconds
+            self.host = self.computed if self.synchronous else self.host
+        elif item.name == "all_gather":
+            self._overlap("all_gather", item.seconds, self._copies[0 if forward else 1])
+            self._gathers.append(self._free["all_gather"])
+        else:
+            before = self.computed if overlaps else self._free["reduce_scatter"]
+            self._overlap(item.name if overlaps else "replicas", item.seconds, before)
+
+    def _overlap(self, stream: str, seconds: float, before: float) -> None:
+        """Communicate on a stream, not before a moment. Computation that was issued earlier runs slower beside it."""
+        begin = max(self.host, before, self._free[stream])
+        self._free[stream] = begin + seconds
+        self.computed += self.slowdown * max(min(begin + seconds, self.computed) - begin, 0.0)
