@@ -37,8 +37,13 @@ class Timer:
         counts. The first two calls do not.
         """
         call()
-        first = max(self._group(call, 1), 1e-7)
-        return self._median(call, min(math.ceil(self.budget / GROUPS / first), MOST_CALLS))
+        self._wait_for_all()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # in host memory, by gloo
+        return self._median(call, min(math.ceil(self.budget / GROUPS / slowest.item()), MOST_CALLS))
 
     def _median(self, call: Callable[[], object], n_calls: int) -> float:
         seconds = [self._group(call, n_calls) for _ in range(GROUPS)]
@@ -55,11 +60,14 @@ class Timer:
         self._wait_for_all()
         seconds = torch.tensor((time.perf_counter() - begin - self._barrier) / n, dtype=torch.float64)
         if dist.get_world_size() > 1:
-            dist.broadcast(seconds, 0)  # in host memory, by gloo
+            dist.broadcast(seconds, 0)
         return seconds.item()
 
-    def _wait_for_all(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _wait_for_all(self) -> None:
+        self._synchronize()
         if dist.get_world_size() > 1:
             dist.barrier()
