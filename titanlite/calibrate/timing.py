@@ -20,17 +20,18 @@ class Timer:
         seconds: how long to repeat a call, at least.
 
     Attributes:
-        spreads: of each timed call, how far its groups' times are from their median: the median share.
+        spreads: of each timed call, how far its groups' times are from that mean: the median share.
     """
 
     def __init__(self, device: torch.device, seconds: float = 0.05):
         self.device, self.budget = device, seconds
         self.spreads: list[float] = []
         self._barrier = 0.0  # seconds of an empty group
-        self._barrier = self._median(lambda: None, 1)
+        self._barrier = self._mean(lambda: None, 1)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call: the median of five groups of calls.
+        """Return the seconds of a call: the mean of five groups of calls without the slowest one. A step is a sum of
+        many operators, so what often delays one of them counts, and what rarely does so does not.
 
         All ranks make as many calls and begin each group together, and it ends when the last rank has made them, as a
         step goes on when the last rank has reached a collective. So what ranks share, and how unequally fast they are,
@@ -43,13 +44,13 @@ class Timer:
         self._synchronize()
         slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # in host memory, by gloo
-        return self._median(call, min(math.ceil(self.budget / GROUPS / slowest.item()), MOST_CALLS))
+        return self._mean(call, min(math.ceil(self.budget / GROUPS / slowest.item()), MOST_CALLS))
 
-    def _median(self, call: Callable[[], object], n_calls: int) -> float:
-        seconds = [self._group(call, n_calls) for _ in range(GROUPS)]
-        median = max(statistics.median(seconds), 1e-8)
-        self.spreads.append(statistics.median(abs(x / median - 1) for x in seconds))
-        return median
+    def _mean(self, call: Callable[[], object], n_calls: int) -> float:
+        seconds = sorted(self._group(call, n_calls) for _ in range(GROUPS))
+        mean = max(statistics.mean(seconds[:-1]), 1e-8)
+        self.spreads.append(statistics.median(abs(x / mean - 1) for x in seconds))
+        return mean
 
     def _group(self, call: Callable[[], object], n: int) -> float:
         """Return the seconds of a call in a group of n, which are the same on all ranks."""
