@@ -253,6 +253,14 @@ def test_points_of_a_wrong_length_are_rejected():
         measured(matmul={"fp32": [[64, 64, 1e9]]})
 
 
+def test_a_damaged_file_is_one_line(tmp_path):
+    file = tmp_path / "node.toml"
+    command.write(device(), file)
+    file.write_text(file.read_text().replace("operator_seconds = ", "operator_seconds = -"))
+    line = rejection(lambda: find_device(str(file)))
+    assert line == f"{file}: measured.operator_seconds: input should be greater than 0; calibrate anew"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_command_calibrates_in_less_than_three_minutes(n, tmp_path, capfd):

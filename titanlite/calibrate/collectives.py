@@ -5,6 +5,7 @@ In a training step ranks compute between collectives. So each collective is time
 what the ranks, which are never equally fast, wait for each other, and the time of threads to wake up.
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,8 @@ LEAST_SECONDS = 1e-6
 
 def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
     """Return each collective's points (bytes, seconds) in each kind of group. Every rank must call it."""
+    # torch 2.13 has new names for two of these, which 2.11 lacks.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     world, results = dist.get_world_size(), []
     compute = _products(timer.device)
     computing = timer(compute)

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if ranks > 1 and not launched:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
         command = [*launcher, f"--nproc-per-node={ranks}", "-m", "titanlite", "calibrate", str(arguments.file)]
-        return min(subprocess.run(command, env=environment_of_ranks(ranks), check=False).returncode, 1)
+        return 1 if subprocess.run(command, env=environment_of_ranks(ranks), check=False).returncode else 0
     try:
         launch = Launch.from_environment(n_devices)
     except ConfigError as error:

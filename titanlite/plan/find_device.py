@@ -28,6 +28,8 @@ def find_device(name: str) -> Device:
 
 def _problem(file: Path, entry: Any) -> str:
     key = entry["loc"][0]
+    if len(entry["loc"]) > 1:
+        return f"{file}: {'.'.join(map(str, entry['loc']))}: {entry['msg'].lower()}; calibrate anew"
     if entry["type"] == "extra_forbidden":
         return f"{file}: unknown key {key}; expected {', '.join(Device.model_fields)}"
     where = f"missing key {key}" if entry["type"] == "missing" else f"{key} = {show(entry['input'])}"
