@@ -33,7 +33,7 @@ def test_an_unknown_command_is_one_line():
     done = titanlite("trian", "debug")
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert "train, plan, advise, parity, " in done.stderr
+    assert "train, plan, calibrate, advise, parity, " in done.stderr
 
 
 def test_config_prints_a_config_that_loads_to_the_same(tmp_path: Path):

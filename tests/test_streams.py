@@ -1,7 +1,14 @@
-"""The streams of a device: what overlaps, what waits for what, and what is exposed, by hand-computed cases."""
+"""The streams of a device: what overlaps, what waits for what, and what is exposed, by hand-computed cases; what the
+host dispatches; and rates that depend on sizes."""
 
 import pytest
+import torch
 
+from titanlite.devices import DEVICES
+from titanlite.plan.cost_model import CostModel
+from titanlite.plan.efficiency import KERNEL
+from titanlite.plan.fusion import fuse
+from titanlite.plan.op_trace import Dispatch, Event, Work, recording
 from titanlite.plan.streams import Collective, CopyIn, CopyOut, Run, Streams, Wait
 
 
@@ -97,3 +104,62 @@ def test_computation_beside_communication_is_slower():
 def test_a_cpu_does_one_thing_after_the_other():
     streams = run(*layer(3, 1), *layer(3, 1), Run(1, 0.5, 1.5), synchronous=True)
     assert (streams.computed, streams.host, streams.exposed, streams.idle) == (9.5, 9.5, 2, 0.5)
+
+
+# What the host dispatches --------------------------------------------------------------------------------------------
+
+
+def dispatched(events: list[Event]) -> tuple[int, int]:
+    """Return how many operators the host dispatches, and how many of them are on DTensors."""
+    found = [event for event in events if isinstance(event, Dispatch)]
+    return sum(x.operators for x in found), sum(x.on_dtensors for x in found)
+
+
+def test_a_fused_kernel_is_dispatched_once():
+    with recording() as trace:
+        x = torch.ones(64)
+        trace.mark("here")
+        ((x * 2 + 1) * 3).exp()
+        trace.mark("end")
+    events = trace.segments[1].events
+    assert dispatched(events)[0] >= 4
+    assert dispatched(fuse([events])[0]) == (1, 0)
+
+
+# Rates that depend on sizes ------------------------------------------------------------------------------------------
+
+
+def seconds_of_product(m: int, n: int, k: int) -> float:
+    model = CostModel(DEVICES["h100"], {}, 8)
+    return model.work_seconds(Work("aten.mm", 2 * m * n * k, "bf16", 0, 0, (), (), (1, m, n, k)))[1]
+
+
+def test_a_product_takes_full_waves_of_tiles():
+    one_wave = seconds_of_product(128 * 132, 128, 4096)
+    assert seconds_of_product(128 * 66, 128, 4096) == pytest.approx(one_wave), "half of the multiprocessors are idle"
+    assert seconds_of_product(128 * 133, 128, 4096) > 1.9 * one_wave - KERNEL.expected, "one tile more is a wave more"
+
+
+@pytest.mark.parametrize("backward", ["", "_backward"])
+def test_attention_is_slower_over_short_sequences_and_faster_by_cudnn(backward):
+    model = CostModel(DEVICES["h100"], {}, 8)
+
+    def rate(backend: str, length: int) -> float:
+        name = f"aten._scaled_dot_product_{backend}_attention{backward}"
+        work = Work(name, 10**15, "bf16", 0, 0, (), (), (length, length, 128))
+        return 1e15 / model.work_seconds(work)[1]
+
+    assert rate("flash", 512) < 0.6 * rate("flash", 8192)
+    assert rate("cudnn", 8192) > 1.5 * rate("flash", 8192)
+
+
+def test_networks_are_slower_over_more_nodes():
+    size = 10**9
+    model = CostModel(DEVICES["h100"], {}, 8)
+    seconds = [model.collective_seconds("all_gather", size, list(range(8 * nodes))) for nodes in (1, 4, 32, 256)]
+    assert seconds == sorted(seconds)
+    slower = CostModel(DEVICES["h100"], {}, 8, "network").collective_seconds("all_gather", size, list(range(256)))
+    assert slower > seconds[2]
+    assert CostModel(DEVICES["h100"], {}, 8, "network").collective_seconds("all_gather", size, [0, 1]) == (
+        model.collective_seconds("all_gather", size, [0, 1])
+    )

@@ -9,7 +9,7 @@ from rich.table import Table
 from titanlite.advise.search import PlannedLayout, Search
 from titanlite.advise.search_space import CHECKPOINTING, GIB, LONG_SEQUENCE, STATE_BYTES, Candidate, Mesh, Task
 from titanlite.plan.report import GROUP_NAMES
-from titanlite.plan.result import spread_of_difference
+from titanlite.plan.result import range_of, spread_of_difference
 
 MUCH_OVERLAPPED = 0.5
 """Share of a step from which on overlapped communication is mentioned."""
@@ -21,14 +21,17 @@ def layout_table(search: Search, n_layouts: int) -> Table:
     table = Table(title=f"{len(search.planned)} layouts planned; *: recommended", title_justify="left", caption=caption)
     for name in ("", "layout", "schedule", "batch", "AC"):
         table.add_column(name)
-    for name in ("GiB", "tokens/s per device", "MFU"):
+    for name in ("GiB", "tokens/s per device", "from", "to", "MFU"):
         table.add_column(name, justify="right")
     recommended = search.recommended()
     for number, layout in enumerate(search.fitting()[:n_layouts], 1):
         candidate, star = layout.candidate, " *" * (layout is recommended)
         batch = f"{candidate.local_batch}" + f" by {candidate.microbatch}" * (candidate.mesh.pp > 1)
         choices = str(candidate.mesh), candidate.pipeline or "-", batch, _precision_and_checkpointing(candidate)
-        figures = f"{layout.bytes / GIB:.1f}", f"{layout.tokens_per_second:,.0f}", f"{layout.mfu:.1%}"
+        per_step = layout.tokens_per_second * layout.seconds
+        speeds = (per_step / seconds for seconds in reversed(range_of(layout.seconds, layout.spread)))
+        speeds = [f"{speed:,.0f}" for speed in (layout.tokens_per_second, *speeds)]
+        figures = f"{layout.bytes / GIB:.1f}", *speeds, f"{layout.mfu:.1%}"
         table.add_row(f"{number}{star}", *choices, *figures, style="bold" if star else "")
     return table
 

@@ -23,6 +23,8 @@ from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.plan.measured_rates import seconds_at
 from titanlite.plan.op_trace import Communication, Dispatch, OpTrace, Work
 
+LEAST_SECONDS = 1e-7
+"""Less than any dispatch takes: the difference of measurements on a noisy machine may be below it."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
@@ -47,10 +49,10 @@ def measure_dispatch(timer: Timer, operators: dict[str, list[list[float]]]) -> t
             call()  # after it, `copies` is that of one call
             seconds -= own + eviction.copies * copying
         if tensor_parallel:
-            results.append(max(seconds - n * results[0], 0.0) / on_dtensors)
+            results.append(max((seconds - n * results[0]) / on_dtensors, LEAST_SECONDS))
         else:
-            results.append(seconds / n)
-    return results[0], max(results[1], 1e-9)
+            results.append(max(seconds / n, LEAST_SECONDS))
+    return results[0], results[1]
 
 
 class Eviction:

@@ -88,7 +88,7 @@ def comparison_table(plan: Plan, file: Path) -> Table:
         "tokens/s per device": (plan.tokens_per_second, run.tokens_per_step / run.ranks / seconds, 0),
     }
     caption = f"run: the median of {len(run.seconds):,} logged lines after the first, from {min(run.seconds):,.3f} to "
-    caption += f"{max(run.seconds):,.3f} s"
+    caption += f"{max(run.seconds):,.3f} s; plan: from {plan.step_range[0]:,.3f} to {plan.step_range[1]:,.3f} s"
     if plan.device.kind == "cpu":
         caption += "; memory is not compared: on a CPU the metrics have that of the process"
     else:

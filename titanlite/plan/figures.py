@@ -78,7 +78,9 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
             figures.append(_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
         if plan.spans:
             figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
-        figures.append(_figure(time_figure(plan), "time", "Seconds of the busiest rank's step.", title="Step time"))
+        shortest, longest = plan.step_range
+        caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
+        figures.append(_figure(time_figure(plan), "time", caption, title="Step time"))
     console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
     console.print(report(plan, file))
     description = plan.config.job.description

@@ -15,6 +15,13 @@ Spread = dict[str, tuple[float, float]]
 cost_model.GROUPS is at the end of its range."""
 
 
+def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
+    """Return the shortest and the longest step to expect, in seconds: the groups of times differ from what is expected
+    independently of each other, so their squares are added."""
+    shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
+    return seconds - shorter, seconds + longer
+
+
 def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
     """Return by how many seconds the difference between two steps on the same devices may be wrong, and the group of
     times that contributes most to it. What is wrong for both in the same way makes no difference."""
@@ -94,10 +101,8 @@ class Plan:
 
     @property
     def step_range(self) -> tuple[float, float]:
-        """The shortest and the longest step to expect, in seconds: the groups of times differ from what is expected
-        independently of each other, so their squares are added."""
-        faster, slower = (math.hypot(*(pair[end] for pair in self.spread.values())) for end in (0, 1))
-        return self.step_seconds - faster, self.step_seconds + slower
+        """The shortest and the longest step to expect, in seconds."""
+        return range_of(self.step_seconds, self.spread)
 
     @property
     def tokens_per_second(self) -> float:
