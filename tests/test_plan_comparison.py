@@ -109,15 +109,19 @@ def test_a_run_does_not_log_a_plan_unless_asked(runs):  # noqa: F811
     assert not any(tag.startswith("plan/") for line in runs(1, "run", "--training.steps=2") for tag in line)
 
 
+INTERLEAVED = ["--model.n_layers=4", "--parallelism.pipeline_parallel_degree=2"]
+INTERLEAVED += ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
+
+
 def test_a_run_logs_its_plan_beside_its_metrics(folder):  # noqa: F811
-    options = [str(folder / "small.toml"), "--plan.device=cpu", "--training.steps=2"]
-    command_line = [sys.executable, str(ROOT / "train.py"), *options, "--plan.compare=true"]
+    options = [str(folder / "small.toml"), "--plan.device=cpu", "--training.steps=2", *INTERLEAVED]
+    command_line = [sys.executable, "-m", "titanlite", "train", *options, "--plan.compare=true"]
     environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    done = subprocess.run(command_line, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command_line, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "time_metrics/end_to_end(s)" in line]
-    expected = make_plan(config.load(options), world_size=1)
+    expected = make_plan(config.load(options), world_size=2)
     assert len(logged) == 2
     for line in logged:
         assert {tag for tag in line if tag.startswith("plan/")} == {

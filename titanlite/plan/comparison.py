@@ -53,20 +53,16 @@ def read_measurement(file: Path) -> Measurement:
     return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
 
 
-PLANNED_SECONDS, PLANNED_MEMORY = "plan/end_to_end(s)", "plan/max_active(GiB)"
-"""Tags of what was planned for time_metrics/end_to_end(s) and memory/max_active(GiB)."""
-
-
 def planned_metrics(config: Config, world_size: int) -> dict[str, float]:
     """Plan a run from its resolved config, and return by tag what is logged beside its metrics: the seconds of a step,
     the shortest and the longest to expect, and the peak memory of rank 0 in tensors."""
     plan = plan_resolved(config, find_device(config.plan.device), world_size)
     shortest, longest = plan.step_range
     return {
-        PLANNED_SECONDS: plan.step_seconds,
+        "plan/end_to_end(s)": plan.step_seconds,
         "plan/shortest(s)": shortest,
         "plan/longest(s)": longest,
-        PLANNED_MEMORY: plan.ranks[0].peak.total / GIB,
+        "plan/max_active(GiB)": plan.ranks[0].peak.total / GIB,
     }
 
 

@@ -21,6 +21,7 @@ from titanlite.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.plan.find_device import find_device
 from titanlite.plan.memory_timeline import Bytes, Point
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.plan.schedule import Group, all_actions
 from titanlite.plan.segments import layers_of
 from titanlite.plan.step import StageCost, StepTime, memory_points, step_time
 from titanlite.progress_bar import progress_bar
@@ -70,13 +71,15 @@ def plan_resolved(
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
     dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
+    actions = _pipeline_actions(config, len(names)) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
     def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
         models = (CostModel(device, run.axes, per_node, changed, faster=faster) for run in dry_runs)
-        return step_time(config, [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)], ranks)
+        costs = [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)]
+        return step_time(config, costs, ranks, actions)
 
-    step, points = time_of(), memory_points(config, dry_runs, ranks)
+    step, points = time_of(), memory_points(config, dry_runs, ranks, actions)
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
@@ -148,6 +151,15 @@ def _dry_run_stages(
         for _ in as_completed(futures.values()):
             advance(1)
     return [futures[kind_of_stage(config, names)].result() for names in stages]
+
+
+def _pipeline_actions(config: Config, n_stages: int) -> list[list[Group]]:
+    """Return the actions of each pipeline rank. torch's schedules need a process group, which the process of a run
+    already has: they are asked in a process of their own."""
+    parallelism = config.parallelism
+    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    with process_pool(1, preload="titanlite.plan.dry_run", single_use=True) as pool:
+        return pool.submit(all_actions, schedule, degree, n_stages, config.n_microbatches).result()
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:

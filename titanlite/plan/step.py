@@ -11,7 +11,7 @@ from titanlite.plan.cost_model import Cost, CostModel
 from titanlite.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_steps
 from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.plan.op_trace import Communication
-from titanlite.plan.schedule import Action, Span, all_actions, simulate
+from titanlite.plan.schedule import Action, Group, Span, simulate
 from titanlite.plan.segments import KINDS
 from titanlite.plan.streams import Streams
 
@@ -78,10 +78,11 @@ class StepTime(NamedTuple):
     update_seconds: float
 
 
-def step_time(config: Config, stages: list[StageCost], ranks: list[int]) -> StepTime:
-    """Return the time of a step, from the model's stages in order and the rank of each."""
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return _time_with_pipeline(config, stages, ranks)
+def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]) -> StepTime:
+    """Return the time of a step, from the model's stages in order, the rank of each, and the actions of each rank; none
+    without a pipeline."""
+    if actions:
+        return _time_with_pipeline(config, stages, ranks, actions)
     (stage,) = stages
     cost, streams = Cost(), stage.cost_model.streams()
     for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
@@ -95,12 +96,12 @@ def step_time(config: Config, stages: list[StageCost], ranks: list[int]) -> Step
     return StepTime([], cost, cost.elapsed, update.elapsed)
 
 
-def memory_points(config: Config, dry_runs: list[DryRun], ranks: list[int]) -> list[list[Point]]:
-    """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order and
-    the rank of each."""
-    parallelism, n_stages = config.parallelism, len(dry_runs)
-    degree = parallelism.pipeline_parallel_degree
-    if degree == 1:
+def memory_points(
+    config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
+) -> list[list[Point]]:
+    """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order,
+    the rank of each, and the actions of each rank; none without a pipeline."""
+    if not actions:
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
         for number in dry_run_accumulation_steps(config.gradient_accumulation_steps):
@@ -109,27 +110,26 @@ def memory_points(config: Config, dry_runs: list[DryRun], ranks: list[int]) -> l
         timeline.replay(run.phases[("update",)], "update")
         return [timeline.points]
     points = []
-    actions = all_actions(parallelism.pipeline_parallel_schedule, degree, n_stages, config.n_microbatches)
     for rank, groups in enumerate(actions):
         own = {number: run for number, run in enumerate(dry_runs) if ranks[number] == rank}
         points.append(_PipelineRank(config, own).points([action for group in groups for action in group]))
     return points
 
 
-def _time_with_pipeline(config: Config, stages: list[StageCost], ranks: list[int]) -> StepTime:
+def _time_with_pipeline(
+    config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]
+) -> StepTime:
     parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
     degree = parallelism.pipeline_parallel_degree
     message = _message_bytes(config)
     neighbours = [0, parallelism.world_size // degree]
     message_seconds = stages[0].cost_model.collective_seconds("send", message, neighbours)
-    schedule = parallelism.pipeline_parallel_schedule
-    actions = all_actions(schedule, degree, n_stages, config.n_microbatches)
     spans = simulate(
         actions,
         n_stages,
         lambda action: stages[action.stage].of_action(action).elapsed,
         message_seconds,
-        sends_block=schedule == "1F1B",
+        sends_block=parallelism.pipeline_parallel_schedule == "1F1B",
     )
     costs, reductions, updates = [], [], []
     for rank, groups in enumerate(actions):
