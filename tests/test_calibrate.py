@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from tests.data_helpers import rejection
 from titanlite import config
-from titanlite.calibrate import collectives, command, operators, timing
+from titanlite.calibrate import collectives, command, host, operators, timing
 from titanlite.calibrate.collectives import kinds_of_groups
 from titanlite.calibrate.measure import measure_device
 from titanlite.devices import Device, Measured
@@ -166,8 +167,12 @@ def calibrate_with_small_sizes() -> dict[str, Any]:
         mock.patch.dict(operators.ELEMENTS, cpu=[2**10, 2**12]),
         mock.patch.dict(collectives.SIZES, cpu=[2**10, 2**12]),
         mock.patch.object(timing.Timer.__init__, "__defaults__", (0.002,)),
+        mock.patch.multiple(host, UPDATED_VALUES=2**12, STORED_VALUES=2**12),
+        tempfile.TemporaryDirectory() as folder,
     ):
-        measured = measure_device(torch.device("cpu"), ranks_per_node=torch.distributed.get_world_size())
+        n_ranks = torch.distributed.get_world_size()
+        measured = measure_device(torch.device("cpu"), ranks_per_node=n_ranks, checkpoint_folder=Path(folder))
+        assert not [*Path(folder).iterdir()]
     return measured.model_dump(exclude_none=True)
 
 
@@ -178,6 +183,13 @@ def calibrated(ranks: Any) -> list[dict[str, Any]]:
 
 def test_all_ranks_measure_the_same(calibrated):
     assert calibrated[0] == calibrated[1]
+
+
+def test_the_host_is_measured(calibrated):
+    usual = Device.model_fields
+    for name in ("host_memory_bandwidth", "storage_bandwidth"):
+        assert 0 < calibrated[0][name] != usual[name].default
+    assert calibrated[0]["host_bandwidth"] == usual["host_bandwidth"].default  # a CPU has no link to itself
 
 
 def test_everything_is_measured(calibrated):

@@ -21,6 +21,7 @@ from titanlite.plan.dry_run import fold_stage
 from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
 from titanlite.plan.report import verdict
 from titanlite.plan.result import Plan
+from titanlite.plan.saving import saving
 from titanlite.plan.schedule import all_actions, pipeline_bubble, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -223,6 +224,41 @@ def test_offloaded_states_are_in_host_memory():
     states = sum(kinds_at_most(on)[kind] for kind in ("parameters", "optimizer"))
     assert sum(off.worst.offloaded.values()) >= states
     assert off.worst.peak.total <= on.worst.peak.total - states
+
+
+OFFLOAD = "--training.enable_cpu_offload"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cpu_offload_copies_each_shard_that_is_gathered_and_each_gradient(dtype):
+    options = ["--plan.device=h100", f"--training.dtype={dtype}", OFFLOAD]
+    traffic = make_plan(loaded(SHARD, *options)).cost.communication
+    itemsize, n_ranks = {"float32": 4, "bfloat16": 2}[dtype], 2
+    weights, gradients = traffic["fsdp", "all_gather"][1] // 2, traffic["fsdp", "reduce_scatter"][1] // 4
+    assert traffic["host", "copy to device"][1] == weights * itemsize // n_ranks
+    assert traffic["host", "copy to host"][1] == gradients * itemsize // n_ranks
+    alone = make_plan(loaded(*options), world_size=1).cost.communication  # no collective
+    assert alone["host", "copy to device"][1] == n_ranks * traffic["host", "copy to device"][1]
+    assert alone["host", "copy to host"][1] == n_ranks * traffic["host", "copy to host"][1]
+
+
+@pytest.mark.parametrize("options", [[SHARD], [PIPELINE], [SHARD, "--compile.enable"]], ids=str)
+def test_cpu_offload_takes_time(options):
+    plans = [make_plan(loaded(*options, "--plan.device=h100", *offload)) for offload in ([], [OFFLOAD])]
+    assert plans[1].step_seconds > plans[0].step_seconds
+    assert plans[1].cost.seconds["optimizer"] > 0 == plans[0].cost.seconds["optimizer"]
+    assert plans[1].spread["offload"][1] > 0 == plans[0].spread["offload"][1]
+
+
+def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
+    plan = make_plan(loaded(SHARD, "--plan.device=h100"))
+    h100 = plan.device.model_copy(update={"host_bandwidth": 1e9, "storage_bandwidth": 1e6, "measured": None})
+    size = plan.n_parameters * 12  # a weight and two states in float32
+    expected = size / 2 / 1e6  # two nodes of one device
+    found = saving(plan.config, h100, plan.n_parameters, world_size=2, devices_per_node=1)
+    assert found == (size, size / 2 / (0.86 * 1e9), pytest.approx((expected, expected / 3.2, expected * 4)))
+    narrow = plan.config.replace(training__dtype="bfloat16", optimizer__state_dtype="int8")
+    assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 
 
 @pytest.mark.parametrize("options", [[SHARD], [PIPELINE]], ids=str)

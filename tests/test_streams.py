@@ -57,6 +57,24 @@ def test_a_reduce_scatter_overlaps_until_the_next_one_needs_its_buffer():
     assert (streams.computed, streams.exposed) == (9, 5)
 
 
+def test_cpu_offload_copies_weights_ahead_of_their_all_gather():
+    gather = Collective("all_gather", "fsdp", 1, copy=2)
+    streams = run(gather, CopyOut(), gather, Run(4, 0, 4), CopyOut())
+    # Copied until 2 and 4, gathered until 3 and 5; the first layer computes from 3 to 7.
+    assert (streams.computed, streams.exposed) == (7, 3)
+
+
+@pytest.mark.parametrize(("accumulates", "host", "end"), [(False, 0, 11), (True, 6.5, 11.5)])
+def test_cpu_offload_copies_gradients_after_their_reduce_scatter(accumulates, host, end):
+    reduce = Collective("reduce_scatter", "fsdp", 2, copy=3, addition=0.5)
+    streams = Streams()
+    streams.run([Run(1, 0, 1), reduce], forward=False, accumulates=accumulates)
+    assert (streams.computed, streams.host) == (1, host)
+    streams.run([reduce], forward=False)  # begins when the first copy has ended, and the host has issued it
+    streams.join()
+    assert streams.computed == end
+
+
 def test_the_all_reduce_over_replicas_follows_the_reduce_scatter():
     items = Run(1, 0, 1), CopyIn(), Collective("reduce_scatter", "fsdp", 2), Collective("all_reduce", "dp_replicate", 3)
     streams = run(*items, forward=False)

@@ -1,10 +1,11 @@
 """Measure the devices at hand, for plans of runs on them.
 
-    titanlite calibrate FILE.toml [--ranks N]                            on this node
-    torchrun ... -m titanlite calibrate FILE.toml                       on several nodes, one rank per device
+    titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]   on this node
+    torchrun ... -m titanlite calibrate FILE.toml                        on several nodes, one rank per device
 
 Measures matrix multiplication by shape, attention by length, memory-bound operators by size, what the host needs to
-dispatch an operator, and each collective by size, within a node and between nodes. Takes one to three minutes in which
+dispatch an operator, each collective by size, within a node and between nodes, the host's memory and its link to the
+device, and with --checkpoint-folder how fast a checkpoint is written there. Takes one to three minutes in which
 nothing else should run. Writes FILE.toml: `titanlite plan CONFIG --plan.device=FILE.toml` plans with it. On a CPU the
 ranks share its cores, so calibrate with as many ranks as the run will have.
 
@@ -36,12 +37,18 @@ from titanlite.reliability.files import replace_file
 
 def main(argv: list[str]) -> int:
     """Run `titanlite calibrate`: on the ranks that torchrun has started, or on ranks of this node that it starts."""
-    usage = "titanlite calibrate FILE.toml [--ranks N]"
+    usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="the file to write")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of this node (default: its GPUs; 1 without any)")
+    what = "the folder of a run's checkpoints, to measure how fast they are written"
+    parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
     arguments = parser.parse_args(argv)
+    folder = arguments.checkpoint_folder
+    if folder is not None and not folder.is_dir():
+        print(f"error: --checkpoint-folder {folder}: no such folder", file=sys.stderr)
+        return 2
     if arguments.file.suffix != ".toml" or not arguments.file.absolute().parent.is_dir():
         print(f"error: {arguments.file}: expected a TOML file in a folder that exists", file=sys.stderr)
         return 2
@@ -53,6 +60,7 @@ def main(argv: list[str]) -> int:
     if ranks > 1 and not launched:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
         command = [*launcher, f"--nproc-per-node={ranks}", "-m", "titanlite", "calibrate", str(arguments.file)]
+        command += ["--checkpoint-folder", str(folder)] if folder else []
         return 1 if subprocess.run(command, env=environment_of_ranks(ranks), check=False).returncode else 0
     try:
         launch = Launch.from_environment(n_devices)
@@ -63,7 +71,9 @@ def main(argv: list[str]) -> int:
     mesh.retain_freed_memory()
     with mesh.process_group(launch, Comm(), str(arguments.file.parent)):
         is_first, per_node = launch.rank == 0, launch.local_world_size
-        device = measure_device(mesh.device_of(launch), ranks_per_node=per_node, show_progress=is_first)
+        device = measure_device(
+            mesh.device_of(launch), ranks_per_node=per_node, checkpoint_folder=folder, show_progress=is_first
+        )
         if is_first:
             write(device, arguments.file)
             Console(highlight=False).print(rates_table(device))
@@ -89,6 +99,9 @@ def rates_table(device: Device) -> Table:
         where = f"{length:,.0f} tokens, head_dim {head_dim:.0f}"
         table.add_row(f"attention, {name}, {where}", f"{rate / 1e12:.3g}", "TFLOP/s")
     table.add_row("memory, the largest product of two tensors", f"{device.memory_bandwidth / 1e9:,.0f}", "GB/s")
+    table.add_row("host memory, by the fused AdamW of a rank", f"{device.host_memory_bandwidth / 1e9:,.1f}", "GB/s")
+    if device.kind == "gpu":
+        table.add_row("copies between host and device", f"{device.host_bandwidth / 1e9:,.1f}", "GB/s")
     table.add_row("dispatch of an operator", f"{measured.operator_seconds * 1e6:.1f}", "us")
     table.add_row("dispatch of an operator on DTensors, besides", f"{measured.dtensor_seconds * 1e6:.1f}", "us")
     for row in measured.collectives:

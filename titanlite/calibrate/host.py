@@ -7,6 +7,7 @@ between the modules here, whose time is subtracted.
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.calibrate.timing import Timer
+from titanlite.checkpoint.files import write_file
 from titanlite.config.model_schema import Model
 from titanlite.init import init_weights
 from titanlite.model import Llama
@@ -25,6 +27,8 @@ from titanlite.plan.op_trace import Communication, Dispatch, OpTrace, Work
 
 LEAST_SECONDS = 1e-7
 """Less than any dispatch takes: the difference of measurements on a noisy machine may be below it."""
+UPDATED_VALUES, STORED_VALUES = 2**25, 2**24
+"""Values of a weight that a rank's AdamW updates in host memory, more than caches hold, and of one that it saves."""
 TINY = {"dim": 16, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 16}
 
 
@@ -71,6 +75,33 @@ class Eviction:
         self()
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self)
+
+
+def measure_host_memory(timer: Timer) -> float:
+    """Return the bytes/s that a rank's fused AdamW reads and writes in host memory. Every rank must call it."""
+    weight = torch.ones(UPDATED_VALUES, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return 7 * weight.nbytes / timer(optimizer.step)  # reads four tensors and writes three
+
+
+def measure_host_link(timer: Timer) -> float:
+    """Return the bytes/s between pinned host memory and a GPU, in the slower direction. Every rank must call it."""
+    there = torch.ones(2**26, dtype=torch.uint8, device=timer.device)
+    here = torch.ones(2**26, dtype=torch.uint8, pin_memory=True)
+    copies = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
+    return here.nbytes / max(timer(copy) for copy in copies)
+
+
+def measure_storage(timer: Timer, folder: Path, ranks_per_node: int) -> float:
+    """Return the bytes/s that all ranks of a node write to a folder as they write a checkpoint: with checksums, and
+    synced to the disk. Every rank must call it. Raises OSError if the folder cannot be written."""
+    tensor, file = torch.rand(STORED_VALUES), folder / f"calibrate-{dist.get_rank()}.tmp"
+    slices = {"weight": (tensor, (0,), tuple(tensor.shape))}
+    try:
+        return ranks_per_node * tensor.nbytes / timer(lambda: write_file(file, slices))
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _training_step(

@@ -15,6 +15,8 @@ from titanlite.plan.efficiency import (
     DTENSOR,
     EFFICIENCY,
     GROUPED_MATMUL,
+    HOST_LINK,
+    HOST_MEMORY,
     HOST_WAIT,
     KERNEL,
     MESSAGE_LATENCY,
@@ -26,10 +28,10 @@ from titanlite.plan.efficiency import (
     TILE,
     Share,
 )
-from titanlite.plan.op_trace import Communication, Dispatch, Event, HostWait, Work
-from titanlite.plan.streams import Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
+from titanlite.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
+from titanlite.plan.streams import GATHERED_AXES, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
-GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap")
+GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "offload")
 """Groups of times that are known more or less well, each independently of the others."""
 LEAST_SPREAD = 0.05
 """By which share times on a calibrated device may differ from what is expected, at least."""
@@ -44,7 +46,8 @@ class Cost:
 
     Attributes:
         seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the device
-            waits for the host), and "communication: AXIS", before any overlap.
+            waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS", before any
+            overlap. The axis "host" is what CPU offload copies.
         flops: by dtype.
         communication: count and total bytes, by (axis, collective).
         host_waits: how often the host waits for the device.
@@ -62,6 +65,12 @@ class Cost:
         """Seconds of all communication, and of its exposed part."""
         exposed = sum(self.seconds[f"communication: {axis}"] for axis in EXPOSED_AXES)
         return sum(value for name, value in self.seconds.items() if name.startswith("communication: ")), exposed
+
+    def count(self, axis: str, name: str, size: int, seconds: float) -> None:
+        """Add a collective, or a copy, of a number of bytes."""
+        before = self.communication.get((axis, name), (0, 0))
+        self.communication[axis, name] = before[0] + 1, before[1] + size
+        self.seconds[f"communication: {axis}"] += seconds
 
     def add(self, other: "Cost", times: float = 1) -> None:
         """Add another cost, multiplied by a number of times."""
@@ -83,6 +92,8 @@ class CostModel:
         axes: the axis and the ranks of each process group, by its name.
         changed: a group of GROUPS whose times are at the end of their range: the shortest, if `faster`, or the longest.
             "": all times are as expected.
+        offload: with CPU offload, the bytes of a gradient in host memory for each byte of it that FSDP reduces; None
+            without it.
     """
 
     def __init__(
@@ -93,7 +104,9 @@ class CostModel:
         changed: str = "",
         *,
         faster: bool = False,
+        offload: float | None = None,
     ):
+        self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster = changed, faster
         self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
@@ -105,15 +118,22 @@ class CostModel:
         slowdown = self._measured("overlap", measured.slowdown) if measured else self._seconds("overlap", SLOWDOWN)
         return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
 
-    def cost(self, segments: Iterable[list[Event]], streams: Streams | None = None, *, forward: bool = False) -> Cost:
+    def cost(
+        self,
+        segments: Iterable[list[Event]],
+        streams: Streams | None = None,
+        *,
+        forward: bool = False,
+        accumulates: bool = False,
+    ) -> Cost:
         """Return the cost of some segments, one after the other. `streams`: what is in flight before them; default: an
-        idle device, which has to finish all communication too."""
+        idle device, which has to finish all communication too. `forward`, `accumulates`: see Streams.run."""
         cost, own = Cost(), streams or self.streams()
         begin, idle = own.computed, own.idle
         for events in segments:
             amounts, items = self._items_of(events)
             cost.add(amounts)
-            own.run(items, forward=forward)
+            own.run(items, forward=forward, accumulates=accumulates)
         if streams is None:
             own.join()
         cost.seconds["host"] += own.idle - idle
@@ -127,6 +147,7 @@ class CostModel:
         cost, items = Cost(), list[Item]()
         in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
         device, host, both = 0.0, 0.0, 0.0  # of the operators since the last item
+        copied, copying = set[int](), 0.0  # weights from host memory, and the seconds of those for the next all-gather
 
         def flush(*, attends: bool = False) -> None:
             nonlocal device, host, both
@@ -143,12 +164,20 @@ class CostModel:
                 attends = in_ring and category == "attention"
                 if attends:
                     flush()
+                if self.offload is not None:
+                    copying += self._weights_to_device(event, copied, cost)
+                    if copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
+                        flush()
+                        items.append(Collective("copy to device", "host", copying))
+                        copying = 0.0
                 if event.name == "fsdp.split_with_sizes_copy":
                     flush()
                     items.append(CopyOut())
                 elif event.name == "fsdp.chunk_cat":
                     flush()
                     items.append(CopyIn())
+                    if self.offload is not None and not self.is_sharded:
+                        items.append(self._offloaded_gradient("fsdp", event.written, 0.0, cost))
                 device, both = device + seconds, max(both, host) + seconds
                 if attends:
                     flush(attends=True)
@@ -158,18 +187,60 @@ class CostModel:
                 flush()
                 cost.host_waits += 1
                 items.append(Wait(self._seconds("host", HOST_WAIT)))
-            elif isinstance(event, Communication) and event.name != "receive":
-                axis, ranks = self._axis(event.group)
-                if len(ranks) > 1:
-                    flush()
-                    seconds = self.collective_seconds(event.name, event.size, ranks)
-                    items.append(Collective(event.name, axis, seconds))
-                    cost.seconds[f"communication: {axis}"] += seconds
-                    count, size = cost.communication.get((axis, event.name), (0, 0))
-                    cost.communication[axis, event.name] = count + 1, size + event.size
+            elif isinstance(event, Communication) and (collective := self._collective(event, cost)):
+                flush()
+                if copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
+                    collective, copying = collective._replace(copy=copying), 0.0
+                items.append(collective)
         flush()
         self._items[id(events)] = cost, items, events
         return cost, items
+
+    def _collective(self, event: Communication, cost: Cost) -> Collective | None:
+        """Return what the streams run for a collective, and count it. None: in a group of one rank, and of a message
+        that is received, which is counted where it is sent."""
+        axis, ranks = self._axis(event.group)
+        if len(ranks) == 1 or event.name == "receive":
+            return None
+        seconds = self.collective_seconds(event.name, event.size, ranks)
+        cost.count(axis, event.name, event.size, seconds)
+        if self.offload is not None and axis in GATHERED_AXES and event.name == "reduce_scatter":
+            return self._offloaded_gradient(axis, event.size // len(ranks), seconds, cost)
+        return Collective(event.name, axis, seconds)
+
+    def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
+        """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not
+        copied yet."""
+        weights = {
+            id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
+        }
+        copied.update(weights)
+        return sum(self._copy("copy to device", weight.size, cost) for weight in weights.values())
+
+    def _copy(self, name: str, size: int, cost: Cost) -> float:
+        """Return the seconds of a copy between host memory and the device, and count it."""
+        seconds = size / (self.device.host_bandwidth * self._reached("offload", HOST_LINK))
+        cost.count("host", name, size, seconds)
+        return seconds
+
+    def _offloaded_gradient(self, axis: str, reduced: int, seconds: float, cost: Cost) -> Collective:
+        """Return a reduce-scatter, of whose result CPU offload copies so many reduced bytes to host memory."""
+        size = round(reduced * self.offload)
+        addition = self._host_seconds(3 * size)  # two are read, one is written
+        return Collective("reduce_scatter", axis, seconds, self._copy("copy to host", size, cost), addition)
+
+    def host_update(self, events: Iterable[Event]) -> Cost:
+        """Return the cost of an update that runs on the CPU, as under CPU offload."""
+        seconds = self._host_seconds(sum(event.read + event.written for event in events if isinstance(event, Work)))
+        return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
+
+    def _host_seconds(self, n_bytes: int) -> float:
+        """Return the seconds in which the CPU reads and writes so many bytes of host memory."""
+        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", HOST_MEMORY))
+
+    def _reached(self, group: str, share: Share) -> float:
+        """Return the share of one of the host's rates that is reached; a calibrated device has it in the rate."""
+        return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
         return self.axes.get(group, ("other", [0]))

@@ -24,7 +24,7 @@ from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan import expert_load
 from titanlite.plan.fusion import fuse
 from titanlite.plan.memory_timeline import Bytes
-from titanlite.plan.op_trace import Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
+from titanlite.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
 from titanlite.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import SingleStageRunner
 
@@ -234,6 +234,8 @@ def _persistent(
             if kind == "parameters" and name in parameters:
                 weights += size
                 of_run_layers += allocation.size
+            if kind == "parameters" and name not in parameters:
+                allocation.maker = BUFFER
             rotary += allocation.size if name == "rope" else 0
 
     tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]

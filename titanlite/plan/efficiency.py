@@ -158,5 +158,10 @@ DTENSOR = Share(3e-5, 2e-5, 5e-5, "24 to 40 us: github.com/pytorch/pytorch/pull/
 KERNEL = Share(4e-6, 2.5e-6, 6e-6, f"5 to 6 us of the smallest products: {XLA}; 2.5 us between kernels")
 SLOWDOWN = Share(0.19, 0.05, 0.40, "computation beside communication is 18.9 % slower on average (arXiv:2507.03114)")
 HOST_WAIT = Share(2e-5, 1e-5, 5e-5, "9 us of a launch and a wait: github.com/flagos-ai/Torch-FL/pull/27")
+HOST_LINK = Share(0.86, 0.70, 0.90, "55.6 of 64 GB/s by nvbandwidth, over PCIe 5 x16; the least is an estimate")
+"""Of the bandwidth between host memory and a device."""
+HOST_MEMORY = Share(0.45, 0.20, 0.70, f"of the CPU's fused AdamW: {ESTIMATE}")
+STORAGE = Share(1.0, 0.25, 3.2, f"6.4 GB/s: awslabs/awsome-distributed-ai, pull request 1225; the rest: {ESTIMATE}")
+"""Of what a node writes to the folder of checkpoints."""
 TILE = 128
 """Rows and columns of a tile of a matrix product's result."""

@@ -74,4 +74,5 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
             read[allocation] = max(read.get(allocation, 0), min(work.read, allocation.largest))
         for allocation in set(work.outputs) - internal:
             written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
-    return group[0]._replace(read=sum(read.values()), written=sum(written.values()))
+    sizes = {"read": sum(read.values()), "written": sum(written.values())}
+    return group[0]._replace(inputs=tuple(read), outputs=tuple(written), **sizes)

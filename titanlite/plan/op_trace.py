@@ -42,7 +42,7 @@ class Allocation:
 
     Attributes:
         size, largest: bytes now, and the most so far.
-        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`.
+        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`; BUFFER of a module's buffer.
         kind: what it is for (see titanlite/plan/memory_timeline.py); "" until that is known.
         shape: of the tensor that it was allocated for.
     """
@@ -112,7 +112,7 @@ class Segment(NamedTuple):
     events: list[Event]
 
 
-ALL = -1
+ALL, BUFFER = -1, "buffer"
 
 # fmt: off
 COLLECTIVES = {
@@ -135,9 +135,10 @@ VIEWS = frozenset((
 ))
 """Operators that move no data: they allocate memory of any content, or return a view."""
 COPIES = frozenset((
-    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy", "fsdp.all_gather_copy_in",
+    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy",
 ))
 """Operators that do not read what they change."""
+COPY_IN = "fsdp.all_gather_copy_in"
 # fmt: on
 
 
@@ -218,6 +219,8 @@ class OpTrace(TorchDispatchMode):
                 size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
             self.record(Communication(collective, _group_of(args), size))
             return
+        if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
+            inputs, outputs = list(args[0]), outputs[:1]
         before = {x.untyped_storage()._cdata for x in inputs}
         written_to = self._allocations(name, outputs)
         short = name.partition(".")[2]

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 
+import torch
+
 from titanlite import build, devices
 from titanlite.config import Config, Launch, check
 from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
@@ -74,8 +76,12 @@ def plan_resolved(
     actions = _pipeline_actions(config, len(names)) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
+    dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
+    offloads = config.training.enable_cpu_offload and device.kind == "gpu"
+    offload = dtype.itemsize / reduced.itemsize if offloads else None
+
     def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
-        models = (CostModel(device, run.axes, per_node, changed, faster=faster) for run in dry_runs)
+        models = (CostModel(device, run.axes, per_node, changed, faster=faster, offload=offload) for run in dry_runs)
         costs = [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)]
         return step_time(config, costs, ranks, actions)
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from titanlite.plan.connections import gloo_connections, process_groups
 from titanlite.plan.expert_load import expert_load
 from titanlite.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.plan.saving import saving
 from titanlite.plan.segments import KINDS
 from titanlite.summary import describe_mesh, describe_precision
 
@@ -47,6 +48,7 @@ def report(plan: Plan, file: str) -> Group:
         Text(speed_line(plan), style="bold"),
         Text(range_line(plan)),
         Text(budget_line(plan)),
+        *([Text(checkpoint_line(plan))] if plan.config.checkpoint.enable else []),
     ]
     if plan.config.training.document_mask:
         parts.append(Text("documents are planned as long as their sequences: attention over shorter ones is faster"))
@@ -87,7 +89,7 @@ def memory_table(plan: Plan) -> Table:
 def offload_line(rank: RankPlan) -> Text:
     """Return what CPU offload keeps in host memory."""
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in rank.offloaded.items())
-    return Text(f"in host memory, GiB per rank: {kinds}; copies and the CPU's optimizer step are not in the time below")
+    return Text(f"in host memory, GiB per rank: {kinds}")
 
 
 def experts_line(plan: Plan) -> str:
@@ -103,6 +105,8 @@ def experts_line(plan: Plan) -> str:
 
 def _where(plan: Plan, axis: str) -> str:
     """Return where the ranks of an axis communicate."""
+    if axis == "host":
+        return "to host memory"
     _, n_nodes = plan.axis_size(axis)
     return "within a node" if n_nodes == 1 else f"network, {n_nodes} nodes"
 
@@ -129,12 +133,14 @@ def time_table(plan: Plan) -> Table:
 
 def time_shares(plan: Plan) -> dict[str, float]:
     """Return the seconds of the busiest rank's step: computation, exposed communication, and waiting."""
-    cost, host = plan.cost, plan.cost.seconds["host"]
+    cost, host, optimizer = plan.cost, plan.cost.seconds["host"], plan.cost.seconds["optimizer"]
     shares = {"matrix multiplication": cost.seconds["matmul"], "attention": cost.seconds["attention"]}
     shares["other operators (memory-bound)"] = cost.seconds["memory"]
-    shares["exposed communication"] = max(cost.elapsed - sum(shares.values()) - host, 0.0)
+    shares["exposed communication"] = max(cost.elapsed - sum(shares.values()) - host - optimizer, 0.0)
     if plan.spans:
         shares["waiting for other pipeline ranks"] = max(plan.step_seconds - cost.elapsed, 0.0)
+    if optimizer:
+        shares["optimizer step on the CPU"] = optimizer
     if host:
         shares["waiting for the host"] = host
     return shares
@@ -171,6 +177,7 @@ GROUP_NAMES = {
     "network": "communication between nodes",
     "host": "the host",
     "overlap": "computation beside communication",
+    "offload": "CPU offload",
 }
 """Groups of times in words; others are their own names."""
 
@@ -199,6 +206,18 @@ def budget_line(plan: Plan) -> str:
     line = f"{tokens:,} tokens, {steps:,} steps: {hours / 24:,.1f} days, {device_hours:,.0f} device-hours, "
     line += f"{device_hours * plan.device.watts / 1e6:,.2f} MWh at {plan.device.watts:.0f} W per device"
     return line + (f", costs {device_hours * options.price:,.0f}" if options.price else "")
+
+
+def checkpoint_line(plan: Plan) -> str:
+    """Return the size of a checkpoint, and for how long a save stops training. The range is that of the storage."""
+    config, per_node = plan.config, devices_per_node(plan.config, plan.device)
+    size, copy, (seconds, least, most) = saving(config, plan.device, plan.n_parameters, plan.world_size, per_node)
+    between = config.checkpoint.interval * plan.step_seconds
+    line = f"a checkpoint has {size / GIB:,.1f} GiB and is written in {seconds:,.1f} s ({least:,.1f} to {most:,.1f}); "
+    is_async = config.checkpoint.async_mode == "async"
+    stop = copy + (max(seconds - between, 0.0) if is_async else seconds)
+    line += f"a save stops training for {stop:,.1f} s, {stop / (stop + between):.1%} of the time"
+    return line + (": it waits for the one before" if is_async and seconds > between else "")
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:

@@ -36,7 +36,9 @@ class StageCost:
     def after(self, streams: Streams | None, key: tuple) -> Cost:
         """Return the cost of a phase after what is in flight; None: on an idle device."""
         segments = self.dry_run.phases.get(key, [])
-        return self.cost_model.cost((x.events for x in segments), streams, forward=key[0] == "F")
+        kind, accumulates = key[0], key[0] == "B" and key[1] > 0
+        events = (segment.events for segment in segments)
+        return self.cost_model.cost(events, streams, forward=kind == "F", accumulates=accumulates)
 
     def of_action(self, action: Action) -> Cost:
         """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
@@ -63,7 +65,9 @@ class StageCost:
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
         cost = Cost()
         computation = [event for event in events if not isinstance(event, Communication)]
-        cost.add(self.cost_model.cost([computation]), self.dry_run.scale)
+        model = self.cost_model
+        own = model.host_update(computation) if model.offload is not None else model.cost([computation])
+        cost.add(own, self.dry_run.scale)
         if communicates:
             cost.add(self.cost_model.cost([[event for event in events if isinstance(event, Communication)]]))
         return cost

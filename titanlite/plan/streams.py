@@ -8,6 +8,9 @@ The streams and what waits for what are those of FSDP2 as torch 2.11 to 2.15 run
   last one: so at most two buffers exist.
 - A reduce-scatter of FSDP begins after the backward that made its gradients. The next one's copy into its buffer waits
   for it. The all-reduce over replicas follows it.
+- With CPU offload a shard of weights is copied to the device on a stream of its own before its all-gather, not before
+  the all-gather may begin, and a shard of gradients to the host on the stream of its reduce-scatter. From the second
+  gradient accumulation step on the host waits for that copy and adds it to what it has.
 - A message of ring attention is sent beside one attention, and the next one waits for it.
 - For every other collective the computation waits at once: it is exposed.
 
@@ -39,11 +42,19 @@ class Run(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective or a message over an axis of the mesh."""
+    """A collective or a message over an axis of the mesh.
+
+    Attributes:
+        copy: seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
+            reduce-scatter.
+        addition: seconds in which the host adds it to the gradient of earlier gradient accumulation steps.
+    """
 
     name: str
     axis: str
     seconds: float
+    copy: float = 0.0
+    addition: float = 0.0
 
 
 class CopyOut(NamedTuple):
@@ -82,16 +93,20 @@ class Streams:
         self.host = self.computed = self.exposed = self.idle = 0.0
         self._free: Counter[str] = Counter()  # when each stream of communication is free
         self._gathers: deque[float] = deque()  # when the all-gathers end that are not copied out yet
+        self._offloaded = 0.0  # when the stream that copies weights from host memory is free
         self._copies = deque([0.0, 0.0], maxlen=2)  # when the last two copies of gathered weights began
         self._message: tuple[float, bool] | None = None  # when it arrives, and whether attention has begun beside it
 
-    def run(self, items: Iterable[Item], *, forward: bool) -> None:
-        """Run some items after those before them. `forward`: they are of a forward, not of a backward."""
+    def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
+        """Run some items after those before them. `forward`: they are of a forward, not of a backward. `accumulates`:
+        gradients are added to those of earlier gradient accumulation steps."""
         for item in items:
             if isinstance(item, Run):
                 self._compute(item)
             elif isinstance(item, Collective):
                 self._communicate(item, forward)
+                if accumulates and item.addition:  # in host memory, so the host waits for the copy
+                    self.host = max(self.host, self._free[item.name]) + item.addition
             elif isinstance(item, CopyOut):
                 if self._gathers:
                     self._wait_for(self._gathers.popleft())
@@ -143,11 +158,16 @@ class Streams:
             self.computed = begin + item.seconds
             self.host = self.computed if self.synchronous else self.host
         elif item.name == "all_gather":
-            self._overlap("all_gather", item.seconds, self._copies[0 if forward else 1])
+            before = self._copies[0 if forward else 1]
+            if item.copy:
+                before = self._offloaded = max(self.host, before, self._offloaded) + item.copy
+            self._overlap("all_gather", item.seconds, before)
             self._gathers.append(self._free["all_gather"])
         else:
             before = self.computed if overlaps else self._free["reduce_scatter"]
-            self._overlap(item.name if overlaps else "replicas", item.seconds, before)
+            stream = item.name if overlaps else "replicas"
+            self._overlap(stream, item.seconds, before)
+            self._free[stream] += item.copy
 
     def _overlap(self, stream: str, seconds: float, before: float) -> None:
         """Communicate on a stream, not before a moment. Computation that was issued earlier runs slower beside it."""

@@ -1,0 +1,37 @@
+"""How large a checkpoint is and how long a save takes."""
+
+from typing import NamedTuple
+
+import torch
+
+from titanlite.config import Config
+from titanlite.devices import Device
+from titanlite.plan.efficiency import HOST_LINK, STORAGE
+
+
+class Saving(NamedTuple):
+    """A save of a checkpoint takes so long.
+
+    Attributes:
+        size: bytes of the weights and the optimizer states.
+        copy_seconds: until the largest part of a rank is in host memory.
+        write_seconds: until a node has written its part: as expected, at least and at most.
+    """
+
+    size: int
+    copy_seconds: float
+    write_seconds: tuple[float, float, float]
+
+
+def saving(config: Config, device: Device, n_parameters: int, world_size: int, devices_per_node: int) -> Saving:
+    """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
+    much. 8-bit optimizer states are saved in float32."""
+    dtype, state = config.training.dtype, config.optimizer.state_dtype
+    state = {"auto": dtype, "int8": "float32"}.get(state, state)
+    size = n_parameters * (getattr(torch, dtype).itemsize + 2 * getattr(torch, state).itemsize)
+    on_host = device.kind == "cpu" or config.training.enable_cpu_offload
+    link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
+    nodes = -(-world_size // devices_per_node)
+    rates = (device.storage_bandwidth * share for share in (STORAGE.expected, STORAGE.high, STORAGE.low))
+    expected, least, most = (size / nodes / rate for rate in rates)
+    return Saving(size, 0.0 if on_host else size / world_size / link, (expected, least, most))
