@@ -42,8 +42,8 @@ CASES = {
 class Block:
     """Part of a segment. `before` and `after` are its neighbours in the segment."""
 
-    def __init__(self, size: int, before: "Block | None" = None, after: "Block | None" = None):
-        self.size, self.before, self.after, self.free = size, before, after, False
+    def __init__(self, address: int, size: int, before: "Block | None" = None, after: "Block | None" = None):
+        self.address, self.size, self.before, self.after, self.free = address, size, before, after, False
 
 
 class Allocator:
@@ -51,20 +51,20 @@ class Allocator:
 
     def __init__(self, *, small: bool, expandable: bool):
         self.small, self.expandable, self.reserved = small, expandable, 0
-        self.unused: list[tuple[int, int, Block]] = []  # by size
+        self.unused: list[tuple[int, int, Block]] = []  # by size and address
         self.last: Block | None = None  # of the expandable segment
 
     def _add(self, block: Block) -> None:
         block.free = True
-        bisect.insort(self.unused, (block.size, id(block), block))
+        bisect.insort(self.unused, (block.size, block.address, block))
 
     def _take(self, block: Block) -> None:
-        del self.unused[bisect.bisect_left(self.unused, (block.size, id(block)))]
+        del self.unused[bisect.bisect_left(self.unused, (block.size, block.address))]
         block.free = False
 
     def allocate(self, size: int) -> Block:
         """Return a block of at least so many bytes."""
-        place = bisect.bisect_left(self.unused, (size, 0))
+        place = bisect.bisect_left(self.unused, (size, -1))
         if place < len(self.unused):
             block = self.unused[place][2]
             self._take(block)
@@ -72,7 +72,7 @@ class Allocator:
             block = self._grow(size) if self.expandable else self._segment(size)
         rest = block.size - size
         if rest >= 512 if self.small or self.expandable else rest > MIB:
-            remainder = Block(rest, block, block.after)
+            remainder = Block(block.address + size, rest, block, block.after)
             if block.after:
                 block.after.before = remainder
             elif self.expandable:
@@ -84,7 +84,7 @@ class Allocator:
     def _segment(self, size: int) -> Block:
         length = 2 * MIB if self.small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         self.reserved += length
-        return Block(length)
+        return Block(self.reserved - length, length)
 
     def _grow(self, size: int) -> Block:
         page = (2 if self.small else 20) * MIB
@@ -92,7 +92,7 @@ class Allocator:
         if block:
             self._take(block)
         else:
-            block = Block(0, self.last)
+            block = Block(self.reserved, 0, self.last)
             if self.last:
                 self.last.after = block
             self.last = block
@@ -108,6 +108,7 @@ class Allocator:
                 self._take(other)
                 block.size += other.size
                 if other is block.before:
+                    block.address = other.address
                     block.before = other.before
                     if other.before:
                         other.before.after = block
