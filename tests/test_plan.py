@@ -1,5 +1,6 @@
 """The plan against closed forms, against itself with all layers, and against what a process really allocates."""
 
+import dataclasses
 import functools
 import gc
 import os
@@ -19,7 +20,7 @@ from titanlite.parity.training_run import TrainingRun
 from titanlite.plan import command
 from titanlite.plan.dry_run import fold_stage
 from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
-from titanlite.plan.report import verdict
+from titanlite.plan.report import checkpoint_line, verdict
 from titanlite.plan.result import Plan
 from titanlite.plan.saving import saving
 from titanlite.plan.schedule import all_actions, pipeline_bubble, simulate
@@ -256,7 +257,11 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
     size = plan.n_parameters * 12  # a weight and two states in float32
     expected = size / 2 / 1e6  # two nodes of one device
     found = saving(plan.config, h100, plan.n_parameters, world_size=2, devices_per_node=1)
-    assert found == (size, size / 2 / (0.86 * 1e9), pytest.approx((expected, expected / 3.2, expected * 4)))
+    assert found == (size, size / 2 / (0.86 * 1e9), (expected, expected, expected))
+    usual = saving(plan.config, plan.device, plan.n_parameters, 2, 1).write_seconds
+    assert usual == pytest.approx((size / 2 / 2e9, size / 2 / 6.4e9, size / 2 / 0.5e9))
+    assert " to " in checkpoint_line(plan)
+    assert " to " not in checkpoint_line(dataclasses.replace(plan, device=h100))
     narrow = plan.config.replace(training__dtype="bfloat16", optimizer__state_dtype="int8")
     assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 

@@ -75,8 +75,8 @@ class Device(Section):
     """Bandwidth between host memory and the device, in one direction, bytes/s: what CPU offload and saving copy."""
     host_memory_bandwidth: Rate = 77e9
     """Bandwidth of the node's host memory, per device, bytes/s: the CPU's optimizer step under CPU offload."""
-    storage_bandwidth: Rate = 2e9
-    """What a node writes to the folder of checkpoints, bytes/s."""
+    storage_bandwidth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """What a node writes to the folder of checkpoints, bytes/s; 0: unknown, the plan assumes a range."""
     watts: Rate
     """Power at full load, W."""
     devices_per_node: Annotated[int, Field(ge=1)]

@@ -199,9 +199,7 @@ class OpTrace(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
         out = RESULTS.get(name, func)(*args, **kwargs)
-        if self.enabled and not name.startswith(
-            "prim."
-        ):  # a look at a fake tensor's device, which no real one sends here
+        if self.enabled and not name.startswith("prim."):  # prim.device, which only fake tensors dispatch
             self._record(name, func, args, kwargs, out)
         return out
 

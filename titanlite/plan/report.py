@@ -213,7 +213,8 @@ def checkpoint_line(plan: Plan) -> str:
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
     size, copy, (seconds, least, most) = saving(config, plan.device, plan.n_parameters, plan.world_size, per_node)
     between = config.checkpoint.interval * plan.step_seconds
-    line = f"a checkpoint has {size / GIB:,.1f} GiB and is written in {seconds:,.1f} s ({least:,.1f} to {most:,.1f}); "
+    line = f"a checkpoint has {size / GIB:,.1f} GiB and is written in {seconds:,.1f} s"
+    line += f" ({least:,.1f} to {most:,.1f}); " if least < most else "; "
     is_async = config.checkpoint.async_mode == "async"
     stop = copy + (max(seconds - between, 0.0) if is_async else seconds)
     line += f"a save stops training for {stop:,.1f} s, {stop / (stop + between):.1%} of the time"

@@ -10,12 +10,12 @@ from titanlite.plan.efficiency import HOST_LINK, STORAGE
 
 
 class Saving(NamedTuple):
-    """A save of a checkpoint takes so long.
+    """What saving a checkpoint takes.
 
     Attributes:
         size: bytes of the weights and the optimizer states.
-        copy_seconds: until the largest part of a rank is in host memory.
-        write_seconds: until a node has written its part: as expected, at least and at most.
+        copy_seconds: until each rank's part is in host memory.
+        write_seconds: until each node has written its part: as expected, at least and at most.
     """
 
     size: int
@@ -32,6 +32,7 @@ def saving(config: Config, device: Device, n_parameters: int, world_size: int, d
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
     nodes = -(-world_size // devices_per_node)
-    rates = (device.storage_bandwidth * share for share in (STORAGE.expected, STORAGE.high, STORAGE.low))
+    known = device.storage_bandwidth
+    rates = (known or rate for rate in (STORAGE.expected, STORAGE.high, STORAGE.low))
     expected, least, most = (size / nodes / rate for rate in rates)
     return Saving(size, 0.0 if on_host else size / world_size / link, (expected, least, most))
