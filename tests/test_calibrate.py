@@ -273,11 +273,20 @@ def test_a_damaged_file_is_one_line(tmp_path):
     assert line == f"{file}: measured.operator_seconds: input should be greater than 0; calibrate anew"
 
 
+def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    assert command.main([str(tmp_path / "node.toml"), "--checkpoint-folder", str(missing)]) == 2
+    assert capsys.readouterr().err == f"error: --checkpoint-folder {missing}: no such folder\n"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_command_calibrates_in_less_than_three_minutes(n, tmp_path, capfd):
     begin = time.monotonic()
-    assert command.main([str(tmp_path / "node.toml"), "--ranks", str(n)]) == 0
+    arguments = [str(tmp_path / "node.toml"), "--ranks", str(n), "--checkpoint-folder", str(tmp_path)]
+    assert command.main(arguments) == 0
     assert time.monotonic() - begin < 180
-    assert find_device(str(tmp_path / "node.toml")).measured.ranks == n
+    node = find_device(str(tmp_path / "node.toml"))
+    assert node.measured.ranks == n
+    assert node.storage_bandwidth > 0
     assert "TFLOP/s" in capfd.readouterr().out

@@ -1,5 +1,6 @@
 """How large a checkpoint is and how long a save takes."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ def saving(config: Config, device: Device, n_parameters: int, world_size: int, d
     size = n_parameters * (getattr(torch, dtype).itemsize + 2 * getattr(torch, state).itemsize)
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
-    nodes = -(-world_size // devices_per_node)
+    nodes = math.ceil(world_size / devices_per_node)
     known = device.storage_bandwidth
     rates = (known or rate for rate in (STORAGE.expected, STORAGE.high, STORAGE.low))
     expected, least, most = (size / nodes / rate for rate in rates)
