@@ -158,6 +158,24 @@ def test_groups_of_two_nodes():
     assert kinds_of_groups(3, 1) == [[[0, 1, 2]]]
 
 
+def test_operands_are_taken_in_turn_from_more_than_the_caches_hold():
+    pool = operators.RandomOperands(torch.device("cpu"), torch.float32)
+    with mock.patch.dict(operators.UNCACHED, cpu=4 * 1000):
+        turns = pool.turns((10, 20), (5, 10))
+        assert len(turns) == 4, "of 250 values each, not fewer than 1000 in total"
+        places = {x.data_ptr() for pair in turns for x in pair}
+        assert len(places) == 8
+        assert all((x.shape, y.shape) == ((10, 20), (5, 10)) for x, y in turns)
+        assert len(pool.turns((1,))) == operators.MOST_TURNS
+        assert pool.turns((10, 20))[0][0].data_ptr() in places, "the buffer did not grow"
+        assert len(pool.turns((2000,))) == 1
+    seen = []
+    call = operators._in_turn(lambda *operands: seen.append(operands), [(1, 2), (3, 4)])
+    for _ in range(3):
+        call()
+    assert seen == [(1, 2), (3, 4), (1, 2)]
+
+
 def calibrate_with_small_sizes() -> dict[str, Any]:
     """Measure on this rank, and return the device's values."""
     with (

@@ -53,12 +53,13 @@ def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
 
 
 def _products(device: torch.device) -> Callable[[], None]:
-    """Return a call of matrix products, of about a millisecond in total."""
-    side, dtype, n = (4096, torch.bfloat16, 4) if device.type == "cuda" else (256, torch.float32, 4)
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    """Return a call of matrix products: about what a training step computes between two collectives. On a CPU whose
+    cores are shared by several ranks, the longer the ranks compute, the longer they wait for each other."""
+    rows, side, dtype = (4096, 4096, torch.bfloat16) if device.type == "cuda" else (1024, 256, torch.float32)
+    left, right = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
 
     def compute() -> None:
-        for _ in range(n):
+        for _ in range(4):
             torch.mm(left, right)
 
     return compute

@@ -1,8 +1,11 @@
 """Measure operators of one device: matrix multiplication by shape, attention by length, and memory-bound operators by
 size. Ranks that share a device's resources, as those of a CPU do, measure at the same time."""
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,9 @@ TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
 ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
 ROW = 256
 """Elements of a row, over which reductions go."""
+UNCACHED = {"cpu": 2**26, "cuda": 2**28}
+"""Bytes of all operands that an operator takes in turn, at least: more than caches hold."""
+MOST_TURNS = 256
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -31,41 +37,79 @@ def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
     input gradient and weight gradient, which read the operands in other orders; in bfloat16 on a CPU, as the first."""
     kind, rows = timer.device.type, {}
     for name, dtype in DTYPES.items():
+        operands = RandomOperands(timer.device, dtype)
         rows[name] = [
-            [m, n, k, 2 * m * n * k / _product_seconds(timer, dtype, m, n, k)]
+            [m, n, k, 2 * m * n * k / _product_seconds(timer, operands, m, n, k)]
             for m, n, k in itertools.product(SIDES[kind], repeat=3)
             if 2 * m * n * k <= MOST_FLOPS[kind]
         ]
     if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):
+        operands = RandomOperands(timer.device, torch.bfloat16)
         rows["fp8"] = [
-            [m, n, k, 2 * m * n * k / timer(_scaled_product(timer.device, m, n, k))]
+            [m, n, k, 2 * m * n * k / timer(_scaled_product(operands, m, n, k))]
             for m, n, k in itertools.product(SIDES[kind], repeat=3)
             if 2 * m * n * k <= MOST_FLOPS[kind]
         ]
     return rows
 
 
-def _product_seconds(timer: Timer, dtype: torch.dtype, m: int, n: int, k: int) -> float:
-    left, right = _random(timer.device, dtype, m, k), _random(timer.device, dtype, k, n)
-    orders = (left, right.t().contiguous().t()), (left, right), (left.t().contiguous().t(), right)
-    if dtype == torch.bfloat16 and timer.device.type == "cpu":
+class RandomOperands:
+    """Returns random tensors, which are views of one buffer that grows to the largest that was asked for.
+
+    An operator that is repeated on the same operands finds them in a cache. In a training step it seldom does, because
+    other operators have run since they were written. So an operator here takes other operands at each call.
+    The numbers are random because a GPU is faster on zeros, which take less power.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.buffer = torch.empty(0)
+
+    def turns(self, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
+        """Return lists of tensors in these shapes: so many lists that the caches do not hold all of them."""
+        sizes = [math.prod(shape) for shape in shapes]
+        n = min(math.ceil(UNCACHED[self.device.type] / (sum(sizes) * self.dtype.itemsize)), MOST_TURNS)
+        if n * sum(sizes) > self.buffer.numel():
+            self.buffer = torch.empty(0)  # frees the smaller one first
+            self.buffer = _random(self.device, self.dtype, n * sum(sizes))
+        parts = self.buffer[: n * sum(sizes)].split(sizes * n)
+        views = [part.view(shape) for part, shape in zip(parts, shapes * n, strict=True)]
+        return [views[i : i + len(shapes)] for i in range(0, len(views), len(shapes))]
+
+
+def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
+    """Return a call that takes the next operands each time, and writes its result to other memory each time."""
+    numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
+
+    def next_turn() -> None:
+        number = next(numbers)
+        results[number] = call(*turns[number])
+
+    return next_turn
+
+
+def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: int) -> float:
+    output = [(left, right.t()) for left, right in operands.turns((m, k), (n, k))]
+    input_gradient = operands.turns((m, k), (k, n))
+    weight_gradient = [(left.t(), right) for left, right in operands.turns((k, m), (k, n))]
+    orders = (output, input_gradient, weight_gradient)
+    if operands.dtype == torch.bfloat16 and timer.device.type == "cpu":
         orders = orders[:1]
-    return sum(timer(lambda pair=pair: torch.mm(*pair)) for pair in orders) / len(orders)
+    return sum(timer(_in_turn(torch.mm, turns)) for turns in orders) / len(orders)
 
 
-def _scaled_product(device: torch.device, m: int, n: int, k: int) -> Callable[[], Tensor]:
+def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
     """Return a call of the float8 product with one scale per tensor, as torchao calls it.
 
     Private: torch._scaled_mm (its arguments are those of torch 2.11 to 2.15; run on no GPU).
     """
-    left = _random(device, torch.float32, m, k).to(torch.float8_e4m3fn)
-    right = _random(device, torch.float32, n, k).to(torch.float8_e4m3fn).t()
-    scale = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
+    call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in operands.turns((m, k), (n, k))]
+    return _in_turn(call, turns)
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return random numbers: a GPU is faster on zeros, which take less power."""
     return torch.randn(*shape, device=device).to(dtype)
 
 
@@ -96,12 +140,29 @@ def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
     """Return points (bytes, seconds) by operator. The bytes are those that an op trace counts."""
     kind, points = timer.device.type, {}
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    pools = RandomOperands(timer.device, dtype), RandomOperands(timer.device, torch.float32)
     for elements in ELEMENTS[kind]:
-        for call in _operators(timer.device, dtype, elements):
-            work = _work_of(call)
+        rows = elements // ROW
+        turns = [
+            (Operands(*inputs, *wide, *(torch.zeros_like(wide[0]) for _ in range(2))),)
+            for inputs, wide in zip(*(pool.turns(*2 * [(rows, ROW)]) for pool in pools), strict=False)
+        ]
+        for operator in _operators(timer.device, rows):
+            work = _work_of(lambda operator=operator, first=turns[0]: operator(*first))
             name = work.name.partition(".")[2].removesuffix("_")
-            points.setdefault(name, []).append([work.read + work.written, timer(call)])
+            points.setdefault(name, []).append([work.read + work.written, timer(_in_turn(operator, turns))])
     return {name: sorted(rows) for name, rows in points.items()}
+
+
+class Operands(NamedTuple):
+    """Tensors of one shape. The last four are float32: a weight, its gradient and its optimizer states."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    variance: Tensor
 
 
 def _work_of(call: Callable[[], object]) -> Work:
@@ -112,32 +173,30 @@ def _work_of(call: Callable[[], object]) -> Work:
     return max(works, key=lambda work: work.read + work.written)
 
 
-def _operators(device: torch.device, dtype: torch.dtype, elements: int) -> Iterator[Callable[[], object]]:
-    """Yield calls of operators that a training step spends its time on, over so many elements."""
-    rows = elements // ROW
-    x, y, wide = (_random(device, kind, rows, ROW) for kind in (dtype, dtype, torch.float32))
-    yield lambda: x * y
-    yield lambda: x + y
-    yield lambda: x / y
-    yield lambda: x.pow(2)
-    yield lambda: x.sum(-1)
-    yield lambda: x.mean(-1)
-    yield lambda: F.silu(x)
-    yield lambda: aten.silu_backward(x, y)
-    yield lambda: torch.zeros_like(x)
-    yield lambda: x.clone()
-    yield lambda: x.copy_(y)
-    yield lambda: wide.to(torch.bfloat16)
-    yield lambda: torch.log_softmax(wide, -1)
-    yield lambda: aten._log_softmax_backward_data(wide, wide, -1, torch.float32)
-    yield lambda: torch._foreach_norm([wide])
+def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands], object]]:
+    """Yield operators that a training step spends its time on, over so many rows."""
+    yield lambda of: of.x * of.y
+    yield lambda of: of.x + of.y
+    yield lambda of: of.x / of.y
+    yield lambda of: of.x.pow(2)
+    yield lambda of: of.x.sum(-1)
+    yield lambda of: of.x.mean(-1)
+    yield lambda of: F.silu(of.x)
+    yield lambda of: aten.silu_backward(of.x, of.y)
+    yield lambda of: torch.zeros_like(of.x)
+    yield lambda of: of.x.clone()
+    yield lambda of: of.x.copy_(of.y)
+    yield lambda of: of.weight.to(torch.bfloat16)
+    yield lambda of: torch.log_softmax(of.weight, -1)
+    yield lambda of: aten._log_softmax_backward_data(of.gradient, of.weight, -1, torch.float32)
+    yield lambda of: torch._foreach_norm([of.weight])
     indices = torch.arange(rows, device=device)
-    yield lambda: F.embedding(indices, wide)
-    yield lambda: aten.embedding_dense_backward(wide, indices, rows, -1, False)
-    state, step = [[wide.clone()] for _ in range(3)], [torch.ones((), device=device)]
+    yield lambda of: F.embedding(indices, of.weight)
+    yield lambda of: aten.embedding_dense_backward(of.gradient, indices, rows, -1, False)
+    step = [torch.ones((), device=device)]
     options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-    flags = {"amsgrad": False, "maximize": False}
-    yield lambda: torch._fused_adamw_([wide], *state, [], step, **options, **flags)
+    options |= {"amsgrad": False, "maximize": False}
+    yield lambda of: torch._fused_adamw_([of.weight], *([x] for x in of[3:]), [], step, **options)
 
 
 def best_rates(matmul: dict[str, list[list[float]]], operators: dict[str, list[list[float]]]) -> dict[str, float]:
