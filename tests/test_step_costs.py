@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
-from titanlite.config.schema import Optimizer
+from titanlite.config.optimizer_schema import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
 from titanlite.low_bit_adam import LowBitAdam, _float32

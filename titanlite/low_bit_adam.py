@@ -15,7 +15,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
 from torchao.utils import TorchAOBaseTensor
 
-from titanlite.config.schema import Optimizer
+from titanlite.config.optimizer_schema import Optimizer
 
 
 class LowBitAdam(AdamW8bit):

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config.schema import LRScheduler, Optimizer, Training
+from titanlite.config.optimizer_schema import LRScheduler, Optimizer
+from titanlite.config.schema import Training
 from titanlite.model import Llama
 from titanlite.shards import local_shard, n_replicas
 

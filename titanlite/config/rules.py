@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Float8, Precision
+from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"

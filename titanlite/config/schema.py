@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args
 import tomli_w
 from pydantic import Field
 
+from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
+from titanlite.config.optimizer_schema import LRScheduler, Optimizer
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive, Precision
 
@@ -157,42 +159,6 @@ class Training(DatasetOptions):
     """Keep weights, gradients and optimizer states in host memory; copy a layer's weights to the device when used."""
 
 
-class Optimizer(Section):
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient."""
-    lr: Positive = 8e-4
-    """Peak learning rate."""
-    beta1: Fraction = 0.9
-    """Decay rate of exp_avg, the running mean of gradients."""
-    beta2: Fraction = 0.95
-    """Decay rate of exp_avg_sq, the running mean of squared gradients."""
-    eps: Positive = 1e-8
-    """Epsilon added to the root of exp_avg_sq."""
-    weight_decay: NotNegative = 0.1
-    """Weight decay of weight matrices and embeddings; norms and biases have none."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's implementations of Adam runs."""
-    state_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; int8: 8-bit optimizer states, a scale per 256."""
-    stochastic_rounding: bool = False
-    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
-
-
-class LRScheduler(Section):
-    """Warmup, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
-
-    warmup_steps: CountOrZero = 200
-    """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
-    total_steps: Union[Literal[-1], Count] = -1
-    """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
-    decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
-    """Fraction of total_steps over which the learning rate decays; -1: all steps after the warmup."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay; sqrt is 1 - sqrt(progress)."""
-    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Factor on optimizer.lr at the end of the decay."""
-
-
 class Parallelism(Section):
     """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
 
@@ -274,23 +240,6 @@ class Parallelism(Section):
     def world_size(self) -> int:
         """Number of ranks: the product of all degrees (of a resolved config)."""
         return self.data_parallel_shard_degree * self.ranks_per_shard
-
-
-class Float8(Section):
-    enable: bool = False
-    """Compute the matrix products of linear layers in 8-bit floating point."""
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
-    gradients in the model's data type."""
-    emulate: bool = False
-    """Round to float8 but multiply in the model's data type, for hardware without float8."""
-    filter_fqns: list[str] = Field(default=[])
-    """Skip layers whose name contains one of these, as in ["layers.0.", "attention.wk"]. The output head is always
-    skipped, and layers whose weight on a rank has a dimension that is not a multiple of 16 (as the hardware needs)."""
-    enable_fsdp_float8_all_gather: bool = False
-    """FSDP gathers weights in float8. Tensorwise only."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights together after the optimizer step. Needs enable_fsdp_float8_all_gather."""
 
 
 class ActivationCheckpoint(Section):

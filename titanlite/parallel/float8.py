@@ -13,7 +13,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 from torchao.float8.float8_linear import Float8Linear
 
 from titanlite.config import ConfigError
-from titanlite.config.schema import Float8
+from titanlite.config.float8_schema import Float8
 from titanlite.model import Llama
 
 
