@@ -32,6 +32,8 @@ RUNS = {
     "float8 tensorwise": ["float8.enable=true", "float8.recipe=tensorwise"],
     "float8 rowwise": ["float8.enable=true", "float8.recipe=rowwise"],
     "8-bit optimizer states": [FLOAT32, "optimizer.state_dtype=int8"],
+    "4-bit optimizer states": [FLOAT32, "optimizer.state_dtype=int4"],
+    "float8 optimizer states": [FLOAT32, "optimizer.state_dtype=float8"],
 }
 LOSS, VALIDATION = "loss_metrics/global_avg_loss", "validation_metrics/global_avg_loss"
 

@@ -145,7 +145,9 @@ WRONG_VALUES = {
     'one of "auto", "bfloat16", "float32", "float64", "float16"': ['training.mixed_precision_param = "fp16"'],
     'one of "AdamW", "Adam"': ['optimizer.name = "adamw"'],
     'one of "fused", "foreach", "for-loop"': ['optimizer.implementation = "loop"'],
-    'one of "auto", "float32", "bfloat16", "int8"': ['optimizer.state_dtype = "float64"', "optimizer.state_dtype = 8"],
+    'one of "auto", "float32", "bfloat16", "float8", "int8", "int4"': [
+        'optimizer.state_dtype = "float64"', "optimizer.state_dtype = 8",
+    ],
     'one of "linear", "sqrt", "cosine"': ['lr_scheduler.decay_type = "exponential"'],
     'one of "default", "always", "never", or an integer >= 2': [
         "parallelism.fsdp_reshard_after_forward = 1", "parallelism.fsdp_reshard_after_forward = true",

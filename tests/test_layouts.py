@@ -159,6 +159,7 @@ FLOAT8_ALL_GATHER = {
 }
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
 INT8 = IN_FLOAT32 | {"optimizer__state_dtype": "int8", "model__dim": 128}  # fewer than 4096 elements are left alone
+INT4, FLOAT8_STATES = (INT8 | {"optimizer__state_dtype": name} for name in ("int4", "float8"))
 HALF = IN_FLOAT32 | {"training__mixed_precision_param": "float16"}
 STOCHASTIC = WIDE | {"training__dtype": "bfloat16", "optimizer__stochastic_rounding": True}
 FULL_PRECISION = {
@@ -181,6 +182,8 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
     "8-bit optimizer states, shard": INT8 | SHARD,
     "8-bit optimizer states, tp": INT8 | TP,
     "8-bit optimizer states, CPU offload": INT8 | SHARD | OFFLOAD,
+    "4-bit optimizer states, shard x tp": INT4 | SHARD | TP,
+    "float8 optimizer states, shard x tp": FLOAT8_STATES | SHARD | TP,
     "bfloat16 optimizer states, shard x tp": IN_FLOAT32 | {"optimizer__state_dtype": "bfloat16"} | SHARD | TP,
     "stochastic rounding, shard x tp": STOCHASTIC | SHARD | TP,
     "stochastic rounding, 8-bit optimizer states, pp x shard": INT8 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
@@ -196,6 +199,8 @@ LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     "float8, cp x tp": FLOAT8 | CP | TP,
     "8-bit optimizer states, pp": INT8 | PP,
     "8-bit optimizer states, cp": INT8 | CP,
+    "4-bit optimizer states, stochastic rounding, pp x shard": INT4 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
+    "float8 optimizer states, CPU offload": FLOAT8_STATES | SHARD | OFFLOAD,
     "stochastic rounding, float32 optimizer states, shard x tp":
         STOCHASTIC | {"optimizer__state_dtype": "float32"} | SHARD | TP,
     "float16, cp": HALF | CP,
@@ -641,12 +646,27 @@ def test_resume_under_another_layout(ranks, saved, tmp_path, name):
     assert {name: difference for name, difference in actual.items() if difference > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_low_bit_optimizer_states_resume_under_another_layout(ranks, tmp_path, state_dtype):
-    """Two FSDP shards save their own optimizer states. The blocks of 8-bit ones differ on two tensor-parallel ranks."""
-    low_bit = INT8 | {"optimizer__state_dtype": state_dtype}
+# Of 97 rows of 128, two shards have 49, which are no complete blocks of 256, and 48, which are.
+UNEVEN = {"model__ffn_dim": 97, "training__dtype": "bfloat16"}
+RESUMED_STATES = {
+    "int8": (INT8, TP),
+    "int4": (INT4, TP),
+    "float8": (FLOAT8_STATES, TP),
+    "bfloat16": (INT8 | {"optimizer__state_dtype": "bfloat16"}, TP),
+    "int8, uneven shards": (INT8 | UNEVEN, {}),
+    "float8, uneven shards": (FLOAT8_STATES | UNEVEN, {}),
+}
+EVERY_TIME = ["int8", "int4", "int8, uneven shards"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in EVERY_TIME)) for name in RESUMED_STATES]
+)
+def test_low_bit_optimizer_states_resume_under_another_layout(ranks, tmp_path, name):
+    """Two FSDP shards save their own optimizer states. The blocks of quantized ones differ under another layout."""
+    low_bit, layout = RESUMED_STATES[name]
     _, before = two_steps(ranks, tmp_path, low_bit | SHARD, tmp_path / "checkpoint")
-    job, after = two_steps(ranks, tmp_path, low_bit | TP, tmp_path / "checkpoint")
+    job, after = two_steps(ranks, tmp_path, low_bit | layout, tmp_path / "checkpoint")
     reference = run_reference(job, CPU, steps=4)
     allowed = tolerances(job, reference, CPU, steps=4)
     losses = values_of_steps(before, "loss") + values_of_steps(after, "loss")

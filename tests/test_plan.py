@@ -262,8 +262,9 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
     assert usual == pytest.approx((size / 2 / 2e9, size / 2 / 6.4e9, size / 2 / 0.5e9))
     assert " to " in checkpoint_line(plan)
     assert " to " not in checkpoint_line(dataclasses.replace(plan, device=h100))
-    narrow = plan.config.replace(training__dtype="bfloat16", optimizer__state_dtype="int8")
-    assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
+    for states in ("int8", "int4", "float8"):
+        narrow = plan.config.replace(training__dtype="bfloat16", optimizer__state_dtype=states)
+        assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 
 
 @pytest.mark.parametrize("options", [[SHARD], [PIPELINE]], ids=str)

@@ -146,11 +146,13 @@ OPTIMIZERS = {
     "fused": Optimizer(),
     "foreach": Optimizer(implementation="foreach"),
     "int8 states": Optimizer(state_dtype="int8"),
+    "int4 states": Optimizer(state_dtype="int4"),
+    "float8 states": Optimizer(state_dtype="float8"),
     "bfloat16 states": Optimizer(state_dtype="bfloat16"),
 }
 
 
-@pytest.mark.parametrize("name", ["fused", "int8 states", "bfloat16 states"])
+@pytest.mark.parametrize("name", ["fused", "int8 states", "int4 states", "float8 states", "bfloat16 states"])
 def test_clipping_and_skipping_do_not_wait(alone, name):
     model = small_model()
     optimizer = build_optimizer(model, OPTIMIZERS[name])
@@ -158,6 +160,24 @@ def test_clipping_and_skipping_do_not_wait(alone, name):
     with no_value_is_read():
         norm = gradient_norm(model.parameters(), CPU)
         clipped_step(optimizer, clip_factor(norm, 1.0), norm.isfinite())
+
+
+@pytest.mark.parametrize("name", ["int8 states", "int4 states", "float8 states"])
+def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name):
+    """Half of each block has a gradient of 1e-4, and then none. In float32 it moves by less than lr in each step; if
+    its exp_avg_sq were rounded to 0, the second step would be hundreds of times lr."""
+    weight = nn.Parameter(torch.zeros(4096))
+    model = nn.Module()
+    model.tok_embeddings, model.weight, model.matrix = None, weight, nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    lr = OPTIMIZERS[name].lr
+    small = torch.arange(4096) % 2 == 0
+    for gradient in (1e-4, 0.0):
+        weight.grad = torch.ones(4096).masked_fill(small, gradient)
+        optimizer.step()
+        assert weight.isfinite().all()
+        assert weight[~small].abs().min() > 0
+    assert weight[small].abs().max() < 2 * lr
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -325,6 +325,14 @@ PRECISIONS = {
         "float32, compute float32, gradients float32, reduced in float32, optimizer states bfloat16: 12 bytes",
         ["optimizer.state_dtype=bfloat16"],
     ),
+    "4-bit optimizer states": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states int4: 9.062 bytes",
+        ["optimizer.state_dtype=int4"],
+    ),
+    "float8 optimizer states": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states float8: 10.03 bytes",
+        ["optimizer.state_dtype=float8"],
+    ),
     "8-bit optimizer states": (
         "float32, compute float32, gradients float32, reduced in float32, optimizer states int8: 10.03 bytes",
         ["optimizer.state_dtype=int8"],

@@ -1,4 +1,4 @@
-"""Low-bit Adam: 8-bit optimizer states, or another type than the weights', and stochastic rounding of weights.
+"""Low-bit Adam: 8-bit optimizer states, 4-bit ones, or another type than the weights', and stochastic rounding.
 
 torchao has the states and the rounding. The step here computes each element in float32; on a GPU it is compiled, once
 for each shape and type.
@@ -11,29 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchao.optim import AdamW8bit
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
 from torchao.utils import TorchAOBaseTensor
 
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.optimizer_schema import QUANTIZED_STATES, Optimizer
+
+QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
+"""torchao's optimizers with quantized states, by optimizer.state_dtype."""
+SMALLEST_FLOAT8 = 2**-9 / 448
+"""The smallest value above 0 of float8 (e4m3), relative to the largest."""
 
 
 class LowBitAdam(AdamW8bit):
     """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
-    States of fewer than 4096 elements on a rank (norms, mostly) keep their weight's type where that has more bits. In
-    int8 so do those whose number of elements is no multiple of 256, the block that shares a scale (arXiv:2110.02861).
+    States in float8, int8 (arXiv:2110.02861) and int4 (arXiv:2309.01507) are quantized: the elements of a block share a
+    scale. States that are not a multiple of a block on a rank, or have fewer than 4096 elements there (norms, mostly),
+    are in float32 then. In bfloat16 the small ones keep their weight's type.
 
-    The states of weights in `full_precision` keep the weight's type. In int8 an embedding's must (the same paper,
-    section 2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that it rounds to 0, and are
-    then moved by their exp_avg over eps.
+    The states of weights in `full_precision` keep the weight's type. An embedding's should (arXiv:2110.02861, section
+    2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that quantized ones cannot have it.
     """
 
     _step_supports_amp_scaling = True  # see optimizer.clipped_step
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):
         self.state_dtype, self._full_precision = optimizer.state_dtype, {id(weight) for weight in full_precision}
-        betas, block = (optimizer.beta1, optimizer.beta2), 256 if self.state_dtype == "int8" else 1
+        betas, block = (optimizer.beta1, optimizer.beta2), QUANTIZED_STATES.get(self.state_dtype, 1)
         rounding = {"bf16_stochastic_round": optimizer.stochastic_rounding}
         super().__init__(groups, optimizer.lr, betas, optimizer.eps, block_size=block, **rounding)
         self.is_adamw = optimizer.name == "AdamW"
@@ -70,13 +75,24 @@ class LowBitAdam(AdamW8bit):
     def _new_buffer(self, weight: Tensor, signed: bool) -> Tensor:
         if self.state_dtype == "float32":
             return torch.zeros_like(weight, dtype=torch.float32)
-        return torch.zeros_like(weight) if id(weight) in self._full_precision else super()._new_buffer(weight, signed)
+        if id(weight) in self._full_precision:
+            return torch.zeros_like(weight)
+        if self.state_dtype in QUANTIZED:  # it decodes to float32, and shards that are not quantized have that type
+            weight = torch.empty_like(weight, dtype=torch.float32)
+        return super()._new_buffer(weight, signed)
 
     def _subclass_zeros(self, weight: Tensor, signed: bool, block_size: int) -> Tensor:
-        if self.state_dtype == "int8":
-            # It decodes to the type of this tensor, and a step needs float32.
-            return AdamW8bit._subclass_zeros(torch.empty_like(weight, dtype=torch.float32), signed, block_size)
+        if self.state_dtype in QUANTIZED:
+            return QUANTIZED[self.state_dtype]._subclass_zeros(weight, signed, block_size)
         return torch.zeros_like(weight, dtype=torch.bfloat16 if self.state_dtype == "bfloat16" else weight.dtype)
+
+
+def create_value_tables(state_dtype: str) -> None:
+    """Have torchao create the tables of the values that a quantized type has. It caches them, and cannot create them
+    from fake tensors."""
+    block = QUANTIZED_STATES[state_dtype]
+    for signed in (True, False):
+        QUANTIZED[state_dtype]._subclass_zeros(torch.empty(block), signed, block)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -113,9 +129,20 @@ def _update(
     size = (new_second / (1 - beta2**step)).sqrt() + eps
     weight_f32 = weight_f32 - lr * (new_first / (1 - beta1**step)) / size
     exp_avg.copy_(new_first.where(takes, first))
-    exp_avg_sq.copy_(new_second.where(takes, second))
+    exp_avg_sq.copy_(_above_zero(new_second, exp_avg_sq).where(takes, second))
     new = round_stochastically(weight_f32) if stochastic else weight_f32.to(weight.dtype)
     weight.copy_(new.where(takes, weight))
+
+
+def _above_zero(exp_avg_sq: Tensor, state: Tensor) -> Tensor:
+    """Return exp_avg_sq with at least the smallest value above 0 that a quantized state can have in each block. Of what
+    rounds to 0, the next step would divide exp_avg by eps alone."""
+    if not isinstance(state, TorchAOBaseTensor):
+        return exp_avg_sq
+    table = getattr(state, "qmap", None)
+    smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
+    blocks = exp_avg_sq.view(-1, state.block_size)
+    return blocks.maximum(smallest * blocks.amax(-1, keepdim=True)).view(exp_avg_sq.shape)
 
 
 def _float32(state: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 
 from titanlite.config import Config
+from titanlite.config.optimizer_schema import QUANTIZED_STATES
 from titanlite.config.schema import Model, stage_modules
 from titanlite.data.loader import Sequences, Validated
 
@@ -63,16 +64,22 @@ def describe_mesh(config: Config) -> str:
     )
 
 
+def bytes_per_state(dtype: str) -> float:
+    """Return the bytes of an element of an optimizer state, with its share of the float32 scale."""
+    if dtype in QUANTIZED_STATES:
+        return (0.5 if dtype == "int4" else 1) + 4 / QUANTIZED_STATES[dtype]
+    return getattr(torch, dtype).itemsize
+
+
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes that a parameter takes over all ranks that it is sharded over.
 
-    The bytes count the weight, its gradient and its two optimizer states. With 8-bit optimizer states they do not count
-    that embeddings and norms keep theirs in full precision.
+    The bytes count the weight, its gradient and its two optimizer states. With quantized optimizer states they do not
+    count that embeddings and norms keep theirs in full precision.
     """
     training, state = config.training, config.optimizer.state_dtype
     state_dtype = training.dtype if state == "auto" else state
-    state_bytes = 1 + 4 / 256 if state == "int8" else getattr(torch, state_dtype).itemsize
-    size = 2 * getattr(torch, training.dtype).itemsize + 2 * state_bytes
+    size = 2 * getattr(torch, training.dtype).itemsize + 2 * bytes_per_state(state_dtype)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "

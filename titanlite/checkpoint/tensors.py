@@ -72,8 +72,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def dequantized(state: Tensor) -> Tensor:
-    """Return an 8-bit optimizer state in float32, since its scales belong to blocks of a shard and another layout has
-    other shards; return any other state as it is."""
+    """Return a quantized optimizer state in float32, since its scales belong to blocks of a shard and another layout
+    has other shards; return any other state as it is."""
     local = local_shard(state)
     if type(local) is Tensor:
         return state

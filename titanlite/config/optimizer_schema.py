@@ -9,6 +9,9 @@ from pydantic import Field
 from titanlite.config.loader import Section
 from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive
 
+QUANTIZED_STATES = {"float8": 256, "int8": 256, "int4": 128}
+"""Elements that share a float32 scale, by optimizer.state_dtype."""
+
 
 class Optimizer(Section):
     name: Literal["AdamW", "Adam"] = "AdamW"
@@ -25,8 +28,9 @@ class Optimizer(Section):
     """Weight decay of weight matrices and embeddings; norms and biases have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations of Adam runs."""
-    state_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; int8: 8-bit optimizer states, a scale per 256."""
+    state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"
+    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, a scale per 256;
+    int4: 4-bit optimizer states, a scale per 128. Those of the embedding keep training.dtype."""
     stochastic_rounding: bool = False
     """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
 

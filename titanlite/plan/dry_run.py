@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import build
 from titanlite.config import Config
+from titanlite.config.optimizer_schema import QUANTIZED_STATES
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.model import Llama
@@ -106,11 +107,10 @@ def dry_run(
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
         stage = build.build_stage(config, layout, folded.names, CPU)
-        if config.optimizer.state_dtype == "int8":
-            from torchao.optim.subclass_8bit import OptimState8bit
+        if config.optimizer.state_dtype in QUANTIZED_STATES:
+            from titanlite.low_bit_adam import create_value_tables  # here: the import takes a second
 
-            for signed in (True, False):  # torchao caches its value tables, and cannot create them from fake tensors
-                OptimState8bit.zeros((256,), signed, 256)
+            create_value_tables(config.optimizer.state_dtype)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config import Config
+from titanlite.config.optimizer_schema import QUANTIZED_STATES
 from titanlite.devices import Device
 from titanlite.plan.efficiency import HOST_LINK, STORAGE
 
@@ -26,9 +27,9 @@ class Saving(NamedTuple):
 
 def saving(config: Config, device: Device, n_parameters: int, world_size: int, devices_per_node: int) -> Saving:
     """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
-    much. 8-bit optimizer states are saved in float32."""
+    much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
-    state = {"auto": dtype, "int8": "float32"}.get(state, state)
+    state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
     size = n_parameters * (getattr(torch, dtype).itemsize + 2 * getattr(torch, state).itemsize)
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
