@@ -69,7 +69,7 @@ WRONG_VALUES = {
         "parallelism.expert_parallel_degree = 0", "model.moe.n_experts_per_token = 0", "model.moe.n_groups = 0",
         "model.moe.n_groups_per_token = 0", "model.moe.every_n_layers = 0", "model.mla.qk_nope_head_dim = 0",
         "model.mla.qk_rope_head_dim = 0", "model.mla.v_head_dim = -1",
-        "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
+        "optimizer.muon_newton_schulz_steps = 0", "training.gc_freq = 0", "training.loss_scale_growth_interval = 0",
     ],
     "an integer >= 0": [
         "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
@@ -115,7 +115,8 @@ WRONG_VALUES = {
         "plan.expert_imbalance = 0.5", "plan.expert_imbalance = inf",
     ],
     "a finite number >= 0 and < 1": [
-        "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5", "validation.fraction = 1.0",
+        "optimizer.muon_momentum = 1.0", "optimizer.beta1 = 1.0", "optimizer.beta1 = -0.1", "optimizer.beta2 = 1.5",
+        "validation.fraction = 1.0",
         "validation.fraction = -0.1", "optimizer.beta1 = nan",
     ],
     "a finite number >= 0 and <= 1": [
@@ -140,10 +141,11 @@ WRONG_VALUES = {
     'one of "document", "paragraph", "line"': ['training.text_sample_by = "sentence"'],
     'one of "float32", "bfloat16", "float64"': ['training.dtype = "float16"'],
     'one of "auto", "bfloat16", "float32", "float64"': [
-        'training.mixed_precision_reduce = "float16"', 'training.mixed_precision_reduce = "fp32"',
+        'optimizer.muon_dtype = "float16"', 'training.mixed_precision_reduce = "float16"',
+        'training.mixed_precision_reduce = "fp32"',
     ],
     'one of "auto", "bfloat16", "float32", "float64", "float16"': ['training.mixed_precision_param = "fp16"'],
-    'one of "AdamW", "Adam"': ['optimizer.name = "adamw"'],
+    'one of "AdamW", "Adam", "Muon"': ['optimizer.name = "adamw"'],
     'one of "fused", "foreach", "for-loop"': ['optimizer.implementation = "loop"'],
     'one of "auto", "float32", "bfloat16", "float8", "int8", "int4"': [
         'optimizer.state_dtype = "float64"', "optimizer.state_dtype = 8",

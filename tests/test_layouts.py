@@ -50,6 +50,7 @@ BUDGET = COMPILED | {"activation_checkpoint__mode": "memory_budget"}
 EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
 EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
 CHUNKED_LOSS = {"training__loss_chunks": 3}
+MUON = {"optimizer__name": "Muon"}
 PREFETCH = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}
 ONE_ACCUMULATION_STEP = {"accumulation_steps": 1}
 AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
@@ -142,6 +143,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # Explicit prefetch
     "prefetch 2, shard": PREFETCH | SHARD,
     "prefetch 2, pp": PREFETCH | PP,
+    # Muon. Of the 5 rows of w1 on a tensor-parallel rank, uneven shards have 2, 2, 1 and 0
+    **{f"Muon, {name}": MUON | AXES[name] for name in ("pp", "replicate", "shard", "cp", "tp")},
+    "Muon, shard x tp": MUON | SHARD | TP,
+    "Muon, replicate x shard": MUON | REPLICATE | SHARD,
+    "Muon, pp x shard": MUON | PP | SHARD,
+    "Muon, uneven shards x tp": MUON | TP | {"data_parallel_shard_degree": 4, "model__ffn_dim": 10},
+    "Muon, tied embeddings, shard": MUON | TIED | SHARD,
     # Compiled blocks
     "compiled, selective AC, cp": COMPILED | SELECTIVE | CP,
     "compiled, shard": COMPILED | SHARD,

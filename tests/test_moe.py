@@ -22,6 +22,7 @@ from tests.test_layouts import (
     FLOAT8,
     FULL,
     MODEL,
+    MUON,
     OFFLOAD,
     PP,
     REPLICATE,
@@ -380,10 +381,15 @@ LAYOUTS = {
     "shard, ep, balanced by bias": SHARD_EP | BIAS,
     "tp, balanced by losses": TP | LOSSES,
     "compiled, shard, ep, balanced by losses": COMPILED | SHARD_EP | LOSSES,
+    "Muon, shard, ep": MUON | SHARD_EP,
+    "Muon, shard 4, fewer experts than ranks": MUON | SHARD_4 | {"model__moe__n_experts": 2},
     "shard, ep, padded rows, full AC": SHARD_EP | PADDED | FULL,
 }
 NIGHTLY = {
     "pp": PP,
+    "Muon, shard x tp": MUON | SHARD | TP,
+    "Muon, shard x tp, ep 4": MUON | SHARD | TP | EP_4,
+    "Muon, replicate x shard, ep": MUON | REPLICATE | SHARD_EP,
     "ulysses, ep": ULYSSES | EP,
     "shard 4, ep": SHARD_4 | EP,
     "shard 4, ep 4": SHARD_4 | EP_4,

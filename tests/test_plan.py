@@ -267,7 +267,38 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
         assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 
 
-@pytest.mark.parametrize("options", [[SHARD], [PIPELINE]], ids=str)
+MUON, SHARD_4 = "--optimizer.name=Muon", "--parallelism.data_parallel_shard_degree=4"
+
+
+def test_muon_s_work_is_that_of_the_rank_with_the_most_of_it():
+    """42 matrices of 6 layers on 4 ranks are 11 rounds: 5 of w1, w2, w3 (18), the sixth of two of them with two of wq
+    and wo (12), ..., of which the first rank has the most work."""
+    adamw, plan = (make_plan(loaded("--plan.device=h100", *x, SHARD_4)) for x in ([], [MUON]))
+    model = plan.config.model
+    assert plan.cost.communication["fsdp", "all_to_all"][0] == 2 * 11
+    matrices = 3 * [(model.ffn_dim, model.dim)] + 2 * [(model.dim, model.dim)] + 2 * [(model.dim // 2, model.dim)]
+    shapes = sorted((min(x), max(x)) for x in matrices * model.n_layers)[::-1]
+    first = sorted(shapes, key=lambda x: -(x[0] ** 2) * x[1])[::4]
+    flops = sum(5 * (4 * rows * rows * columns + 2 * rows**3) for rows, columns in first)
+    assert plan.cost.flops["bf16"] - adamw.cost.flops["bf16"] == flops
+    assert plan.cost.communication["fsdp", "all_to_all"][1] == 2 * 2 * sum(rows * columns for rows, columns in first)
+    n_matrix = sum(rows * columns for rows, columns in shapes)
+    one_state_and_a_step_counter = 4 * n_matrix / 4 + 4 * len(shapes)
+    states = [x.worst.points[0].bytes["optimizer"] for x in (adamw, plan)]
+    assert states[0] - states[1] == one_state_and_a_step_counter
+    sizes = [saving(x.config, x.device, x.n_parameters, 4, 8).size for x in (adamw, plan)]
+    assert sizes[0] - sizes[1] == 4 * n_matrix
+
+
+def test_muon_s_plan_does_not_depend_on_folding():
+    folded, full = (
+        make_plan(loaded("--plan.device=h100", MUON, SHARD, "--model.n_layers=24"), fold=fold) for fold in (True, False)
+    )
+    assert folded.step_seconds == pytest.approx(full.step_seconds, rel=0.01)
+    assert folded.cost.communication["fsdp", "all_to_all"] == full.cost.communication["fsdp", "all_to_all"]
+
+
+@pytest.mark.parametrize("options", [[SHARD], [PIPELINE], [SHARD, MUON]], ids=str)
 def test_a_step_frees_what_it_allocates(options):
     points = make_plan(loaded(*options, "--plan.device=cpu"), fold=False).worst.points
     left = {kind: points[-1].bytes[kind] - size for kind, size in points[0].bytes.items()}

@@ -333,6 +333,10 @@ PRECISIONS = {
         "float32, compute float32, gradients float32, reduced in float32, optimizer states float8: 10.03 bytes",
         ["optimizer.state_dtype=float8"],
     ),
+    "Muon": (
+        "float32, compute float32, gradients float32, reduced in float32, optimizer states float32: 12 bytes",
+        ["optimizer.name=Muon"],
+    ),
     "8-bit optimizer states": (
         "float32, compute float32, gradients float32, reduced in float32, optimizer states int8: 10.03 bytes",
         ["optimizer.state_dtype=int8"],

@@ -138,9 +138,11 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Any:
     return LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
 
 
-def build_optimizer(config: Config, model: Llama, stages: Collection[Llama] = ()) -> torch.optim.Optimizer:
-    """Return the optimizer of a model whose weights FSDP gathers for these stages, if there are any."""
-    built = optimizer.build_optimizer(model, config.optimizer)
+def build_optimizer(
+    config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
+    built = optimizer.build_optimizer(model, config.optimizer, layout.mesh if layout else None)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
 from titanlite.config.schema import Training
@@ -13,8 +14,13 @@ from titanlite.model import Llama
 from titanlite.shards import local_shard, n_replicas
 
 
-def build_optimizer(model: Llama, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """Build Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) with weight decay of matrices, embeddings included."""
+def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
+    """Build Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (muon.py) with weight decay of matrices,
+    embeddings included. `mesh`: that of the layout, for Muon; None: this rank alone."""
+    if optimizer.name == "Muon":
+        from titanlite.muon import build_muon, stage_group  # here, since most runs do without
+
+        return build_muon(model.named_parameters(), optimizer, stage_group(mesh) if mesh else None)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     experts = [parameter for parameter in model.parameters() if parameter.dim() > 2]  # may be sharded over another mesh
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]

@@ -74,12 +74,13 @@ def bytes_per_state(dtype: str) -> float:
 def describe_precision(config: Config) -> str:
     """Return the dtypes of a run, and the bytes that a parameter takes over all ranks that it is sharded over.
 
-    The bytes count the weight, its gradient and its two optimizer states. With quantized optimizer states they do not
-    count that embeddings and norms keep theirs in full precision.
+    The bytes count the weight, its gradient and its optimizer states: two, or with Muon the one of a matrix. They do
+    not count that embeddings and norms have two with Muon, and theirs in full precision where states are quantized.
     """
     training, state = config.training, config.optimizer.state_dtype
     state_dtype = training.dtype if state == "auto" else state
-    size = 2 * getattr(torch, training.dtype).itemsize + 2 * bytes_per_state(state_dtype)
+    n_states = 1 if config.optimizer.name == "Muon" else 2
+    size = 2 * getattr(torch, training.dtype).itemsize + n_states * bytes_per_state(state_dtype)
     rounding = " (stochastic rounding)" if config.optimizer.stochastic_rounding else ""
     return (
         f"weights {training.dtype}{rounding}, compute {training.mixed_precision_param}, gradients {training.dtype}, "

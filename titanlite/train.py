@@ -68,7 +68,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     model, stages = build.build_model(config, layout, device)
     mesh.set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
     train_step = build.build_train_step(config, layout, model, stages, device)
-    optimizer = build.build_optimizer(config, model, stages.values())
+    optimizer = build.build_optimizer(config, model, stages.values(), layout)
     loss_scale = build_loss_scale(training)
     outliers = None
     if training.skip_outlier_sigma:

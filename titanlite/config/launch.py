@@ -123,6 +123,9 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
     tiled = training.document_mask or config.windowed
     if backend == "auto" and (parallelism.context_parallel_degree > 1 or tiled):
         backend = ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
+    muon_dtype = config.optimizer.muon_dtype
+    if config.optimizer.name == "Muon" and muon_dtype == "auto":
+        muon_dtype = "float32" if param == "float16" else param
     chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
     if batch_size == -1:
@@ -132,6 +135,7 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         parallelism__fsdp_reshard_after_forward=reshard,
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
+        optimizer__muon_dtype=muon_dtype,
         training__global_batch_size=batch_size,
         training__attention_backend=backend,
         training__loss_chunks=chunks,

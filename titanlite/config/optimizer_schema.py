@@ -7,15 +7,16 @@ from typing import Annotated, Literal, Union
 from pydantic import Field
 
 from titanlite.config.loader import Section
-from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive
+from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive, Precision
 
 QUANTIZED_STATES = {"float8": 256, "int8": 256, "int4": 128}
 """Elements that share a float32 scale, by optimizer.state_dtype."""
 
 
 class Optimizer(Section):
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient; Muon orthogonalizes the momentum of
+    the layers' matrices, and is AdamW for all other weights, at the same learning rate."""
     lr: Positive = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -26,6 +27,13 @@ class Optimizer(Section):
     """Epsilon added to the root of exp_avg_sq."""
     weight_decay: NotNegative = 0.1
     """Weight decay of weight matrices and embeddings; norms and biases have none."""
+    muon_momentum: Fraction = 0.95
+    """Decay rate of the momentum of matrices, which is Nesterov's."""
+    muon_newton_schulz_steps: Count = 5
+    """Newton-Schulz iterations that orthogonalize an update."""
+    muon_dtype: Precision = "auto"
+    """Data type of these iterations, and of the matrices that ranks exchange for them; auto: what the model computes
+    in, which is bfloat16 on CUDA; float32 instead of float16."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations of Adam runs."""
     state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"

@@ -15,6 +15,7 @@ from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
 from titanlite.config.moe_schema import Moe
+from titanlite.config.optimizer_schema import Optimizer
 from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 
@@ -29,7 +30,7 @@ END_LAYERS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for 
 STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward"
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
-PACKING = "training.packing"
+PACKING, OPTIMIZER = "training.packing", "optimizer.name"
 MIXTURE = "training.datasets"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
@@ -50,6 +51,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
+    ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
@@ -219,14 +221,10 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
     if training.mixed_precision_param == "float16" and training.dtype == "bfloat16":
         message = f'float16 gradients need float32 weights, and {DTYPE} is "bfloat16"; set "bfloat16" or "auto"'
         reject(PARAM, message, DTYPE)
-    if optimizer.stochastic_rounding and training.dtype != "bfloat16":
-        message = f'the weights are {training.dtype}; set false, or {DTYPE} = "bfloat16"'
-        reject("optimizer.stochastic_rounding", message, DTYPE)
-    if optimizer.state_dtype != "auto" and training.dtype == "float64":
-        reject("optimizer.state_dtype", f'{DTYPE} = "float64" is for parity tests; set "auto"', DTYPE)
-    if (optimizer.state_dtype != "auto" or optimizer.stochastic_rounding) and "optimizer.implementation" in changed:
-        message = "torchao computes the step with state_dtype or stochastic_rounding; remove it"
-        reject("optimizer.implementation", message, "optimizer.state_dtype", "optimizer.stochastic_rounding")
+    if optimizer.name == "Muon" or optimizer.state_dtype != "auto" or optimizer.stochastic_rounding:
+        from titanlite.config.optimizer_rules import optimizer_rules  # here, since few runs need them
+
+        optimizer_rules(config, changed, reject)
     if config.checkpoint.last_save_in_hf and (training.dtype, config.checkpoint.export_dtype) == ("float64", "auto"):
         message = f'{DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
         reject("checkpoint.export_dtype", message, DTYPE, "checkpoint.last_save_in_hf")

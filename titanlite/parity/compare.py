@@ -40,6 +40,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
         float8__enable=False,
         optimizer__state_dtype="auto",
         optimizer__stochastic_rounding=False,
+        optimizer__muon_dtype="float64" if config.optimizer.name == "Muon" else config.optimizer.muon_dtype,
     )
     if config == exact:
         return dict.fromkeys(reference, FLOAT64_TOLERANCE)

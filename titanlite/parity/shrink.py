@@ -95,6 +95,7 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
         # Adam's first steps have the size of lr wherever the gradient is rounding only, in either direction. In low
         # precision they must stay small against the weights (0.02), or the runs diverge though the layout is right.
+        "optimizer__muon_dtype": "auto",
         "optimizer__lr": 1e-2 if dtype == "float64" and not config.float8.enable else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,

@@ -27,7 +27,7 @@ class TrainingRun:
         self.layout = mesh.build_layout(config.parallelism, device)
         self.model, stages = build.build_model(config, self.layout, device)
         self.train_step = build.build_train_step(config, self.layout, self.model, stages, device)
-        self.optimizer = build.build_optimizer(config, self.model, stages.values())
+        self.optimizer = build.build_optimizer(config, self.model, stages.values(), self.layout)
         saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences, config = RandomSequences(config), config.replace(training__datasets=[])

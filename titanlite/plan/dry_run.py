@@ -5,7 +5,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,8 @@ class DryRun(NamedTuple):
     Attributes:
         persistent: bytes that exist from step to step.
         phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
-            ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",).
+            ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",);
+            ("muon", number, times), which is run so many times.
         axes: axis and ranks of each process group, by the group's name.
         gradients: bytes of a rank's reduced gradients, as many as of its weights.
         rotary: bytes of the rotary table, which all stages of a rank share.
@@ -111,12 +112,20 @@ def dry_run(
             from titanlite.low_bit_adam import create_value_tables  # here: the import takes a second
 
             create_value_tables(config.optimizer.state_dtype)
+        create_states, take_step = _create_states, _optimizer_step
+        if config.optimizer.name == "Muon":
+            from titanlite.plan import muon_step  # here, since most plans do without
+
+            group, shapes = muon_step.stage_group(layout.mesh), muon_step.shapes_of_matrices(config, names)
+            axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
+            create_states = muon_step.create_states
+            take_step = functools.partial(muon_step.record_step, shapes=shapes, group=group)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
         stage.materialize(CPU)
         optimizer = build.build_optimizer(config, stage, [stage])
-        _create_states(optimizer)
+        create_states(optimizer)
         balance = build.build_balance(config, stage, CPU)
         persistent, gradients, rotary, scale = _persistent(trace, stage, optimizer, folded)
         _mark_layers(trace, stage)
@@ -124,7 +133,7 @@ def dry_run(
             _run_accumulation_steps(config, trace, stage)
         else:
             _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
-        _update(config, trace, stage, optimizer, balance)
+        _update(config, trace, stage, optimizer, take_step, balance)
         trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
@@ -153,7 +162,12 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
 
 
 def _update(
-    config: Config, trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, balance: Any = None
+    config: Config,
+    trace: OpTrace,
+    stage: Llama,
+    optimizer: torch.optim.Optimizer,
+    take_step: Callable[[OpTrace, torch.optim.Optimizer, Tensor], None],
+    balance: Any = None,
 ) -> None:
     """Run what follows the last backward: the gradient norm, clipping, the optimizer's step and the balance of the load
     of experts."""
@@ -164,7 +178,7 @@ def _update(
     with torch.no_grad():
         parameters = list(stage.parameters())
         norm = gradient_norm(parameters, CPU)
-        _optimizer_step(trace, optimizer, clip_factor(norm, config.training.max_norm))
+        take_step(trace, optimizer, clip_factor(norm, config.training.max_norm))
         if balance:
             balance.update(norm.isfinite())
         optimizer.zero_grad()
@@ -173,7 +187,7 @@ def _update(
 def _create_states(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer create its states by a step with zero gradients. LowBitAdam compiles its step, which fake
     tensors cannot do, so its states are created one by one."""
-    low_bit = _is_low_bit(optimizer)
+    low_bit = _is(optimizer, "LowBitAdam")
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         if low_bit:
             signed = {"exp_avg": True, "exp_avg_sq": False}
@@ -185,14 +199,14 @@ def _create_states(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def _is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__name__ == "LowBitAdam"  # whose module takes a second to import
+def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    return type(optimizer).__name__ == name  # without importing its module, which may take a second
 
 
 def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
     """Step the optimizer on gradients multiplied by `factor`. LowBitAdam's compiled step reads and writes each weight
     and its states once, and reads its gradient."""
-    if not _is_low_bit(optimizer):
+    if not _is(optimizer, "LowBitAdam"):
         clipped_step(optimizer, factor, torch.tensor(True))  # a constant, whose value fake tensors know
         return
     for weight, state in optimizer.state.items():

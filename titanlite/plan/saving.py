@@ -30,7 +30,12 @@ def saving(config: Config, device: Device, n_parameters: int, world_size: int, d
     much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
-    size = n_parameters * (getattr(torch, dtype).itemsize + 2 * getattr(torch, state).itemsize)
+    n_states = 2 * n_parameters
+    if config.optimizer.name == "Muon":
+        from titanlite.plan.muon_step import shapes_of_matrices  # here, since most plans do without
+
+        n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
+    size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
     nodes = math.ceil(world_size / devices_per_node)

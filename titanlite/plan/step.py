@@ -68,6 +68,9 @@ class StageCost:
         model = self.cost_model
         own = model.host_update(computation) if model.offload is not None else model.cost([computation])
         cost.add(own, self.dry_run.scale)
+        for key in self.dry_run.phases:
+            if key[0] == "muon":
+                cost.add(self.of_phase(key), key[2])
         if communicates:
             cost.add(self.cost_model.cost([[event for event in events if isinstance(event, Communication)]]))
         return cost
@@ -111,7 +114,8 @@ def memory_points(
         for number in dry_run_accumulation_steps(config.gradient_accumulation_steps):
             timeline.replay(run.phases["F", number], "forward")
             timeline.replay(run.phases["B", number], "backward")
-        timeline.replay(run.phases[("update",)], "update")
+        for key in _update_phases(run):
+            timeline.replay(run.phases[key], "update")
         return [timeline.points]
     points = []
     for rank, groups in enumerate(actions):
@@ -159,6 +163,11 @@ def _time_with_pipeline(
     return StepTime(spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
 
 
+def _update_phases(run: DryRun) -> list[tuple]:
+    """Return the phases of an update, that in which gradients are freed last."""
+    return [*(key for key in run.phases if key[0] == "muon"), ("update",)]
+
+
 def _message_bytes(config: Config) -> int:
     return math.prod(config.hidden_shape) * getattr(torch, config.training.mixed_precision_param).itemsize
 
@@ -194,7 +203,8 @@ class _PipelineRank:
                 timeline.replay(stage.phases[("reduce",)], "reduce")
             timeline.set_current({**self.persistent, "gradients": gradients})
         for stage in stages.values():
-            timeline.replay(stage.phases[("update",)], "update")
+            for key in _update_phases(stage):
+                timeline.replay(stage.phases[key], "update")
         return timeline.points
 
     def _unsent(self, action: Action) -> int:

@@ -1,0 +1,59 @@
+"""The step of Muon in a dry run. Which rank orthogonalizes how many matrices depends on all layers of a stage, of which
+a dry run has a few. So what the first rank, which has the most work, computes and exchanges is recorded for the full
+stage, in phases ("muon", number, times) of one matrix each."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite import build
+from titanlite.config import Config
+from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz
+from titanlite.optimizer import clipped_step
+from titanlite.plan.op_trace import Communication, OpTrace, Work
+from titanlite.shards import local_shard
+
+
+def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of the named modules, or of all, that Muon orthogonalizes."""
+    parameters = build.meta_model(config, names).named_parameters()
+    return [tuple(parameter.shape) for name, parameter in parameters if is_orthogonalized(name, parameter)]
+
+
+def create_states(optimizer: Muon) -> None:
+    """Have the optimizer create its states, without the collectives of a step."""
+    for weight in optimizer.matrices:
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    others = [weight for group in optimizer.adamw.param_groups for weight in group["params"]]
+    for weight in others:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.adamw.state = optimizer.state
+    optimizer.adamw.step()
+    optimizer.adamw.zero_grad()
+
+
+def record_step(
+    trace: OpTrace, optimizer: Muon, factor: Tensor, *, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
+) -> None:
+    """Step the AdamW of the other weights on gradients multiplied by `factor`, and record what Muon does.
+
+    Args:
+        shapes: of all matrices of the full stage.
+        group: the ranks that share the work.
+    """
+    clipped_step(optimizer.adamw, factor, torch.tensor(True))  # a constant, whose value fake tensors know
+    for weight in optimizer.matrices:
+        size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
+        # Momentum is updated and read ahead, the weight decayed, and the result subtracted.
+        trace.record(Work("titanlite.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
+    first = Counter(units[0].shape for units in assign(shapes, group.size()))
+    for number, (shape, times) in enumerate(first.items()):
+        trace.mark("muon", number, times)
+        full = torch.empty(shape, dtype=optimizer.dtype)
+        for _ in range(2):
+            trace.record(Communication("all_to_all", group.group_name, full.nbytes))
+        newton_schulz(full, optimizer.options.muon_newton_schulz_steps)
+    trace.mark("update")
