@@ -116,10 +116,8 @@ def dry_run(
         if config.optimizer.name == "Muon":
             from titanlite.plan import muon_step  # here, since most plans do without
 
-            group, shapes = muon_step.stage_group(layout.mesh), muon_step.shapes_of_matrices(config, names)
-            axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
             create_states = muon_step.create_states
-            take_step = functools.partial(muon_step.record_step, shapes=shapes, group=group)
+            take_step = muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))

@@ -2,16 +2,18 @@
 a dry run has a few. So what the first rank, which has the most work, computes and exchanges is recorded for the full
 stage, in phases ("muon", number, times) of one matrix each."""
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import build
 from titanlite.config import Config
-from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz
+from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group
 from titanlite.optimizer import clipped_step
 from titanlite.plan.op_trace import Communication, OpTrace, Work
 from titanlite.shards import local_shard
@@ -21,6 +23,15 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
     """Return the shapes of the matrices of the named modules, or of all, that Muon orthogonalizes."""
     parameters = build.meta_model(config, names).named_parameters()
     return [tuple(parameter.shape) for name, parameter in parameters if is_orthogonalized(name, parameter)]
+
+
+def recorder(
+    config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
+) -> Callable[[OpTrace, Muon, Tensor], None]:
+    """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
+    group = stage_group(mesh)
+    axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
+    return functools.partial(record_step, shapes=shapes_of_matrices(config, names), group=group)
 
 
 def create_states(optimizer: Muon) -> None:
