@@ -1,1 +1,1 @@
-"""A TOML file of torchtitan as a config of titanlite, with a listing of every key: titanlite config --from-torchtitan."""
+"""A TOML file of torchtitan as a config of titanlite, with a listing of every key."""

@@ -46,8 +46,8 @@ def listing(rows: list[Row]) -> Table:
         if is_first and number:
             table.add_section()
         target = "" if row.status == TAKEN else row.target
-        text = "\n".join(filter(None, (target, row.note)))
-        table.add_row(row.status if is_first else "", Text(row.source), Text(text))
+        text = Text(target).append("\n" * bool(target and row.note)).append(row.note, style="italic")
+        table.add_row(row.status if is_first else "", Text(row.source), text)
     return table
 
 

@@ -4,7 +4,6 @@ A key that is absent means torchtitan's default: where titanlite's is another, i
 """
 
 import difflib
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
 MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
 STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN)
 OPTIONS = options_of(Config)
+LARGEST = 2**53
+"""Above any number in a config that a run can read."""
 
 
 class Row(NamedTuple):
@@ -70,8 +71,7 @@ class Conversion:
     def number(self, key: str, default: float) -> Any:
         """Return a number above 0, or -1; the default where the value is another, which the schema reports."""
         value = self.get(key)
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        return value if is_number and (value > 0 or value == -1) else default
+        return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
     def names(self, key: str) -> list[str]:
         """Return a list of names, which earlier releases also wrote as one string with commas."""
@@ -112,8 +112,10 @@ class Conversion:
     def _add_switches(self) -> None:
         """Write out what turns options off that torchtitan does not read either; else titanlite would report them."""
         for options, switch, values, off_values in DEPENDENT_OPTIONS:
+            if switch in self.options or switch.startswith("model."):  # a model's defaults are its flavor's
+                continue
             default = OPTIONS[switch].default
-            is_off = switch not in self.options and default in off_values and default not in values
+            is_off = default in off_values and default not in values
             if is_off and any(o in self.options and self.options[o][0] != OPTIONS[o].default for o in options):
                 self.put(switch, default, switch)
 

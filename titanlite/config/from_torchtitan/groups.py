@@ -54,7 +54,7 @@ def _model(to: Conversion) -> None:
     if "model.norm_type" in to.values:
         to.note("model.norm_type", "norms are RMSNorm", TAKEN if has_rms_norm else MISSING)
     key = FLAVOR if FLAVOR in to.values or MODEL not in to.values else MODEL
-    ours, changes = MODELS.get((name, flavor), ("", {})) if isinstance(flavor, str) else ("", {})
+    ours, changes = MODELS.get((str(name), str(flavor)), ("", {}))
     if not ours or not has_rms_norm:
         to.put(FLAVOR, f"{name} {flavor}" if has_rms_norm else f"{name} {flavor} with {norm}", key)
         models = ", ".join(sorted({name for name, _ in MODELS}))
@@ -94,8 +94,9 @@ def _schedule(to: Conversion) -> None:
         warmup = total
     to.put(warmup_key, warmup, warmup_key)
     ratio = to.values.get(ratio_key)
-    if type(warmup) is not int or type(total) is not int or total < 1 or type(ratio) not in (int, float, type(None)):
-        if ratio is not None:
+    is_ratio = ratio is None or (type(ratio) in (int, float) and 0 <= ratio <= 1)
+    if type(warmup) is not int or type(total) is not int or total < 1 or not is_ratio:
+        if ratio is not None:  # the schema reports what is wrong
             to.put(ratio_key, ratio, ratio_key)
         return
     decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
@@ -107,7 +108,7 @@ def _schedule(to: Conversion) -> None:
 def _data(to: Conversion) -> None:
     key = "training.dataset"
     name, path = to.get(key), to.get("training.dataset_path") or ""
-    kind = name.lower() if isinstance(name, str) else name
+    kind = name.lower() if isinstance(name, str) else shown(name)
     options = _dataset(kind, path)
     for option, value in options.items():
         from_path = option == "dataset_path" and "training.dataset_path" in to.values
@@ -123,7 +124,7 @@ def _data(to: Conversion) -> None:
         to.note(key, "the same documents, in another order: titanlite's does not depend on the number of ranks")
 
 
-def _dataset(kind: Any, path: Any) -> dict[str, Any]:
+def _dataset(kind: str, path: Any) -> dict[str, Any]:
     """Return the options of a dataset by its name in torchtitan; of another, the name, which the schema reports."""
     if kind == "c4_test":
         return {"dataset": "json", "dataset_path": path or C4_TEST}
@@ -143,7 +144,7 @@ def _validation(to: Conversion) -> None:
         to.unread(others, "validation.enable is not true")
         return
     kind, path = to.get(key), to.get(path_key) or ""
-    kind = kind.lower() if isinstance(kind, str) else kind
+    kind = kind.lower() if isinstance(kind, str) else shown(kind)
     trained = {option: to.options.get(f"training.{option}", ("", ""))[0] for option in ("dataset", "dataset_path")}
     wanted = _dataset(kind, path)
     if kind == "c4_validation" and not path and trained["dataset"] == "c4":
@@ -327,6 +328,11 @@ def _checkpoint(to: Conversion) -> None:
         to.options.pop("checkpoint.interval", None)
         to.note(type_key, "intervals are in steps, and not in seconds: set checkpoint.interval", MISSING)
         to.note("checkpoint.interval", "seconds, which is not offered: set a number of steps", MISSING)
+    whole_key = "checkpoint.last_save_model_only"
+    if whole_key in to.values and to.values[whole_key] is False:
+        to.note(whole_key, "the last checkpoint is a full one, as here", TAKEN)
+    elif whole_key in to.values:
+        to.note(whole_key, "the last checkpoint is a full one; checkpoint.last_save_in_hf writes the weights besides")
     enabled, from_hf = to.get("checkpoint.enable") is True, to.get(hf_key) is True
     details = [path_key, hf_key, only_key, quantized_key]
     if not enabled:

@@ -112,9 +112,6 @@ NOT_OFFERED: dict[str, Missing] = {
     "parallelism.expert_parallel_comm_backend": Missing("standard", "tokens are exchanged by torch's all-to-all"),
     "parallelism.enable_compiled_autograd": Missing(False, "the backward is compiled with the forward"),
     "checkpoint.enable_ft_dataloader_checkpoints": Missing(DETAIL, "TorchFT is not used"),
-    "checkpoint.last_save_model_only": Missing(
-        True, "the last save is a full checkpoint; last_save_in_hf writes the weights besides"
-    ),
     "checkpoint.exclude_from_loading": Missing([], "a resumed run loads all of a checkpoint"),
     "checkpoint.enable_first_step_checkpoint": Missing(False, "SIGUSR1 saves a checkpoint after the current step"),
     "checkpoint.create_seed_checkpoint": Missing(False, "initial weights are the same for every layout without it"),
