@@ -83,16 +83,20 @@ def _model(to: Conversion) -> None:
 
 def _schedule(to: Conversion) -> None:
     """Convert the warmup and the decay to the same learning rate in every step. torchtitan shortens a warmup, or a
-    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it."""
+    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it. When
+    the warmup was in [training], in 2024, it reached the peak one step later, and was not shortened."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)
     total = steps if total == -1 else total
-    warmup = to.get(warmup_key)
-    if type(warmup) is int and warmup > total:
+    warmup, later = to.get(warmup_key), 0
+    if type(warmup) is int and to.written.get(warmup_key, ("",))[0] == "training.warmup_steps":
+        later = 1
+        to.note(warmup_key, "torchtitan of 2024 was at the peak one step after its warmup")
+    elif type(warmup) is int and warmup > total:
         to.note(warmup_key, f"torchtitan shortens it to the {total} steps of the schedule")
         warmup = total
-    to.put(warmup_key, warmup, warmup_key)
+    to.put(warmup_key, warmup + later if later else warmup, warmup_key)
     ratio = to.values.get(ratio_key)
     is_ratio = ratio is None or (type(ratio) in (int, float) and 0 <= ratio <= 1)
     if type(warmup) is not int or type(total) is not int or total < 1 or not is_ratio:
@@ -262,7 +266,7 @@ def _pipeline(to: Conversion) -> None:
     names = {each.lower(): each for each in get_args(Schedule)}
     schedule = names.get(name.lower().replace("_", ""), name)
     to.put(schedule_key, schedule, schedule_key)
-    if degree > 1:
+    if degree > 1 and not to.is_early:
         text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"
         to.note(PIPELINE if PIPELINE in to.values else schedule_key, f"{text}; titanlite divides them")
     batch, number = to.number("training.local_batch_size", 8), to.values.get(MICROBATCHES)
