@@ -276,6 +276,7 @@ def test_control_characters_stay_out_of_comments():
 )
 def test_an_earlier_key_is_the_later_one(key: str, value: Any, later: str, later_value: Any):
     qwen = {"model.name": "qwen3", "model.flavor": "8B"}  # the model of llama3 is another in earlier releases
+    qwen["checkpoint.keep_latest_k"] = 5  # its default is another in 2024
     assert config_of({**qwen, key: value}) == config_of({**qwen, later: later_value})
     assert row_of({key: value}, key).status in (RENAMED, MEANING_CHANGED, TAKEN)
 
@@ -460,6 +461,21 @@ def test_datasets():
     assert "training.dataset" in problem
 
 
+def test_streaming_shards_are_a_multiple_of_the_data_parallel_degree():
+    degrees = {"parallelism.data_parallel_shard_degree": 48, "parallelism.data_parallel_replicate_degree": 2}
+    assert config_of({"training.dataset": "c4", **degrees}).training.streaming_shards == 96
+    degrees["parallelism.data_parallel_shard_degree"] = 8
+    assert config_of({"training.dataset": "c4", **degrees}).training.streaming_shards == 64
+    assert config_of(degrees).training.streaming_shards == 64
+
+
+def test_checkpoints_of_a_run_of_2024_are_all_kept():
+    on = {"checkpoint.enable_checkpoint": True}
+    assert config_of({**on, "training.batch_size": 2}).checkpoint.keep_latest_k == 0
+    assert config_of({**on, "training.batch_size": 2, "checkpoint.keep_latest_k": 3}).checkpoint.keep_latest_k == 3
+    assert config_of(on).checkpoint.keep_latest_k == 10
+
+
 def test_validation():
     base = {"training.dataset": "c4", "validation.enable": True, "training.local_batch_size": 4}
     config = config_of({**base, "validation.local_batch_size": 2, "validation.steps": 10})
@@ -623,10 +639,9 @@ def test_the_config_says_what_the_file_said_and_no_more():
     assert toml_of(conversion, header("run.toml", conversion.rows, [])) == (
         '# Converted from torchtitan\'s "run.toml" by titanlite config --from-torchtitan.\n'
         "# not offered: metrics.enable_wandb = true: metrics go to metrics.jsonl and TensorBoard\n"
-        '\n[model]\nhf_assets_path = "assets"\nflavor = "llama3_8b"\nrope_scaling_factor = 1.0\n'
-        "\n[training]\nlocal_batch_size = 4\nsteps = 1000\n"
+        '\n[model]\nflavor = "llama3_8b"\nhf_assets_path = "assets"\nrope_scaling_factor = 1.0\n'
+        '\n[training]\ndataset = "c4"\nstreaming = true\nshuffle = false\nlocal_batch_size = 4\nsteps = 1000\n'
         'mixed_precision_param = "bfloat16"  # torchtitan\'s default\n'
-        'dataset = "c4"\nstreaming = true\nshuffle = false\n'
         "\n[lr_scheduler]\ndecay_ratio = 0.799  # torchtitan's default\n"
         '\n[activation_checkpoint]\nmode = "none"\n'
         "\n[metrics]\nenable_tensorboard = true\n"

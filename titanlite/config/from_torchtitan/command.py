@@ -11,7 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.from_torchtitan.conversion import DEFAULT, MISSING, TAKEN, UNKNOWN, Conversion, Row, plain
+from titanlite.config.from_torchtitan.conversion import (
+    DEFAULT,
+    MISSING,
+    OPTIONS,
+    TAKEN,
+    UNKNOWN,
+    Conversion,
+    Row,
+    plain,
+)
 from titanlite.config.from_torchtitan.groups import convert
 from titanlite.config.from_torchtitan.keys import WHATEVER_THE_FILE_SAYS
 from titanlite.config.loader import print_problems, read_toml, sections_of, show
@@ -23,9 +32,9 @@ def toml_of(conversion: Conversion, header: list[str]) -> str:
     lines = [f"# {line}" for line in header]
     for section in sections_of(Config):
         chosen = {
-            option.removeprefix(f"{section}."): value
-            for option, value in conversion.options.items()
-            if option.rpartition(".")[0] == section
+            option.removeprefix(f"{section}."): conversion.options[option]
+            for option in OPTIONS
+            if option in conversion.options and option.rpartition(".")[0] == section
         }
         lines += ["", f"[{section}]"] if chosen else []
         for name, (value, key) in chosen.items():

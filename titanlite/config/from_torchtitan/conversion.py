@@ -14,6 +14,7 @@ from titanlite.config.from_torchtitan.keys import (
     EARLIER_ONLY,
     EARLIER_VALUES,
     NOT_OFFERED,
+    OF_0_1,
     OF_0_2,
     SAME,
 )
@@ -46,6 +47,8 @@ class Conversion:
         pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
         self.is_early = any(key in EARLIER or key in EARLIER_ONLY for key, _ in pairs)
         """Whether the file has a key that no 0.2 release reads."""
+        self.is_of_2024 = any(key in EARLIER.keys() | EARLIER_ONLY and key not in OF_0_1 for key, _ in pairs)
+        """Whether the file has a key of 2024, or early 2025, that release 0.1.0 does not read."""
         self.values: dict[str, Any] = {}
         self.written: dict[str, tuple[str, Any]] = {}
         """By a key of 0.2.2, the key and the value that the file has."""

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from titanlite.config.from_torchtitan.conversion import (
     MISSING,
     NOT_READ,
+    OPTIONS,
     RENAMED,
     TAKEN,
     Conversion,
@@ -118,6 +119,10 @@ def _data(to: Conversion) -> None:
         from_path = option == "dataset_path" and "training.dataset_path" in to.values
         to.put(f"training.{option}", value, "training.dataset_path" if from_path else key)
     to.put("training.shuffle", False, key)
+    shard, replicate = (to.number(f"parallelism.data_parallel_{name}_degree", 1) for name in ("shard", "replicate"))
+    shards, degree = OPTIONS["training.streaming_shards"].default, shard * replicate
+    if options.get("streaming") and degree > 0 and shards % degree:
+        to.put("training.streaming_shards", math.ceil(shards / degree) * degree, key)
     if "training.dataset_path" in to.values and "dataset_path" not in options:
         to.note("training.dataset_path", "empty: the dataset's own path", TAKEN)
     if kind not in (*HUB_C4, "c4_test"):
@@ -251,6 +256,8 @@ def _float8(to: Conversion) -> None:
     to.put("float8.filter_fqns", [name for name in filters if name != "auto_filter_small_kn"], keys["filter_fqns"])
     if "auto_filter_small_kn" in filters:
         to.note(keys["filter_fqns"], "there is no auto_filter_small_kn: name the layers that are too small")
+    if SIZES.get(to.options[FLAVOR][0], {}).get("moe"):
+        to.note(switch, "of a mixture of experts only attention and dense layers are converted")
     if not any(name in "output" for name in filters):
         text = "torchtitan would convert the output head, too; titanlite never does"
         to.note(keys["filter_fqns"] if keys["filter_fqns"] in to.values else switch, text)
@@ -326,6 +333,9 @@ def _checkpoint(to: Conversion) -> None:
     to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
     if mode == "async_with_pinned_mem":
         to.note(mode_key, "the state is copied to host memory, and written without a process of its own")
+    if to.is_of_2024 and to.get("checkpoint.enable") is True and "checkpoint.keep_latest_k" not in to.values:
+        to.put("checkpoint.keep_latest_k", 0, "checkpoint.keep_latest_k")
+        to.note("checkpoint.keep_latest_k", "all are kept, as in 2024; 0.1.0 and later keep 10")
     if type_key in to.values and to.values[type_key] in ("step", "steps"):
         to.note(type_key, "intervals are in steps, as here", TAKEN)
     elif type_key in to.values:

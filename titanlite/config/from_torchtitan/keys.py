@@ -202,6 +202,14 @@ EARLIER_ONLY = {
     "checkpoint.interval_type",
 }
 """Keys that no 0.2 release reads, and that have no later key."""
+OF_0_1 = {
+    *("job.print_args", "job.use_for_integration_test", "lr_scheduler.lr_min", "training.compile"),
+    *("checkpoint.enable_checkpoint", "checkpoint.initial_load_model_weights_only", "memory_estimation.enabled"),
+    "checkpoint.last_save_model_weights_only",
+    *(key for key in EARLIER if key.startswith(("float8.", "mx.", "quantize.")) and "enable_float8" not in key),
+    *("checkpoint.initial_load_dequantize", "validation.enabled"),
+}
+"""Those of them that release 0.1.0 reads, or that came between it and 0.2.0."""
 OF_0_2: dict[str, str] = {
     "model.tokenizer_path": "model.hf_assets_path",
     "training.seed": "debug.seed",
