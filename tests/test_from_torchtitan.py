@@ -363,6 +363,12 @@ def test_a_model_that_titanlite_lacks_is_a_problem(values: Values):
     assert row_of(values, next(iter(values))).status == MISSING
 
 
+def test_a_model_of_the_same_dimensions_is_renamed():
+    assert row_of({"model.flavor": "8B"}, "model.flavor").status == RENAMED
+    assert row_of({"model.flavor": "8B_flex"}, "model.flavor").status == MEANING_CHANGED
+    assert row_of({"model.flavor": "8B", "training.batch_size": 1}, "model.flavor").status == MEANING_CHANGED
+
+
 def test_another_norm_is_a_problem():
     assert problems_of(converted({"model.norm_type": "layernorm"}), "converted")
     assert not problems_of(converted({"model.norm_type": "fused_rmsnorm"}), "converted")
@@ -448,6 +454,8 @@ def test_float8():
     assert "auto_filter_small_kn" in row_of(filtered, f"{section}.filter_fqns").note
     mx = row_of({"model.converters": ["quantize.linear.mx"]}, "model.converters")
     assert (mx.status, mx.matters) == (MISSING, True)
+    both = row_of({"model.converters": ["float8", "quantize.grouped_mm.float8"]}, "model.converters")
+    assert (both.status, both.matters, both.target) == (MISSING, True, "float8.enable = true")
 
 
 def test_datasets():

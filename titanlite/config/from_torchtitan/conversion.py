@@ -87,9 +87,9 @@ class Conversion:
         self.options[option] = value, key
 
     def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
-        """Add a text about a key, and its status unless that is empty."""
+        """Add a text about a key, and its status unless that is empty. What is not offered remains so."""
         self.notes.setdefault(key, []).append(text)
-        if status:
+        if status and self.statuses.get(key) != MISSING:
             self.statuses[key] = status
 
     def unread(self, keys: list[str], reason: str) -> None:

@@ -63,8 +63,10 @@ def _model(to: Conversion) -> None:
         if MODEL in to.values and key != MODEL:
             to.note(MODEL, "see model.flavor", MISSING)
         return
-    changes = dict(changes)
     to.put(FLAVOR, ours, key)
+    if not changes:
+        to.statuses[key] = RENAMED  # unless a note below says otherwise
+    changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
     if name == "llama3" and to.is_early:
@@ -273,7 +275,7 @@ def _pipeline(to: Conversion) -> None:
     names = {each.lower(): each for each in get_args(Schedule)}
     schedule = names.get(name.lower().replace("_", ""), name)
     to.put(schedule_key, schedule, schedule_key)
-    if degree > 1 and not to.is_early:
+    if degree > 1:
         text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"
         to.note(PIPELINE if PIPELINE in to.values else schedule_key, f"{text}; titanlite divides them")
     batch, number = to.number("training.local_batch_size", 8), to.values.get(MICROBATCHES)

@@ -85,8 +85,8 @@ NOT_OFFERED: dict[str, Missing] = {
     "experimental.custom_args_module": Missing("", "options are those of titanlite's schema; no Python is imported"),
     "profiling.profiler_active": Missing(1, "a trace is of one step"),
     "profiling.profiler_warmup": Missing(3, "the profiler warms up for 3 steps"),
-    "metrics.disable_color_printing": Missing(DETAIL, "the console has no colours to disable"),
-    "metrics.enable_color_printing": Missing(DETAIL, "the console has no colours"),
+    "metrics.disable_color_printing": Missing(DETAIL, "the console has no colors to disable"),
+    "metrics.enable_color_printing": Missing(DETAIL, "the console has no colors"),
     "metrics.save_for_all_ranks": Missing(False, "metrics are global, and one rank writes them"),
     "metrics.rank_0_only": Missing(True, "metrics are global, and one rank writes them"),
     "metrics.enable_wandb": Missing(False, "metrics go to metrics.jsonl and TensorBoard"),
@@ -199,13 +199,13 @@ EARLIER_VALUES: dict[str, dict[Any, Any]] = {
 """Their values, where the later key has others."""
 EARLIER_ONLY = {
     *("job.use_for_integration_test", "metrics.enable_color_printing", "metrics.rank_0_only", "model.norm_type"),
-    "checkpoint.interval_type",
+    *("checkpoint.interval_type", "parallelism.pipeline_parallel_split_points"),
 }
 """Keys that no 0.2 release reads, and that have no later key."""
 OF_0_1 = {
     *("job.print_args", "job.use_for_integration_test", "lr_scheduler.lr_min", "training.compile"),
     *("checkpoint.enable_checkpoint", "checkpoint.initial_load_model_weights_only", "memory_estimation.enabled"),
-    "checkpoint.last_save_model_weights_only",
+    *("checkpoint.last_save_model_weights_only", "parallelism.pipeline_parallel_split_points"),
     *(key for key in EARLIER if key.startswith(("float8.", "mx.", "quantize.")) and "enable_float8" not in key),
     *("checkpoint.initial_load_dequantize", "validation.enabled"),
 }
