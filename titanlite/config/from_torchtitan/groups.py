@@ -108,8 +108,9 @@ def _schedule(to: Conversion) -> None:
         return
     decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
     to.put(ratio_key, max(decay - 1, 0) / total, ratio_key)
-    text = f"torchtitan's decay of {decay} steps is one of {max(decay - 1, 0)} here: its first step is at the peak"
-    to.note(ratio_key, f"{text}; with other steps than {total}, set it anew")
+    if decay > 0:
+        text = f"torchtitan's decay of {decay} steps is one of {decay - 1} here: its first step is at the peak"
+        to.note(ratio_key, f"{text}; with other steps than {total}, set it anew")
 
 
 def _data(to: Conversion) -> None:

@@ -76,9 +76,9 @@ class Missing(NamedTuple):
 
 
 NOT_OFFERED: dict[str, Missing] = {
-    "job.config_file": Missing(None, "a config is the first argument"),
+    "job.config_file": Missing(DETAIL, "a config is the first argument"),
     "job.print_config": Missing(False, "titanlite config CONFIG prints it, and a run writes config.toml"),
-    "job.save_config_file": Missing(None, "every run writes config.toml into its dump folder"),
+    "job.save_config_file": Missing(DETAIL, "every run writes config.toml into its dump folder"),
     "job.custom_config_module": Missing("", "options are those of titanlite's schema; no Python is imported"),
     "job.use_for_integration_test": Missing(DETAIL, "of torchtitan's own tests"),
     "experimental.custom_import": Missing("", "no Python is imported by a config"),
@@ -123,17 +123,16 @@ NOT_OFFERED: dict[str, Missing] = {
         f"activation_checkpoint.{name}": Missing(DETAIL, "without effect on the numbers: nothing random is recomputed")
         for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
     },
-    "activation_checkpoint.visualize_memory_budget_pareto": Missing(False, "titanlite plan prints what is saved"),
+    "activation_checkpoint.visualize_memory_budget_pareto": Missing(False, "no such figure is drawn"),
     **{f"{_MX[0]}.{name}": Missing(DETAIL, "there is no MXFP8") for name in _MX[1].split()},
     "quantize.grouped_mm.float8.fqns": Missing(DETAIL, "experts are not converted to float8"),
     "quantize.grouped_mm.mx.recipe_name": Missing(DETAIL, "there is no MXFP8"),
     "quantize.grouped_mm.mx.fqns": Missing(DETAIL, "there is no MXFP8"),
+    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": Missing(DETAIL, "the recipe says what is kept"),
     **{
-        f"quantize.linear.float8.{name}": Missing(DETAIL, "the recipe says what is scaled, and when")
-        for name in ("force_recompute_fp8_weight_in_bwd", "scaling_type_weight")
+        f"quantize.linear.float8.scaling_type_{name}": Missing("dynamic", "scales are computed anew in every step")
+        for name in ("input", "weight", "grad_output")
     },
-    "quantize.linear.float8.scaling_type_input": Missing("dynamic", "scales are computed anew in every step"),
-    "quantize.linear.float8.scaling_type_grad_output": Missing("dynamic", "scales are computed anew in every step"),
     "comm.save_traces_folder": Missing(DETAIL, "traces of collectives are in the dump folder"),
     "comm.save_traces_file_prefix": Missing(DETAIL, "traces of collectives have names of their own"),
     "comm.mode": Missing("default", "titanlite plan needs no devices; titanlite parity compares layouts on CPUs"),
