@@ -14,7 +14,7 @@ SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "con
 SEE_THE_FULL_CONFIG += ("tokenize_dataset.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY = 6800, 1500, 1500
-LINES_OF_THE_PACKAGE = 22_450  # 950 of them convert torchtitan's files: tables of its keys, which no run imports
+LINES_OF_THE_PACKAGE = 22_450  # 970 of them convert torchtitan's files: tables of its keys, which no run imports
 DEEPEST_IMPORT = 9
 
 
