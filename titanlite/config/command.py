@@ -1,7 +1,9 @@
-"""Print a resolved config, or write the reference of all options.
+"""Print a resolved config, write the reference of all options, or convert a TOML file of torchtitan.
 
 titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML
 titanlite config --reference [FILE]                   every option as Markdown, into docs/reference/config.md or FILE
+titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 0.2.2 or earlier as a config; what
+                                                      became of each key is listed on standard error
 """
 
 from pathlib import Path
@@ -24,6 +26,10 @@ def main(argv: list[str]) -> int:
         target.write_text(reference_markdown(), encoding="utf-8")
         print(f"written: {target}")
         return 0
+    if argv[0] == "--from-torchtitan":
+        from titanlite.config.from_torchtitan import command  # here, since the other uses need no tables of its keys
+
+        return command.main(argv[1:])
     try:
         print(load(argv).config.toml(), end="")
     except ConfigError as error:

@@ -1,0 +1,1 @@
+"""A TOML file of torchtitan as a config of titanlite, with a listing of every key."""
