@@ -9,6 +9,8 @@ import pytest
 from tests.config_helpers import *
 from titanlite import config
 
+NAME, HOST_STATES = "optimizer.name", "optimizer.enable_cpu_offload"
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Wrong configs: settings, and a phrase of the message for each option that is rejected
 
@@ -97,9 +99,13 @@ REJECTED = [
     ({DTYPE: "float64", PARAM: "float16", ROUNDING: True, STATES: "bfloat16"},
      {PARAM: "computes and reduces in float64", ROUNDING: "the weights are float64", STATES: "is for parity tests"}),
     ({STATES: "int8", IMPLEMENTATION: "foreach"}, {IMPLEMENTATION: "torchao computes the step"}),
-    ({"optimizer.name": "Muon", STATES: "int8"}, {STATES: "low-bit steps are those of Adam"}),
-    ({"optimizer.name": "Muon", DTYPE: "bfloat16", ROUNDING: True}, {ROUNDING: "low-bit steps are those of Adam"}),
-    ({"optimizer.name": "Muon", "training.enable_cpu_offload": True},
+    ({HOST_STATES: True, STATES: "int8"}, {HOST_STATES: "the CPU's step is that of Adam and AdamW"}),
+    ({HOST_STATES: True, NAME: "Muon"}, {HOST_STATES: "the CPU's step is that of Adam and AdamW"}),
+    ({HOST_STATES: True, IMPLEMENTATION: "foreach"}, {IMPLEMENTATION: "is fused; remove it"}),
+    ({HOST_STATES: True, "training.enable_cpu_offload": True}, {HOST_STATES: "keeps the states in host memory too"}),
+    ({NAME: "Muon", STATES: "int8"}, {STATES: "low-bit steps are those of Adam"}),
+    ({NAME: "Muon", DTYPE: "bfloat16", ROUNDING: True}, {ROUNDING: "low-bit steps are those of Adam"}),
+    ({NAME: "Muon", "training.enable_cpu_offload": True},
      {"training.enable_cpu_offload": "Muon multiplies matrices, on the device"}),
     ({"optimizer.muon_momentum": 0.9}, {"optimizer.muon_momentum": 'read only when optimizer.name is "Muon"'}),
     ({DTYPE: "bfloat16", ROUNDING: True, f"--{IMPLEMENTATION}": "for-loop"},
@@ -447,8 +453,9 @@ ACCEPTED = {
     "float16 from the smallest scale": {PARAM: "float16", LOSS_SCALE: 1e-30, GROWTH: 1},
     "8-bit optimizer states": {STATES: "int8", IMPLEMENTATION: "fused"},
     "stochastic rounding": {DTYPE: "bfloat16", ROUNDING: True},
-    "Muon": {"optimizer.name": "Muon", "optimizer.muon_newton_schulz_steps": 6, IMPLEMENTATION: "foreach"},
-    "all that torchao computes": {DTYPE: "bfloat16", ROUNDING: True, STATES: "bfloat16", "optimizer.name": "Adam"},
+    "optimizer states in host memory": {HOST_STATES: True, NAME: "Adam"},
+    "Muon": {NAME: "Muon", "optimizer.muon_newton_schulz_steps": 6, IMPLEMENTATION: "foreach"},
+    "all that torchao computes": {DTYPE: "bfloat16", ROUNDING: True, STATES: "bfloat16", NAME: "Adam"},
     "torch's own step, another implementation": {DTYPE: "bfloat16", IMPLEMENTATION: "foreach"},
     "float8 of some layers, rowwise": {FLOAT8: True, RECIPE: "rowwise", "float8.filter_fqns": ["layers.0.", "wk"]},
     "float8 all-gather": {FLOAT8: True, GATHER: True},

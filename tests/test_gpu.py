@@ -137,7 +137,21 @@ def test_float8_trains_as_bfloat16_does(folder, recipe):
     assert [values[LOSS] for values in float8] == pytest.approx([values[LOSS] for values in plain], rel=0.02)
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_optimizer_states_in_host_memory_train_as_on_the_device(folder):
+    """Both are torch's fused Adam in float32. Some 4 bytes per value of exp_avg and of exp_avg_sq leave the device."""
+    plain = train(folder, "plain")
+    offloaded = train(folder, "run", "--optimizer.enable_cpu_offload")
+    assert [values[LOSS] for values in offloaded] == pytest.approx([values[LOSS] for values in plain], rel=1e-3)
+    peaks = [values["memory/max_active(GiB)"] for values in (plain[-1], offloaded[-1])]
+    assert peaks[1] < peaks[0]
+
+
+def test_muon_trains(folder):
+    steps = train(folder, "run", "--optimizer.name=Muon")
+    assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "int4", "float8"])
 def test_low_bit_optimizer_states_train(folder, state_dtype):
     steps = train(folder, "run", f"--optimizer.state_dtype={state_dtype}")
     assert steps[-1][LOSS] < steps[0][LOSS] - 0.5

@@ -51,6 +51,7 @@ EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
 EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
 CHUNKED_LOSS = {"training__loss_chunks": 3}
 MUON = {"optimizer__name": "Muon"}
+HOST_STATES = {"optimizer__enable_cpu_offload": True}
 PREFETCH = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}
 ONE_ACCUMULATION_STEP = {"accumulation_steps": 1}
 AXES = {"pp": PP, "replicate": REPLICATE, "shard": SHARD, "cp": CP, "tp": TP}
@@ -150,6 +151,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Muon, pp x shard": MUON | PP | SHARD,
     "Muon, uneven shards x tp": MUON | TP | {"data_parallel_shard_degree": 4, "model__ffn_dim": 10},
     "Muon, tied embeddings, shard": MUON | TIED | SHARD,
+    # Optimizer states in host memory
+    "optimizer offload, shard x tp": HOST_STATES | SHARD | TP,
+    "optimizer offload, pp": HOST_STATES | PP,
+    "optimizer offload, Adam, uneven shards": HOST_STATES
+        | {"data_parallel_shard_degree": 4, "model__ffn_dim": 10, "optimizer__name": "Adam"},
     # Compiled blocks
     "compiled, selective AC, cp": COMPILED | SELECTIVE | CP,
     "compiled, shard": COMPILED | SHARD,
@@ -662,9 +668,10 @@ RESUMED_STATES = {
     "float8": (FLOAT8_STATES, TP),
     "bfloat16": (INT8 | {"optimizer__state_dtype": "bfloat16"}, TP),
     "int8, uneven shards": (INT8 | UNEVEN, {}),
+    "in host memory": (IN_FLOAT32 | HOST_STATES, TP),
     "float8, uneven shards": (FLOAT8_STATES | UNEVEN, {}),
 }
-EVERY_TIME = ["int8", "int4", "int8, uneven shards"]
+EVERY_TIME = ["int8", "int4", "int8, uneven shards", "in host memory"]
 
 
 @pytest.mark.parametrize(

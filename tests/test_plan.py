@@ -267,6 +267,20 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
         assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 
 
+def test_optimizer_states_in_host_memory():
+    h100, offload = "--plan.device=h100", "--optimizer.enable_cpu_offload"
+    usual, plan = make_plan(loaded(SHARD, h100)), make_plan(loaded(SHARD, h100, offload))
+    rank_bytes = 4 * plan.n_parameters / 2
+    assert plan.worst.offloaded == {"optimizer": usual.worst.points[0].bytes["optimizer"]}
+    assert all(point.bytes["optimizer"] == 0 for point in plan.worst.points)
+    assert plan.worst.points[0].bytes["parameters"] == usual.worst.points[0].bytes["parameters"] > 0
+    to_host, to_device = (plan.cost.communication["host", f"copy to {x}"][1] for x in ("host", "device"))
+    assert (to_host, to_device) == (pytest.approx(2 * rank_bytes), pytest.approx(rank_bytes))
+    assert plan.update_seconds > usual.update_seconds
+    on_cpu = make_plan(loaded(SHARD, "--plan.device=cpu", offload))
+    assert on_cpu.step_seconds == make_plan(loaded(SHARD, "--plan.device=cpu")).step_seconds
+
+
 MUON, SHARD_4 = "--optimizer.name=Muon", "--parallelism.data_parallel_shard_degree=4"
 
 

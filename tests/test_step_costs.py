@@ -148,6 +148,7 @@ OPTIMIZERS = {
     "int8 states": Optimizer(state_dtype="int8"),
     "int4 states": Optimizer(state_dtype="int4"),
     "float8 states": Optimizer(state_dtype="float8"),
+    "states in host memory": Optimizer(enable_cpu_offload=True),
     "bfloat16 states": Optimizer(state_dtype="bfloat16"),
 }
 

@@ -32,6 +32,10 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
 
         embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]
         return LowBitAdam(groups, optimizer, full_precision=embedding)
+    if optimizer.enable_cpu_offload:
+        from titanlite.offloaded_adam import OffloadedAdam
+
+        return OffloadedAdam(groups, optimizer)
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
     return getattr(torch.optim, optimizer.name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)

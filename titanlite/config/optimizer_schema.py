@@ -39,6 +39,9 @@ class Optimizer(Section):
     state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"
     """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, a scale per 256;
     int4: 4-bit optimizer states, a scale per 128. Those of the embedding keep training.dtype."""
+    enable_cpu_offload: bool = False
+    """Keep optimizer states in host memory, and take the step on the CPU, while shards of weights and gradients are
+    copied there and back. Weights and gradients stay on the device."""
     stochastic_rounding: bool = False
     """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
 

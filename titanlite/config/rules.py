@@ -221,7 +221,8 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
     if training.mixed_precision_param == "float16" and training.dtype == "bfloat16":
         message = f'float16 gradients need float32 weights, and {DTYPE} is "bfloat16"; set "bfloat16" or "auto"'
         reject(PARAM, message, DTYPE)
-    if optimizer.name == "Muon" or optimizer.state_dtype != "auto" or optimizer.stochastic_rounding:
+    special = optimizer.name == "Muon", optimizer.state_dtype != "auto", optimizer.stochastic_rounding
+    if any(special) or optimizer.enable_cpu_offload:
         from titanlite.config.optimizer_rules import optimizer_rules  # here, since few runs need them
 
         optimizer_rules(config, changed, reject)

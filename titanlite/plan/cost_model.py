@@ -7,7 +7,7 @@ collective runs at the data sheet's rate times what programs reach of it (effici
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from titanlite.devices import Device
 from titanlite.plan import measured_rates
@@ -233,6 +233,16 @@ class CostModel:
         """Return the cost of an update that runs on the CPU, as under CPU offload."""
         seconds = self._host_seconds(sum(event.read + event.written for event in events if isinstance(event, Work)))
         return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
+
+    def offloaded_step(self, steps: Sequence[Work]) -> Cost:
+        """Return the cost of Adam's step on the CPU, while weights and gradients are copied to host memory and weights
+        back to the device."""
+        # The operator's schema says that it writes weights, gradients and two states.
+        cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
+        self._copy("copy to device", weights, cost)
+        cost.elapsed = max(cost.elapsed, self._copy("copy to host", 2 * weights, cost))
+        cost.seconds["optimizer"] = cost.elapsed
+        return cost
 
     def _host_seconds(self, n_bytes: int) -> float:
         """Return the seconds in which the CPU reads and writes so many bytes of host memory."""

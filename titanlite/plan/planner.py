@@ -130,6 +130,7 @@ def config_for_dry_run(config: Config) -> Config:
     return config.replace(
         training__attention_backend=backend,
         training__enable_cpu_offload=False,
+        optimizer__enable_cpu_offload=False,
         compile__enable=False,
         activation_checkpoint__mode=mode,
         parallelism__enable_async_tensor_parallel=False,
@@ -208,8 +209,8 @@ def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, 
 def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:
     """Return a rank's plan, with what is offloaded moved to host memory and fragmentation added to the overhead."""
     offloaded: Bytes = {}
-    if config.training.enable_cpu_offload:
-        kinds = ("parameters", "gradients", "optimizer")
+    if config.training.enable_cpu_offload or config.optimizer.enable_cpu_offload:
+        kinds = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ("optimizer",)
         offloaded = {kind: max(point.bytes[kind] for point in points) for kind in kinds}
         points = [Point(point.label, {**point.bytes, **dict.fromkeys(kinds, 0)}) for point in points]
     peak = max(point.total for point in points)

@@ -10,7 +10,7 @@ from titanlite.config.stage_split import ONE_STAGE
 from titanlite.plan.cost_model import Cost, CostModel
 from titanlite.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_steps
 from titanlite.plan.memory_timeline import Bytes, MemoryTimeline, Point
-from titanlite.plan.op_trace import Communication
+from titanlite.plan.op_trace import Communication, Work
 from titanlite.plan.schedule import Action, Group, Span, simulate
 from titanlite.plan.segments import KINDS
 from titanlite.plan.streams import Streams
@@ -24,6 +24,7 @@ class StageCost:
     def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
         self.dry_run, self.cost_model = dry_run, cost_model
         # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
+        self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
         self._phase_costs: dict[tuple, Cost] = {}
 
@@ -66,6 +67,10 @@ class StageCost:
         cost = Cost()
         computation = [event for event in events if not isinstance(event, Communication)]
         model = self.cost_model
+        if model.offload is None and self.offloads_optimizer:
+            step = [event for event in computation if isinstance(event, Work) and "fused_adam" in event.name]
+            cost.add(model.offloaded_step(step), self.dry_run.scale)
+            computation = [event for event in computation if event not in step]
         own = model.host_update(computation) if model.offload is not None else model.cost([computation])
         cost.add(own, self.dry_run.scale)
         for key in self.dry_run.phases:
