@@ -157,12 +157,16 @@ FLOAT8_ALL_GATHER = {
     "float8__enable_fsdp_float8_all_gather": True,
     "float8__precompute_float8_dynamic_scale_for_fsdp": True,
 }
+# Blocks of 32 on two ranks. Each rank's tokens are in multiples of 32 too, chunks of a ring included.
+MXFP8 = FLOAT8 | {"float8__recipe": "mxfp8", "model__ffn_dim": 128, "training__seq_len": 128}
+INT8_PRODUCTS = WIDE | {"int8__enable": True}
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
 INT8 = IN_FLOAT32 | {"optimizer__state_dtype": "int8", "model__dim": 128}  # fewer than 4096 elements are left alone
 HALF = IN_FLOAT32 | {"training__mixed_precision_param": "float16"}
 STOCHASTIC = WIDE | {"training__dtype": "bfloat16", "optimizer__stochastic_rounding": True}
 FULL_PRECISION = {
     "float8__enable": False,
+    "int8__enable": False,
     "optimizer__state_dtype": "auto",
     "optimizer__stochastic_rounding": False,
     "training__mixed_precision_param": "float32",
@@ -178,6 +182,10 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
     "float8 all-gather, pp x shard": FLOAT8 | FLOAT8_ALL_GATHER | PP | SHARD,
     "float8, selective AC, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
+    **{f"mxfp8, {name}": MXFP8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "mxfp8, compiled, tp": MXFP8 | COMPILED | TP,
+    **{f"int8 products, {name}": INT8_PRODUCTS | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "int8 products, selective AC, shard x tp": INT8_PRODUCTS | SELECTIVE | SHARD | TP,
     "8-bit optimizer states, shard": INT8 | SHARD,
     "8-bit optimizer states, tp": INT8 | TP,
     "8-bit optimizer states, CPU offload": INT8 | SHARD | OFFLOAD,
@@ -194,6 +202,19 @@ LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     **{f"float8 rowwise_with_gw_hp, {name}": FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"} | AXES[name]
        for name in ("pp", "cp", "tp")},
     "float8, cp x tp": FLOAT8 | CP | TP,
+    "mxfp8, cp x tp": MXFP8 | CP | TP,
+    "mxfp8, ZBVZeroBubble": MXFP8 | schedule("ZBVZeroBubble"),
+    "mxfp8, full AC, shard x tp": MXFP8 | FULL | SHARD | TP,
+    "mxfp8, biases and norms, shard x tp": MXFP8 | BIASES_AND_NORMS | SHARD | TP,
+    "mxfp8, compiled, selective AC, shard x tp": MXFP8 | COMPILED | SELECTIVE | SHARD | TP,
+    "mxfp8, shard x cp x tp": MXFP8 | SHARD | CP | TP,
+    "int8 products, cp x tp": INT8_PRODUCTS | CP | TP,
+    "int8 products, ZBVZeroBubble": INT8_PRODUCTS | schedule("ZBVZeroBubble"),
+    "int8 products, compiled, tp": INT8_PRODUCTS | COMPILED | TP,
+    "int8 products, full AC, pp": INT8_PRODUCTS | FULL | PP,
+    "int8 products, biases and norms, shard x tp": INT8_PRODUCTS | BIASES_AND_NORMS | SHARD | TP,
+    "int8 products, compiled, selective AC, shard x tp": INT8_PRODUCTS | COMPILED | SELECTIVE | SHARD | TP,
+    "int8 products, shard x cp x tp": INT8_PRODUCTS | SHARD | CP | TP,
     "8-bit optimizer states, pp": INT8 | PP,
     "8-bit optimizer states, cp": INT8 | CP,
     "stochastic rounding, float32 optimizer states, shard x tp":
@@ -256,7 +277,7 @@ def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
     order = options.get("pipeline_parallel_schedule")
     if order in V_SHAPED and torch.__version__ < "2.12":
         pytest.skip("unsupported on a CPU with torch 2.11")
-    functions = {"float8__enable", "training__loss_chunks"} & set(options)
+    functions = {"float8__enable", "int8__enable", "training__loss_chunks"} & set(options)
     budget = options.get("activation_checkpoint__mode") == "memory_budget" and "tensor_parallel_degree" in options
     split_backward = functions and order in SPLIT_BACKWARD
     if (budget and torch.__version__.startswith("2.12.")) or (split_backward and torch.__version__ < "2.13"):
@@ -294,7 +315,9 @@ def references() -> Any:
     computed: dict[str, Any] = {}
 
     def compute(job: config.Config) -> tuple[Trace, dict[str, float], Trace]:
-        key = "".join(section.model_dump_json() for section in (job.model, job.training, job.optimizer, job.float8))
+        key = "".join(
+            section.model_dump_json() for section in (job.model, job.training, job.optimizer, job.float8, job.int8)
+        )
         if key not in computed:
             reference = run_reference(job, CPU, steps=STEPS)
             allowed = tolerances(job, reference, CPU, steps=STEPS)
