@@ -13,7 +13,7 @@ SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "config/", "plan/", "advise/", "parity/")
 SEE_THE_FULL_CONFIG += ("tokenize_dataset.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
-LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 6800, 1500, 1500, 21_500
+LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 6800, 1500, 1500, 21_750
 DEEPEST_IMPORT = 9
 
 

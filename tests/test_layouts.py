@@ -3,6 +3,7 @@ every schedule. Each is compared with the single-process reference over three st
 gradient, every weight and the validation loss to 1e-11; initial weights bit for bit."""
 
 import itertools
+import re
 import shutil
 from typing import Any
 from unittest import mock
@@ -342,6 +343,66 @@ def test_low_precision_layout_matches_reference(ranks, references, tmp_path, nam
     assert {name: (d, allowed[name]) for name, d in actual.items() if d > allowed[name]} == {}
     by_option = largest(differences(full_precision, reference))
     assert 0.2 * by_option < largest(differences(full_precision, layout)) < 5 * by_option
+    if name.startswith(("mxfp8", "int8 products")):
+        assert_products_are_rounded(job, actual, full_precision, layout)
+
+
+PRODUCT_ERROR = {"mxfp8": 2**-4 / 3**0.5, "int8": 3 / 127 / 6**0.5}
+"""Relative error of a product of two rounded random matrices, in the Frobenius norm. Its square is twice that of one
+rounding. float8_e4m3fn rounds m 2^e, with m from 1 to 2, by at most 2^e / 16: by 1 / (16 m) / sqrt(3) in the mean of
+squares, and 1 / m^2 is 1/2 on average. INT8 rounds by at most half of 1/127 of a row's largest number, which is some
+three standard deviations."""
+ROUNDING_OF_FLOAT32 = 2e-6
+"""Of a loss: the reference in full precision computes in float32."""
+
+
+def assert_products_are_rounded(job: config.Config, actual: dict[str, float], full: Trace, layout: Trace) -> None:
+    """Blocks of MXFP8 are the same on every rank, so a layout is as near to the reference as in full precision. INT8
+    has scales of a rank's tokens and channels; those of the forward are of full rows, unless tensor parallelism shards
+    them. The weight gradient of each converted layer has at least the error of its own product, within a factor of two,
+    and at most that of all products of the step."""
+    is_mxfp8 = job.float8.enable
+    if is_mxfp8:
+        assert max(actual.values()) < TOLERANCE
+    elif job.parallelism.tensor_parallel_degree == 1:
+        assert actual["step 1 loss"] < TOLERANCE
+    assert (layout["step 1 loss"] - full["step 1 loss"]).abs() > ROUNDING_OF_FLOAT32
+    error, products = PRODUCT_ERROR["mxfp8" if is_mxfp8 else "int8"], 7 * 3 * job.model.n_layers
+    for name in [name for name in full if re.fullmatch(r"step 1 gradient layers\.\d+\..*\.w\w\.weight", name)]:
+        relative = (layout[name] - full[name]).norm() / full[name].norm()
+        assert error / 2 < relative < error * products**0.5, name
+
+
+def _products_not_rounded(rank: int) -> Any:
+    from titanlite.parallel import low_precision
+
+    exact = dict.fromkeys(low_precision.PRODUCTS, lambda left, right: left @ right.t())
+    return mock.patch.dict(low_precision.PRODUCTS, exact)
+
+
+def _output_not_rounded(rank: int) -> Any:
+    """Each rank rounds to INT8 in the backward only."""
+    from titanlite.parallel import low_precision
+
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kind = kind
+        return x @ weight.t()
+
+    return mock.patch.object(low_precision._Products, "forward", staticmethod(forward))
+
+
+@pytest.mark.parametrize("name", ["mxfp8, tp", "int8 products, tp"])
+@pytest.mark.parametrize("bug", [_products_not_rounded, _output_not_rounded])
+def test_products_that_are_not_rounded_are_found(ranks, references, tmp_path, name, bug):
+    job = resolve(tmp_path, 2, with_batches(LOW_PRECISION[name] | ONE_ACCUMULATION_STEP))
+    reference, _, full_precision = references(job)
+    layout, *_ = ranks(2).run(trace, job=job, bug=bug)
+    actual = differences(reference, layout)
+    by_bug = differences(full_precision, layout)
+    assert (max(by_bug.values()) if bug is _products_not_rounded else by_bug["step 1 loss"]) < ROUNDING_OF_FLOAT32
+    with pytest.raises(AssertionError):
+        assert_products_are_rounded(job, actual, full_precision, layout)
 
 
 @pytest.mark.nightly

@@ -194,7 +194,7 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     needs_cuda = "needs CUDA, and this run is on a CPU; set"
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
-    if float8.enable and not float8.emulate:
+    if float8.enable:
         from titanlite.config.low_precision_rules import float8_device_rules
 
         float8_device_rules(config, on_cuda, needs_cuda, reject)

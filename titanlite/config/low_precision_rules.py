@@ -45,10 +45,14 @@ def _int8_range_rules(config: Config, reject: Rejections) -> None:
 
 
 def float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
-    """Reject float8 products that are not emulated where the launch's device or the model's dtype has none."""
-    param = config.training.mixed_precision_param
-    if not on_cuda:
+    """Reject float8 products that the launch's device, its compiler or the model's dtype has not."""
+    param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
+    if not emulated and not on_cuda:
         reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
-    elif param != "bfloat16":
+    elif not emulated and param != "bfloat16":
         message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
         reject("float8.enable", message + "this to false")
+    compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
+    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # an assertion of inductor (torch 2.13)
+        message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
+        reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')

@@ -122,21 +122,20 @@ class _Products(torch.autograd.Function):
 
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of BLOCK, and the scales of
-    their blocks as float8_e8m0fnu [M, K / BLOCK]."""
+    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of BLOCK, and the exponents of
+    their blocks' scales [M, K / BLOCK], from -127 to 127, in float32 or float64. A block with a NaN has NaNs alone."""
     wide = F.pad(x_MK, (0, -x_MK.shape[1] % BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
     blocks = wide.unflatten(1, (-1, BLOCK))
-    exponent = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Values above the largest are rounding of the logarithm, or infinite. A NaN stays one, in its values and its scale.
-    scaled = (blocks * (-exponent).exp2()).clamp(-LARGEST, LARGEST)
-    scales = exponent.exp2().squeeze(-1).to(torch.float32).to(torch.float8_e8m0fnu)
-    return scaled.to(torch.float8_e4m3fn).flatten(1), scales
+    exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
+    # Values above the largest come from rounding of the logarithm, or are infinite: 448 * 2^127 is, in float32.
+    values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return values.flatten(1), exponents.squeeze(-1)
 
 
-def from_mxfp8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `to_mxfp8` rounded to, as [M, K] in a dtype."""
-    wide = torch.promote_types(dtype, torch.float32)  # float16 has not the range of the scales
-    return (values.unflatten(1, (-1, BLOCK)).to(wide) * scales.to(wide).unsqueeze(-1)).flatten(1).to(dtype)
+    blocks = values.unflatten(1, (-1, BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
+    return blocks.flatten(1).to(dtype)
 
 
 def _mxfp8_emulated(left_MK: Tensor, right_NK: Tensor) -> Tensor:
@@ -144,15 +143,21 @@ def _mxfp8_emulated(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     return left @ right.t()
 
 
+def scales_of_mxfp8(exponents: Tensor) -> Tensor:
+    """Return the scales as float8_e8m0fnu in the order in which cuBLAS takes them."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    biased = torch.where(exponents.isnan(), 255, exponents + 127).to(torch.uint8)
+    return to_blocked(biased.view(torch.float8_e8m0fnu))
+
+
 def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return the product on a device of compute capability 10.0 or higher, in bfloat16.
 
-    Private: torch._scaled_mm with scales of blocks, in the order of cuBLAS (run on no GPU).
+    Private: torch._scaled_mm with scales of blocks (as torchao calls it; run on no GPU).
     """
-    from torchao.prototype.mx_formats.utils import to_blocked
-
-    (left, left_scales), (right, right_scales) = map(to_mxfp8, (left_MK, right_NK))
-    scales = [to_blocked(scales).view(torch.float8_e8m0fnu) for scales in (left_scales, right_scales)]
+    (left, of_left), (right, of_right) = map(to_mxfp8, (left_MK, right_NK))
+    scales = scales_of_mxfp8(of_left), scales_of_mxfp8(of_right)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16)
 
 
