@@ -458,11 +458,16 @@ LATENT_FLOAT8 = FLOAT8 | {
 LATENT_BLOCKS = LATENT_FLOAT8 | {
     "model__dim": 64,
     "model__ffn_dim": 128,
+    "model__mla__kv_lora_rank": 64,
     "model__mla__q_lora_rank": 64,
+    "model__mla__qk_rope_head_dim": 64,
     "model__mla__v_head_dim": 32,
     "training__seq_len": 128,
 }
-"""And of 32: of MXFP8."""
+"""And of 32, for MXFP8: wkv_a has 128 rows."""
+
+
+LATENT_INT8 = {key: value for key, value in LATENT_FLOAT8.items() if "float8" not in key} | {"int8__enable": True}
 
 
 @pytest.mark.parametrize(
@@ -473,7 +478,7 @@ LATENT_BLOCKS = LATENT_FLOAT8 | {
         pytest.param(LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, SHARD, marks=pytest.mark.nightly),
         pytest.param(LATENT_FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"}, CP | TP, marks=pytest.mark.nightly),
         (LATENT_BLOCKS | {"float8__recipe": "mxfp8"}, TP),
-        (LATENT_FLOAT8 | {"float8__enable": False, "float8__emulate": False, "int8__enable": True}, TP),
+        (LATENT_INT8, TP),
     ],
     ids=["tensorwise, tp", "rowwise, tp", "tensorwise, shard", "rowwise_with_gw_hp, cp x tp", "mxfp8, tp", "int8, tp"],
 )
@@ -498,10 +503,7 @@ def test_float8_layout_matches_reference(ranks, tmp_path, options, layout):
     [
         (LATENT_FLOAT8, "Float8Linear"),
         (LATENT_BLOCKS | {"float8__recipe": "mxfp8"}, "LowPrecisionLinear"),
-        (
-            LATENT_FLOAT8 | {"float8__enable": False, "float8__emulate": False, "int8__enable": True},
-            "LowPrecisionLinear",
-        ),
+        (LATENT_INT8, "LowPrecisionLinear"),
     ],
     ids=["float8", "mxfp8", "int8"],
 )
