@@ -1,5 +1,5 @@
-"""Compare the loss curves of low-precision training with float32: bfloat16, stochastic rounding, float8, MXFP8, INT8, 8-bit
-optimizer states.
+"""Compare the loss curves of low-precision training with float32: bfloat16, stochastic rounding, float8, MXFP8, INT8
+and 8-bit optimizer states.
 
     python benchmarks/low_precision_loss.py [--steps 300] [--plot docs/images/low_precision_loss.png]
 
