@@ -219,6 +219,7 @@ def planned(*options: str) -> Plan:
     return make_plan(config.load([str(ROOT / "configs" / "debug.toml"), *sizes, *options]), world_size=1)
 
 
+@pytest.mark.nightly
 def test_a_plan_counts_mxfp8_products_at_their_rate():
     """Three products of each converted weight, with two operations for each token."""
     plan = planned("--plan.device=b200", "--float8.enable", "--float8.recipe=mxfp8")
