@@ -126,7 +126,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "tests-resume": ["test_resume_with_deterministic_algorithms_is_bit_for_bit"],
     "tests-compile": ["test_compiled_trains_as_eager_does", "test_a_step_does_not_synchronize_with_the_device"],
-    "tests-float8": ["test_float8_trains_as_bfloat16_does"],
+    "tests-float8": ["test_8_bit_products_train_as_bfloat16_does", "test_8_bit_products_are_those_of_a_cpu"],
     "tests-optimizer": ["test_low_bit_optimizer_states_train"],
 }
 NEED_TORCHAO = ("tests-float8", "tests-optimizer")

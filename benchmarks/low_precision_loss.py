@@ -1,4 +1,5 @@
-"""Compare the loss curves of low-precision training with float32: bfloat16, stochastic rounding, float8, 8-bit states.
+"""Compare the loss curves of low-precision training with float32: bfloat16, stochastic rounding, float8, MXFP8, INT8
+and 8-bit optimizer states.
 
     python benchmarks/low_precision_loss.py [--steps 300] [--plot docs/images/low_precision_loss.png]
 
@@ -9,7 +10,8 @@ only. The learning rate is a fifth of the debug model's own, which keeps that di
 
 Every tenth step prints a JSON line; the plot shows the losses of these steps. The table has the mean loss over the last
 30 steps and the validation loss, with their distance from float32. On CUDA float8 is the hardware's and the rest of the
-model computes in bfloat16; elsewhere float8 is emulated in float32.
+model computes in bfloat16 (MXFP8 needs Blackwell there); elsewhere float8 is emulated in float32. INT8 is never
+emulated.
 """
 
 import argparse
@@ -31,6 +33,8 @@ RUNS = {
     "bfloat16 weights, stochastic rounding": ["training.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
     "float8 tensorwise": ["float8.enable=true", "float8.recipe=tensorwise"],
     "float8 rowwise": ["float8.enable=true", "float8.recipe=rowwise"],
+    "mxfp8": ["float8.enable=true", "float8.recipe=mxfp8"],
+    "int8 products": ["int8.enable=true"],
     "8-bit optimizer states": [FLOAT32, "optimizer.state_dtype=int8"],
     "4-bit optimizer states": [FLOAT32, "optimizer.state_dtype=int4"],
     "float8 optimizer states": [FLOAT32, "optimizer.state_dtype=float8"],

@@ -42,6 +42,7 @@ AC_MODE, SAC = "activation_checkpoint.mode", "activation_checkpoint.selective_ac
 BUDGET = "activation_checkpoint.memory_budget"
 COMPILE, COMPONENTS, COMPILER = "compile.enable", "compile.components", "compile.backend"
 FLOAT8, RECIPE, EMULATE = "float8.enable", "float8.recipe", "float8.emulate"
+INT8 = "int8.enable"
 GATHER, PRECOMPUTE = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
 FLAVOR, DIM, LAYERS, HEADS, KV_HEADS = (
     f"model.{key}" for key in ("flavor", "dim", "n_layers", "n_heads", "n_kv_heads")

@@ -143,6 +143,17 @@ MESSAGES = {
         on(1),
         "FILE: float8.enable = true: needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false",
     ),
+    "MXFP8 on a CPU": (
+        {FLOAT8: True, RECIPE: "mxfp8"},
+        on(1),
+        "FILE: float8.enable = true: needs CUDA, and this run is on a CPU; set float8.emulate = true, or this to false",
+    ),
+    "MXFP8 compiled on a CPU": (
+        {FLOAT8: True, RECIPE: "mxfp8", EMULATE: True, COMPILE: True},
+        on(1),
+        'FILE: compile.backend = "inductor" (default): inductor\'s C++ fails on the blocks of MXFP8, and this run is '
+        'on a CPU; set "aot_eager", or compile.enable = false',
+    ),
     "float8 in float16": (
         {FLOAT8: True, PARAM: "float16"},
         on(1, devices=1),
@@ -207,6 +218,9 @@ SPLIT = 'fails in its split backward under "InterleavedZeroBubble"; use torch 2.
             {FLOAT8: SPLIT},
             ["2.11", "2.12"],
             id="float8",
+        ),
+        pytest.param(
+            {**ZERO_BUBBLE, INT8: True}, {f"--{SCHEDULE}": "1F1B"}, {INT8: SPLIT}, ["2.11", "2.12"], id="int8"
         ),
     ],
 )

@@ -113,6 +113,13 @@ REJECTED = [
     ({FLOAT8: True, RECIPE: "rowwise", GATHER: True}, {GATHER: '"rowwise" has a scale per row'}),
     ({FLOAT8: True, GATHER: True, f"--{RECIPE}": "rowwise_with_gw_hp"},
      {GATHER: '"rowwise_with_gw_hp" has a scale per row'}),
+    ({FLOAT8: True, RECIPE: "mxfp8", GATHER: True}, {GATHER: '"mxfp8" has a scale per block'}),
+    ({FLOAT8: True, INT8: True}, {INT8: "float8.enable = true converts the same layers"}),
+    ({INT8: True, COMPILE: True, TENSOR: 2, ASYNC: True}, {ASYNC: "no collective with INT8 products"}),
+    ({FLOAT8: True, RECIPE: "mxfp8", COMPILE: True, TENSOR: 2, ASYNC: True}, {ASYNC: "with MXFP8 products"}),
+    ({INT8: True, "plan.compare": True}, {"plan.compare": "the plan has no rates of INT8 products"}),
+    ({INT8: True, BATCH: 2, SEQ_LEN: 131072}, {BATCH: "sum 262144 tokens in 32 bits"}),
+    ({INT8: True, PIPELINE: 2, MICROBATCH: 2, BATCH: 4, SEQ_LEN: 131072}, {MICROBATCH: "sum 262144 tokens"}),
     ({FLOAT8: True, PRECOMPUTE: True}, {PRECOMPUTE: "the scales are for weights gathered in float8"}),
     # tensor parallelism
     ({TENSOR: 2, HEADS: 1, KV_HEADS: 1}, {TENSOR: ("divisor of model.n_heads = 1", "divisor of model.n_kv_heads = 1")}),
@@ -377,6 +384,7 @@ UNREAD = {
     | {FIRST: 0, LAST: 2, MODULES: TWO_STAGES},
     f"{COMPILE} is true": {COMPILER: "aot_eager", COMPONENTS: ["model"]},
     f"{FLOAT8} is true": {RECIPE: "rowwise", EMULATE: True, "float8.filter_fqns": ["layers.0."], GATHER: True},
+    f"{INT8} is true": {"int8.filter_fqns": ["layers.0."]},
 }
 
 
@@ -459,6 +467,10 @@ ACCEPTED = {
     "torch's own step, another implementation": {DTYPE: "bfloat16", IMPLEMENTATION: "foreach"},
     "float8 of some layers, rowwise": {FLOAT8: True, RECIPE: "rowwise", "float8.filter_fqns": ["layers.0.", "wk"]},
     "float8 all-gather": {FLOAT8: True, GATHER: True},
+    "mxfp8 of some layers": {FLOAT8: True, RECIPE: "mxfp8", "float8.filter_fqns": ["wk"]},
+    "int8 of some layers": {INT8: True, "int8.filter_fqns": ["layers.0.", "wk"]},
+    "int8 turned off": {INT8: False, FLOAT8: True},
+    "int8 of as many tokens as 32 bits can sum": {INT8: True, BATCH: 1, SEQ_LEN: 131072},
     "float8 all-gather, precomputed scales": {FLOAT8: True, GATHER: True, PRECOMPUTE: True},
 }
 
@@ -542,6 +554,8 @@ ACCEPTED_DEGREES = [
     ({FLOAT8: True}, on(1, devices=1), (1, 1, 1, 1, 1, 1)),
     ({FLOAT8: True, EMULATE: True}, on(1), (1, 1, 1, 1, 1, 1)),
     ({FLOAT8: True, f"--{FLOAT8}": False}, on(1), (1, 1, 1, 1, 1, 1)),
+    ({INT8: True}, on(1), (1, 1, 1, 1, 1, 1)),
+    ({FLOAT8: True, RECIPE: "mxfp8", EMULATE: True, COMPILE: True}, on(1, devices=1), (1, 1, 1, 1, 1, 1)),
 ]
 # fmt: on
 

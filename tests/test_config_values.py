@@ -47,7 +47,7 @@ WRONG_VALUES = {
         "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',
         "parallelism.enable_async_tensor_parallel = 1", "compile.enable = 1", 'compile.enable = "true"',
-        "optimizer.stochastic_rounding = 1", "optimizer.enable_cpu_offload = 1",
+        "optimizer.stochastic_rounding = 1", "optimizer.enable_cpu_offload = 1", "int8.enable = 1",
         "float8.enable = 1", 'float8.emulate = "on"',
         "float8.enable_fsdp_float8_all_gather = 1", "float8.precompute_float8_dynamic_scale_for_fsdp = 1",
     ],
@@ -171,12 +171,12 @@ WRONG_VALUES = {
     'one of "auto", "cpu", "flash", "cudnn", "efficient", "math"': [
         'training.attention_backend = "sdpa"', "training.attention_backend = true",
     ],
-    'one of "tensorwise", "rowwise", "rowwise_with_gw_hp"': ['float8.recipe = "blockwise"'],
+    'one of "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"': ['float8.recipe = "blockwise"'],
     "an array of tables": [
         "training.datasets = 3", 'training.datasets = "a"', "training.datasets = [3]",
     ],
     "a list of strings": [
-        'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3",
+        'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3", "int8.filter_fqns = 3",
         'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",
         'float8.filter_fqns = "layers.0."', "float8.filter_fqns = [1]", 'float8.filter_fqns = [["layers.0."]]',
     ],

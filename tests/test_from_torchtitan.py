@@ -452,10 +452,26 @@ def test_float8():
     filtered = {**on, f"{section}.filter_fqns": ["output", "auto_filter_small_kn"]}
     assert config_of(filtered).float8.filter_fqns == ["output"]
     assert "auto_filter_small_kn" in row_of(filtered, f"{section}.filter_fqns").note
-    mx = row_of({"model.converters": ["quantize.linear.mx"]}, "model.converters")
-    assert (mx.status, mx.matters) == (MISSING, True)
     both = row_of({"model.converters": ["float8", "quantize.grouped_mm.float8"]}, "model.converters")
     assert (both.status, both.matters, both.target) == (MISSING, True, "float8.enable = true")
+
+
+def test_mxfp8():
+    on, section = {"model.converters": ["quantize.linear.mx"]}, "quantize.linear.mx"
+    float8 = config_of(on).float8
+    assert (float8.enable, float8.recipe, float8.emulate, float8.filter_fqns) == (True, "mxfp8", False, [])
+    assert "multiples of 32" in row_of(on, "model.converters").note
+    assert config_of({**on, f"{section}.filter_fqns": ["output", "wk"]}).float8.filter_fqns == ["wk"]
+    recipe = f"{section}.recipe_name"
+    assert config_of({**on, recipe: "mxfp8_emulated"}).float8.emulate
+    assert "rounded down" in row_of({**on, recipe: "mxfp8_cublas"}, recipe).note
+    assert "rounded" not in row_of({**on, recipe: "mxfp8_cublas_rceil"}, recipe).note
+    assert problems_of(converted({**on, recipe: "mxfp4_cutlass"}), "converted")
+    assert not config_of({recipe: "mxfp8_cublas"}).float8.enable
+    assert row_of({recipe: "mxfp8_cublas"}, recipe).status == NOT_READ
+    both = converted({"model.converters": ["float8", "quantize.linear.mx"]})
+    assert "float8.recipe" not in both.options
+    assert any(row.status == MISSING and "quantize.linear.mx" in row.note for row in both.rows)
 
 
 def test_datasets():

@@ -19,6 +19,7 @@ from titanlite.model import Documents
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION
 from titanlite.parallel.context import ContextAttention
+from titanlite.parallel.low_precision import PRODUCTS
 from titanlite.parity.compare import FLOAT64_TOLERANCE, differences
 from titanlite.parity.reference import run_reference
 from titanlite.parity.training_run import TrainingRun, run_layout
@@ -126,15 +127,34 @@ def test_a_step_does_not_synchronize_with_the_device(folder, alone, options):
         run.loader.close()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_float8_trains_as_bfloat16_does(folder, recipe):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs float8: compute capability 8.9")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "int8"])
+def test_8_bit_products_train_as_bfloat16_does(folder, recipe):
+    needed = {"mxfp8": (10, 0), "int8": (8, 0)}.get(recipe, (8, 9))
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"needs compute capability {needed[0]}.{needed[1]}")
     plain = train(folder, "plain")
-    float8 = train(folder, "float8", "--float8.enable", f"--float8.recipe={recipe}")
-    assert float8[-1][LOSS] < float8[0][LOSS] - 0.5
-    assert float8[-1][LOSS] != plain[-1][LOSS]
-    assert [values[LOSS] for values in float8] == pytest.approx([values[LOSS] for values in plain], rel=0.02)
+    options = ["--int8.enable"] if recipe == "int8" else ["--float8.enable", f"--float8.recipe={recipe}"]
+    rounded = train(folder, recipe, *options)
+    assert rounded[-1][LOSS] < rounded[0][LOSS] - 0.5
+    assert rounded[-1][LOSS] != plain[-1][LOSS]
+    assert [values[LOSS] for values in rounded] == pytest.approx([values[LOSS] for values in plain], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "emulated", "needed"), [("mxfp8", "mxfp8, emulated", (10, 0)), ("int8", "int8", (8, 0))]
+)
+@pytest.mark.parametrize("n_tokens", [1, 17, 64, 250])
+def test_8_bit_products_are_those_of_a_cpu(kind, emulated, needed, n_tokens):
+    """Of few tokens, as when text is generated, and of numbers of tokens that are in no multiple of a block."""
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"needs compute capability {needed[0]}.{needed[1]}")
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(rows, 96, generator=generator).bfloat16() for rows in (n_tokens, 64)]
+    operands += [torch.randn(rows, n_tokens, generator=generator).bfloat16() for rows in (64, 96)]
+    for left, right in (operands[:2], operands[2:]):
+        expected = PRODUCTS[emulated](left, right).float()
+        actual = PRODUCTS[kind](left.cuda(), right.cuda()).cpu().float()
+        assert (actual - expected).norm() < 0.01 * expected.norm()  # the emulation sums operands in bfloat16
 
 
 def test_optimizer_states_in_host_memory_train_as_on_the_device(folder):

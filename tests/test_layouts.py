@@ -3,6 +3,7 @@ every schedule. Each is compared with the single-process reference over three st
 gradient, every weight and the validation loss to 1e-11; initial weights bit for bit."""
 
 import itertools
+import re
 import shutil
 from typing import Any
 from unittest import mock
@@ -171,6 +172,9 @@ FLOAT8_ALL_GATHER = {
     "float8__enable_fsdp_float8_all_gather": True,
     "float8__precompute_float8_dynamic_scale_for_fsdp": True,
 }
+# Blocks of 32 on two ranks. Each rank's tokens are in multiples of 32 too, chunks of a ring included.
+MXFP8 = FLOAT8 | {"float8__recipe": "mxfp8", "model__ffn_dim": 128, "training__seq_len": 128}
+INT8_PRODUCTS = WIDE | {"int8__enable": True}
 IN_FLOAT32 = WIDE | {"training__dtype": "float32"}
 INT8 = IN_FLOAT32 | {"optimizer__state_dtype": "int8", "model__dim": 128}  # fewer than 4096 elements are left alone
 INT4, FLOAT8_STATES = (INT8 | {"optimizer__state_dtype": name} for name in ("int4", "float8"))
@@ -178,6 +182,7 @@ HALF = IN_FLOAT32 | {"training__mixed_precision_param": "float16"}
 STOCHASTIC = WIDE | {"training__dtype": "bfloat16", "optimizer__stochastic_rounding": True}
 FULL_PRECISION = {
     "float8__enable": False,
+    "int8__enable": False,
     "optimizer__state_dtype": "auto",
     "optimizer__stochastic_rounding": False,
     "training__mixed_precision_param": "float32",
@@ -193,6 +198,10 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
     "float8 all-gather, pp x shard": FLOAT8 | FLOAT8_ALL_GATHER | PP | SHARD,
     "float8, selective AC, shard x tp": FLOAT8 | SELECTIVE | SHARD | TP,
     "float8, ZBVZeroBubble": FLOAT8 | schedule("ZBVZeroBubble"),
+    **{f"mxfp8, {name}": MXFP8 | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "mxfp8, compiled, tp": MXFP8 | COMPILED | TP,
+    **{f"int8 products, {name}": INT8_PRODUCTS | AXES[name] for name in ("pp", "shard", "cp", "tp")},
+    "int8 products, selective AC, shard x tp": INT8_PRODUCTS | SELECTIVE | SHARD | TP,
     "8-bit optimizer states, shard": INT8 | SHARD,
     "8-bit optimizer states, tp": INT8 | TP,
     "8-bit optimizer states, CPU offload": INT8 | SHARD | OFFLOAD,
@@ -211,6 +220,19 @@ LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     **{f"float8 rowwise_with_gw_hp, {name}": FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"} | AXES[name]
        for name in ("pp", "cp", "tp")},
     "float8, cp x tp": FLOAT8 | CP | TP,
+    "mxfp8, cp x tp": MXFP8 | CP | TP,
+    "mxfp8, ZBVZeroBubble": MXFP8 | schedule("ZBVZeroBubble"),
+    "mxfp8, full AC, shard x tp": MXFP8 | FULL | SHARD | TP,
+    "mxfp8, biases and norms, shard x tp": MXFP8 | BIASES_AND_NORMS | SHARD | TP,
+    "mxfp8, compiled, selective AC, shard x tp": MXFP8 | COMPILED | SELECTIVE | SHARD | TP,
+    "mxfp8, shard x cp x tp": MXFP8 | SHARD | CP | TP,
+    "int8 products, cp x tp": INT8_PRODUCTS | CP | TP,
+    "int8 products, ZBVZeroBubble": INT8_PRODUCTS | schedule("ZBVZeroBubble"),
+    "int8 products, compiled, tp": INT8_PRODUCTS | COMPILED | TP,
+    "int8 products, full AC, pp": INT8_PRODUCTS | FULL | PP,
+    "int8 products, biases and norms, shard x tp": INT8_PRODUCTS | BIASES_AND_NORMS | SHARD | TP,
+    "int8 products, compiled, selective AC, shard x tp": INT8_PRODUCTS | COMPILED | SELECTIVE | SHARD | TP,
+    "int8 products, shard x cp x tp": INT8_PRODUCTS | SHARD | CP | TP,
     "8-bit optimizer states, pp": INT8 | PP,
     "8-bit optimizer states, cp": INT8 | CP,
     "4-bit optimizer states, stochastic rounding, pp x shard": INT4 | STOCHASTIC | {"model__dim": 128} | PP | SHARD,
@@ -275,7 +297,7 @@ def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
     order = options.get("pipeline_parallel_schedule")
     if order in V_SHAPED and torch.__version__ < "2.12":
         pytest.skip("unsupported on a CPU with torch 2.11")
-    functions = {"float8__enable", "training__loss_chunks"} & set(options)
+    functions = {"float8__enable", "int8__enable", "training__loss_chunks"} & set(options)
     budget = options.get("activation_checkpoint__mode") == "memory_budget" and "tensor_parallel_degree" in options
     split_backward = functions and order in SPLIT_BACKWARD
     if (budget and torch.__version__.startswith("2.12.")) or (split_backward and torch.__version__ < "2.13"):
@@ -313,7 +335,9 @@ def references() -> Any:
     computed: dict[str, Any] = {}
 
     def compute(job: config.Config) -> tuple[Trace, dict[str, float], Trace]:
-        key = "".join(section.model_dump_json() for section in (job.model, job.training, job.optimizer, job.float8))
+        key = "".join(
+            section.model_dump_json() for section in (job.model, job.training, job.optimizer, job.float8, job.int8)
+        )
         if key not in computed:
             reference = run_reference(job, CPU, steps=STEPS)
             allowed = tolerances(job, reference, CPU, steps=STEPS)
@@ -338,6 +362,66 @@ def test_low_precision_layout_matches_reference(ranks, references, tmp_path, nam
     assert {name: (d, allowed[name]) for name, d in actual.items() if d > allowed[name]} == {}
     by_option = largest(differences(full_precision, reference))
     assert 0.2 * by_option < largest(differences(full_precision, layout)) < 5 * by_option
+    if name.startswith(("mxfp8", "int8 products")):
+        assert_products_are_rounded(job, actual, full_precision, layout)
+
+
+PRODUCT_ERROR = {"mxfp8": 2**-4 / 3**0.5, "int8": 3 / 127 / 6**0.5}
+"""Relative error of a product of two rounded random matrices, in the Frobenius norm. Its square is twice that of one
+rounding. float8_e4m3fn rounds m 2^e, with m from 1 to 2, by at most 2^e / 16: by 1 / (16 m) / sqrt(3) in the mean of
+squares, and 1 / m^2 is 1/2 on average. INT8 rounds by at most half of 1/127 of a row's largest number, which is some
+three standard deviations."""
+ROUNDING_OF_FLOAT32 = 2e-6
+"""Of a loss: the reference in full precision computes in float32."""
+
+
+def assert_products_are_rounded(job: config.Config, actual: dict[str, float], full: Trace, layout: Trace) -> None:
+    """Blocks of MXFP8 are the same on every rank, so a layout is as near to the reference as in full precision. INT8
+    has scales of a rank's tokens and channels; those of the forward are of full rows, unless tensor parallelism shards
+    them. The weight gradient of each converted layer has at least the error of its own product, within a factor of two,
+    and at most that of all products of the step."""
+    is_mxfp8 = job.float8.enable
+    if is_mxfp8:
+        assert max(actual.values()) < TOLERANCE
+    elif job.parallelism.tensor_parallel_degree == 1:
+        assert actual["step 1 loss"] < TOLERANCE
+    assert (layout["step 1 loss"] - full["step 1 loss"]).abs() > ROUNDING_OF_FLOAT32
+    error, products = PRODUCT_ERROR["mxfp8" if is_mxfp8 else "int8"], 7 * 3 * job.model.n_layers
+    for name in [name for name in full if re.fullmatch(r"step 1 gradient layers\.\d+\..*\.w\w\.weight", name)]:
+        relative = (layout[name] - full[name]).norm() / full[name].norm()
+        assert error / 2 < relative < error * products**0.5, name
+
+
+def _products_not_rounded(rank: int) -> Any:
+    from titanlite.parallel import low_precision
+
+    exact = dict.fromkeys(low_precision.PRODUCTS, lambda left, right: left @ right.t())
+    return mock.patch.dict(low_precision.PRODUCTS, exact)
+
+
+def _output_not_rounded(rank: int) -> Any:
+    """Each rank rounds to INT8 in the backward only."""
+    from titanlite.parallel import low_precision
+
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kind = kind
+        return x @ weight.t()
+
+    return mock.patch.object(low_precision._Products, "forward", staticmethod(forward))
+
+
+@pytest.mark.parametrize("name", ["mxfp8, tp", "int8 products, tp"])
+@pytest.mark.parametrize("bug", [_products_not_rounded, _output_not_rounded])
+def test_products_that_are_not_rounded_are_found(ranks, references, tmp_path, name, bug):
+    job = resolve(tmp_path, 2, with_batches(LOW_PRECISION[name] | ONE_ACCUMULATION_STEP))
+    reference, _, full_precision = references(job)
+    layout, *_ = ranks(2).run(trace, job=job, bug=bug)
+    actual = differences(reference, layout)
+    by_bug = differences(full_precision, layout)
+    assert (max(by_bug.values()) if bug is _products_not_rounded else by_bug["step 1 loss"]) < ROUNDING_OF_FLOAT32
+    with pytest.raises(AssertionError):
+        assert_products_are_rounded(job, actual, full_precision, layout)
 
 
 @pytest.mark.nightly

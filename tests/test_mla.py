@@ -455,18 +455,36 @@ LATENT_FLOAT8 = FLOAT8 | {
 """All sides of weights are multiples of 16 on two ranks: wkv_a has 64 rows."""
 
 
+LATENT_BLOCKS = LATENT_FLOAT8 | {
+    "model__dim": 64,
+    "model__ffn_dim": 128,
+    "model__mla__kv_lora_rank": 64,
+    "model__mla__q_lora_rank": 64,
+    "model__mla__qk_rope_head_dim": 64,
+    "model__mla__v_head_dim": 32,
+    "training__seq_len": 128,
+}
+"""And of 32, for MXFP8: wkv_a has 128 rows."""
+
+
+LATENT_INT8 = {key: value for key, value in LATENT_FLOAT8.items() if "float8" not in key} | {"int8__enable": True}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "layout"),
+    ("options", "layout"),
     [
-        ("tensorwise", TP),
-        pytest.param("rowwise", TP, marks=pytest.mark.nightly),
-        pytest.param("tensorwise", SHARD, marks=pytest.mark.nightly),
-        pytest.param("rowwise_with_gw_hp", CP | TP, marks=pytest.mark.nightly),
+        (LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, TP),
+        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "rowwise"}, TP, marks=pytest.mark.nightly),
+        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, SHARD, marks=pytest.mark.nightly),
+        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"}, CP | TP, marks=pytest.mark.nightly),
+        (LATENT_BLOCKS | {"float8__recipe": "mxfp8"}, TP),
+        (LATENT_INT8, TP),
     ],
+    ids=["tensorwise, tp", "rowwise, tp", "tensorwise, shard", "rowwise_with_gw_hp, cp x tp", "mxfp8, tp", "int8, tp"],
 )
-def test_float8_layout_matches_reference(ranks, tmp_path, recipe, layout):
+def test_float8_layout_matches_reference(ranks, tmp_path, options, layout):
     """As in test_layouts.py: within a few times the reference's own rounding, and as far as it from full precision."""
-    options = LATENT_FLOAT8 | layout | ONE_ACCUMULATION_STEP | {"float8__recipe": recipe}
+    options = options | layout | ONE_ACCUMULATION_STEP
     n = world_size(options)
     job = resolve(tmp_path, n, with_batches(options))
     reference = run_reference(job, CPU, steps=STEPS)
@@ -476,18 +494,27 @@ def test_float8_layout_matches_reference(ranks, tmp_path, recipe, layout):
     assert {name: (d, allowed[name]) for name, d in differences(reference, actual).items() if d > allowed[name]} == {}
     by_option = largest(differences(full_precision, reference))
     assert 0.2 * by_option < largest(differences(full_precision, actual)) < 5 * by_option
+    if job.float8.recipe == "mxfp8":
+        assert max(differences(reference, actual).values()) < LAYOUT_TOLERANCE
 
 
-def test_float8_converts_every_linear_layer(tmp_path):
-    from torchao.float8.float8_linear import Float8Linear
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (LATENT_FLOAT8, "Float8Linear"),
+        (LATENT_BLOCKS | {"float8__recipe": "mxfp8"}, "LowPrecisionLinear"),
+        (LATENT_INT8, "LowPrecisionLinear"),
+    ],
+    ids=["float8", "mxfp8", "int8"],
+)
+def test_low_precision_converts_every_linear_layer(tmp_path, options, kind):
+    from titanlite.parallel.low_precision import convert_linear_layers
 
-    from titanlite.parallel.float8 import convert_to_float8
-
-    job = resolve(tmp_path, 2, with_batches(LATENT_FLOAT8 | TP))
+    job = resolve(tmp_path, 2, with_batches(options | TP))
     llama = meta_model(job)
-    convert_to_float8(llama, job.float8, tensor_parallel_degree=2, device=CPU)
+    convert_linear_layers(llama, job.float8, job.int8, tensor_parallel_degree=2, device=CPU)
     attention = llama.layers["0"].attention
-    converted = [name for name, module in attention.named_children() if isinstance(module, Float8Linear)]
+    converted = [name for name, module in attention.named_children() if type(module).__name__ == kind]
     assert converted == ["wq_a", "wq_b", "wkv_a", "wkv_b", "wo"]
 
 

@@ -21,8 +21,10 @@ from tests.test_layouts import (
     EVERY_SECOND_MM,
     FLOAT8,
     FULL,
+    INT8_PRODUCTS,
     MODEL,
     MUON,
+    MXFP8,
     OFFLOAD,
     PP,
     REPLICATE,
@@ -572,15 +574,19 @@ def test_each_rank_has_one_shard_of_every_expert_weight(ranks, tmp_path, layout)
         assert {fraction for name, fraction in fractions.items() if ".experts." in name} == {1 / 4}
 
 
+KINDS = ("Float8Linear", "LowPrecisionLinear")
+
+
 def converted(job: Config) -> list[str]:
-    """Return the names of the layers that float8 converts."""
+    """Return the names of the layers that float8 or int8 converts."""
     layout = mesh.build_layout(job.parallelism, CPU)
     model, _ = build.build_model(job, layout, CPU)
-    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+    return [name for name, module in model.named_modules() if type(module).__name__ in KINDS]
 
 
-def test_float8_converts_all_but_experts(ranks, tmp_path):
-    ((*names,),) = ranks(1).run(converted, job=resolve(tmp_path, 1, MODEL | EXPERTS | FLOAT8))
+@pytest.mark.parametrize("options", [FLOAT8, MXFP8, INT8_PRODUCTS], ids=["float8", "mxfp8", "int8"])
+def test_low_precision_converts_all_but_experts(ranks, tmp_path, options):
+    ((*names,),) = ranks(1).run(converted, job=resolve(tmp_path, 1, MODEL | EXPERTS | options))
     attention = [f"layers.{n}.attention.w{name}" for n in range(MODEL["model__n_layers"]) for name in "qkvo"]
     assert sorted(names) == sorted(attention + [f"layers.0.feed_forward.w{n}" for n in "123"])
 

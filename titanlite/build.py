@@ -52,16 +52,15 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     """Return the named modules, or all, parallelized over the mesh, still on the meta device.
 
     Raises:
-        ConfigError: if float8 is enabled and the device lacks it, or no layer is converted.
+        ConfigError: if float8 or int8 is enabled and the device lacks it, or no layer is converted.
     """
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
-    if config.float8.enable:
-        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+    if config.float8.enable or config.int8.enable:
+        from titanlite.parallel.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
-        convert_to_float8(
-            stage, config.float8, tensor_parallel_degree=parallelism.tensor_parallel_degree, device=device
-        )
+        degree = parallelism.tensor_parallel_degree
+        convert_linear_layers(stage, config.float8, config.int8, tensor_parallel_degree=degree, device=device)
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
         stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)

@@ -94,6 +94,8 @@ def optimization_summary(config: Config) -> list[str]:
     lines = []
     if float8.enable:
         lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
+    if config.int8.enable:
+        lines.append("int8       products of linear layers, a scale per row and column")
     if checkpointing.mode != "none":
         option = {"selective": checkpointing.selective_ac_option, "memory_budget": checkpointing.memory_budget}
         lines.append(f"AC         {checkpointing.mode} {option.get(checkpointing.mode, '')}".rstrip())

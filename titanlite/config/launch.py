@@ -198,11 +198,10 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     needs_cuda = "needs CUDA, and this run is on a CPU; set"
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
-    if float8.enable and not float8.emulate and not on_cuda:
-        reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
-    elif float8.enable and not float8.emulate and param != "bfloat16":
-        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
-        reject("float8.enable", message + "this to false")
+    if float8.enable:
+        from titanlite.config.low_precision_rules import float8_device_rules
+
+        float8_device_rules(config, on_cuda, needs_cuda, reject)
     if config.debug.sdc_check_freq and on_cuda and not config.debug.deterministic:
         reject("debug.sdc_check_freq", "compares bits of repeated steps on CUDA; set debug.deterministic = true")
     if config.profiling.enable_memory_snapshot and not on_cuda:

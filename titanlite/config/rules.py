@@ -52,6 +52,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
     ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
+    (["int8.filter_fqns"], "int8.enable", (True,), (False,)),
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
@@ -233,13 +234,10 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
         from titanlite.config.hf_config import folder_rules  # here, since few runs write such a folder
 
         folder_rules(config.model, reject)
-    float8, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
-    if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
-        message = f"{show(float8.recipe)} has a scale per row, which FSDP cannot gather; set false, or float8.recipe = "
-        reject(gather, message + '"tensorwise"', "float8.recipe")
-    if float8.enable and float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        message = f"the scales are for weights gathered in float8; set {gather} = true, or this to false"
-        reject("float8.precompute_float8_dynamic_scale_for_fsdp", message, gather)
+    if config.float8.enable or config.int8.enable:
+        from titanlite.config.low_precision_rules import low_precision_rules  # here, since a plain run needs none
+
+        low_precision_rules(config, reject)
 
 
 def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args
 import tomli_w
 from pydantic import Field
 
-from titanlite.config.float8_schema import Float8
+from titanlite.config.float8_schema import Float8, Int8
 from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
@@ -377,6 +377,7 @@ class Config(Section):
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     parallelism: Parallelism = Field(default_factory=Parallelism)
     float8: Float8 = Field(default_factory=Float8)
+    int8: Int8 = Field(default_factory=Int8)
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)

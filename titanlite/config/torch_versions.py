@@ -22,7 +22,7 @@ def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> No
         reject(AC_MODE, message)
     if version < (2, 13) and parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
         message = f"{torch} fails in its split backward under {show(schedule)}; use torch 2.13, or another schedule"
-        if config.float8.enable:
-            reject("float8.enable", message)
+        if config.float8.enable or config.int8.enable:
+            reject("float8.enable" if config.float8.enable else "int8.enable", message)
         if config.training.loss_chunks > 1:
             reject("training.loss_chunks", f"{message}, or loss_chunks = 1")

@@ -20,7 +20,7 @@ from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
 
 PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)]
-PRODUCTS += [torch.ops.aten._scaled_mm.default, torch.ops.aten._grouped_mm.default]
+PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_grouped_mm", "_int_mm")]
 
 
 def _saved_operators() -> list[Any]:

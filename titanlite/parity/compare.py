@@ -38,6 +38,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
         training__dtype="float64",
         training__mixed_precision_param="float64",
         float8__enable=False,
+        int8__enable=False,
         optimizer__state_dtype="auto",
         optimizer__stochastic_rounding=False,
         optimizer__muon_dtype="float64" if config.optimizer.name == "Muon" else config.optimizer.muon_dtype,

@@ -70,12 +70,12 @@ class RandomSequences:
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take training steps of a resolved config in this process alone."""
     training, model = config.training, build.meta_model(config)
-    if config.float8.enable:
-        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+    if config.float8.enable or config.int8.enable:
+        from titanlite.parallel.low_precision import convert_linear_layers
 
         float8 = config.float8.model_copy(update={"enable_fsdp_float8_all_gather": False})
         degree = config.parallelism.tensor_parallel_degree
-        convert_to_float8(model, float8, tensor_parallel_degree=degree, device=device)
+        convert_linear_layers(model, float8, config.int8, tensor_parallel_degree=degree, device=device)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)

@@ -33,6 +33,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     model, training, parallelism = config.model, config.training, config.parallelism
     tensor, ulysses = parallelism.tensor_parallel_degree, parallelism.context_parallel_ulysses_degree
     context, pipeline = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
+    low_precision = config.float8.enable or config.int8.enable
     n_kv_heads = tensor * ulysses * min(2, model.n_kv_heads // (tensor * ulysses))
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
     n_layers = model.n_layers
@@ -43,7 +44,9 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
-    width = 16 if config.float8.enable else 8  # float8 leaves smaller layers alone
+    width = 16 if low_precision else 8  # float8 and int8 leave smaller layers alone
+    if config.float8.enable and config.float8.recipe == "mxfp8":
+        width = 32
     return {
         "model__n_layers": n_layers,
         "model__n_heads": n_heads,
@@ -52,7 +55,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "model__head_dim": width if model.n_heads * model.head_dim == model.dim else 2 * width,
         # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
         "model__sliding_window": max(seq_len * 3 // 8, 1) if config.windowed else model.sliding_window,
-        "model__ffn_dim": (16 if config.float8.enable else 12) * max(tensor, 2),
+        "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
         "model__vocab_size": tensor * math.ceil(60 / tensor),
         "training__seq_len": seq_len,
         "training__local_batch_size": local_batch_size,
@@ -93,10 +96,10 @@ def _numeric_options(config: Config, dtype: str) -> dict[str, Any]:
         "training__attention_backend": "auto" if dtype != "bfloat16" else config.training.attention_backend,
         "training__steps": 100,
         "training__max_norm": 0.1,  # less than the gradient norm, so that gradients are clipped
+        "optimizer__muon_dtype": "auto",
         # Adam's first steps have the size of lr wherever the gradient is rounding only, in either direction. In low
         # precision they must stay small against the weights (0.02), or the runs diverge though the layout is right.
-        "optimizer__muon_dtype": "auto",
-        "optimizer__lr": 1e-2 if dtype == "float64" and not config.float8.enable else 1e-4,
+        "optimizer__lr": 1e-2 if dtype == "float64" and not (config.float8.enable or config.int8.enable) else 1e-4,
         "lr_scheduler__warmup_steps": 2,
         "lr_scheduler__total_steps": -1,
     }

@@ -13,7 +13,7 @@ import torch
 from titanlite import build, devices
 from titanlite.config import Config, Launch, check
 from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
-from titanlite.config.loader import LoadedConfig
+from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
 from titanlite.launcher import ranks_wanted
@@ -68,7 +68,9 @@ def make_plan(
 def plan_resolved(
     config: Config, device: devices.Device, world: int, *, fold: bool = True, show_progress: bool = False
 ) -> Plan:
-    """Plan a run from its resolved config, the device and the number of ranks. The arguments are make_plan's."""
+    """Plan a run from its resolved config, the device and the number of ranks. The arguments are make_plan's. Raises
+    ConfigError if the plan has no rates of its products in 8 bits."""
+    _check_products(config, device)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
@@ -111,6 +113,15 @@ def plan_resolved(
         n_parameters=sum(sizes.values()),
         axes=dict(dry_runs[0].axes.values()),
     )
+
+
+def _check_products(config: Config, device: devices.Device) -> None:
+    float8 = config.float8
+    if config.int8.enable:
+        raise ConfigError(["int8.enable = true: the plan has no rates of INT8 products; set false"])
+    if float8.enable and float8.recipe == "mxfp8" and not float8.emulate and device.architecture != "blackwell":
+        problem = f'float8.recipe = "mxfp8": {config.plan.device} has no MXFP8 products, which need compute capability '
+        raise ConfigError([problem + "10.0 (Blackwell); set float8.emulate = true, another recipe or another device"])
 
 
 def config_for_dry_run(config: Config) -> Config:

@@ -21,6 +21,7 @@ from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
 FLOAT8 = "quantize.linear.float8"
 CONVERTERS = ("quantize.linear.float8", "quantize.dense.float8", "float8")
+MX, MX_CONVERTERS = "quantize.linear.mx", ("quantize.linear.mx", "quantize.dense.mx", "mx")
 SPLIT_POINTS, MICROBATCHES = "parallelism.pipeline_parallel_split_points", "parallelism.pipeline_parallel_microbatches"
 PIPELINE = "parallelism.pipeline_parallel_degree"
 HUB_C4 = {"c4": "train", "c4_validation": "validation"}
@@ -233,15 +234,17 @@ def _activation_checkpoint(to: Conversion) -> None:
 
 def _float8(to: Conversion) -> None:
     converters, switch, early = to.names("model.converters"), "model.converters", f"{FLOAT8}.enable_float8_linear"
-    others = [name for name in converters if name not in CONVERTERS]
-    enabled = len(others) < len(converters)
+    enabled = any(name in CONVERTERS for name in converters)
+    is_mx = not enabled and any(name in MX_CONVERTERS for name in converters)
+    others = [name for name in converters if name not in (MX_CONVERTERS if is_mx else CONVERTERS)]
+    _mxfp8(to, switch, enabled=is_mx)
     if enabled:
         to.put("float8.enable", True, switch)
-    elif switch in to.values and not others:
+    elif switch in to.values and not others and not is_mx:
         to.note(switch, "none", TAKEN)
     if others:
         to.note(switch, f"titanlite has no {', '.join(others)}", MISSING)
-    if early in to.values and not enabled:
+    if early in to.values and not enabled and not is_mx:
         enabled, switch = to.values[early] is True, early
         to.put("float8.enable", to.values[early], switch)
     elif early in to.values:
@@ -264,6 +267,23 @@ def _float8(to: Conversion) -> None:
     if not any(name in "output" for name in filters):
         text = "torchtitan would convert the output head, too; titanlite never does"
         to.note(keys["filter_fqns"] if keys["filter_fqns"] in to.values else switch, text)
+
+
+def _mxfp8(to: Conversion, switch: str, *, enabled: bool) -> None:
+    recipe_key, filter_key = f"{MX}.recipe_name", f"{MX}.filter_fqns"
+    if not enabled:
+        to.unread([recipe_key, filter_key], f"{switch} does not turn MXFP8 on")
+        return
+    recipe = to.get(recipe_key) or "mxfp8_cublas"
+    is_known = recipe in ("mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated")
+    to.put("float8.enable", True, switch)
+    to.put("float8.recipe", "mxfp8" if is_known else recipe, recipe_key)
+    if recipe == "mxfp8_emulated":
+        to.put("float8.emulate", True, recipe_key)
+    if is_known and recipe != "mxfp8_cublas_rceil":
+        to.note(recipe_key, "scales are rounded up, as by mxfp8_cublas_rceil; torchtitan's are rounded down")
+    to.put("float8.filter_fqns", [name for name in to.names(filter_key) if name != "output"], filter_key)
+    to.note(switch, "layers whose sides are not multiples of 32 on a rank are left alone (torchtitan: 16)")
 
 
 def _pipeline(to: Conversion) -> None:

@@ -1,0 +1,188 @@
+"""Linear layers whose matrix products take 8-bit operands: float8 (torchao), MXFP8 and INT8.
+
+Weights, gradients, optimizer states and everything between the products keep their dtypes. The three products of a
+layer (output, input gradient, weight gradient) quantize both operands each time they are computed (dynamic scaling):
+
+- MXFP8 (OCP Microscaling, arXiv:2310.10537): float8_e4m3fn with a power of two as the scale of each 32 values that are
+  added up. The scale is the least with which none of them overflows, as in NVIDIA's recipe (arXiv:2506.08027).
+- INT8 (after SwitchBack, arXiv:2304.13013; here in all three products, as in torchao's int8_mixed_precision_training):
+  a scale per row of the left operand and per column of the right one; sums are int32, and exact.
+
+torchao's own layers of these two are not used: DTensor hides the weight wrapper of its MXFP8 from its products, and has
+no sharding strategy for aten._int_mm. Here the products are of a rank's local shards.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from titanlite.config import ConfigError
+from titanlite.config.float8_schema import Float8, Int8
+from titanlite.model import Llama
+
+BLOCK = 32
+"""Values that share a scale in MXFP8."""
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def convert_linear_layers(
+    stage: Llama, float8: Float8, int8: Int8, *, tensor_parallel_degree: int, device: torch.device
+) -> None:
+    """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
+
+    The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
+    has, on a rank, a side that is not a multiple of what the hardware's product needs: 16, for MXFP8 a block. Nor is a
+    mixture of experts, with the shared ones and the router.
+    Raise ConfigError if the device lacks these products, or no layer is converted.
+    """
+    section, options = ("float8", float8) if float8.enable else ("int8", int8)
+    is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
+    multiple = (BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
+
+    def converts(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in options.filter_fqns):
+            return False
+        return ".feed_forward.shared." not in name and all(side % multiple == 0 for side in module.weight.shape)
+
+    if float8.enable and not float8.emulate:
+        _check_capability(device, (10, 0) if is_mxfp8 else (8, 9), "MXFP8" if is_mxfp8 else "float8")
+    names = [name for name, module in stage.named_modules() if converts(module, name)]
+    if not names:
+        raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
+    if float8.enable and not is_mxfp8:
+        from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second
+
+        convert_to_float8(stage, float8, names)
+        return
+    product = "int8" if int8.enable else "mxfp8, emulated" if float8.emulate else "mxfp8"
+    for name in names:
+        layer = stage.get_submodule(name)
+        layer.__class__, layer.product = LowPrecisionLinear, product
+
+
+def _check_capability(device: torch.device, needed: tuple[int, int], products: str) -> None:
+    """Raise ConfigError if a CUDA device has a lower compute capability."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
+        name, advice = torch.cuda.get_device_name(device), "set float8.emulate = true, or this to false"
+        raise ConfigError([f"float8.enable = true: {name} has no {products} products; {advice}"])
+
+
+class LowPrecisionLinear(nn.Linear):
+    """A linear layer with products of 8-bit operands. `product`: a key of PRODUCTS."""
+
+    product: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., O] of x [..., I]. Of DTensors, each rank multiplies its own shards: which of the three layouts
+        of tensor parallelism this is follows from the weight's placement."""
+        weight_OI = self.weight
+        if isinstance(weight_OI, DTensor):
+            mesh, (placement,) = weight_OI.device_mesh, weight_OI.placements
+            inputs, input_gradient, output, weight_gradient = _placements(placement, x.dim() - 1)
+            local = x.redistribute(placements=[inputs]).to_local(grad_placements=[input_gradient])
+            weight = weight_OI.to_local(grad_placements=[weight_gradient])
+            out = DTensor.from_local(_Products.apply(local, weight, self.product), mesh, [output], run_check=False)
+        else:
+            out = _Products.apply(x, weight_OI, self.product)
+        return out if self.bias is None else out + self.bias
+
+
+def _placements(weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
+    """Return the placements of the input, its gradient, the output and the weight's gradient of a layer, by that of its
+    weight [O, I]. `last` is the last dimension of the input."""
+    if weight == Shard(0):  # column-wise
+        return Replicate(), Partial(), Shard(last), weight
+    if weight == Shard(1):  # row-wise
+        return Shard(last), Shard(last), Partial(), weight
+    return Shard(0), Shard(0), Shard(0), Partial()  # every rank has the weight, and its own tokens
+
+
+class _Products(torch.autograd.Function):
+    """The three products of a linear layer, each with its operands quantized along the dimension that is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.kind = kind
+        return PRODUCTS[kind](x.flatten(0, -2), weight_OI).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight_OI), product = ctx.saved_tensors, PRODUCTS[ctx.kind]
+        gradient_NO, of_input, of_weight = gradient.flatten(0, -2), None, None
+        if ctx.needs_input_grad[0]:
+            of_input = product(gradient_NO, weight_OI.t()).view_as(x)
+        if ctx.needs_input_grad[1]:
+            of_weight = product(gradient_NO.t(), x.flatten(0, -2).t())
+        return of_input, of_weight, None
+
+
+def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of BLOCK, and the exponents of
+    their blocks' scales [M, K / BLOCK], from -127 to 127, in float32 or float64. A block with a NaN has NaNs alone."""
+    wide = F.pad(x_MK, (0, -x_MK.shape[1] % BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
+    blocks = wide.unflatten(1, (-1, BLOCK))
+    exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
+    # Values above the largest come from rounding of the logarithm, or are infinite: 448 * 2^127 is, in float32.
+    values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return values.flatten(1), exponents.squeeze(-1)
+
+
+def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `to_mxfp8` rounded to, as [M, K] in a dtype."""
+    blocks = values.unflatten(1, (-1, BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
+    return blocks.flatten(1).to(dtype)
+
+
+def _mxfp8_emulated(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    left, right = (from_mxfp8(*to_mxfp8(operand), operand.dtype) for operand in (left_MK, right_NK))
+    return left @ right.t()
+
+
+def scales_of_mxfp8(exponents: Tensor) -> Tensor:
+    """Return the scales as float8_e8m0fnu in the order in which cuBLAS takes them."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    biased = torch.where(exponents.isnan(), 255, exponents + 127).to(torch.uint8)
+    return to_blocked(biased.view(torch.float8_e8m0fnu))
+
+
+def _mxfp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    """Return the product on a device of compute capability 10.0 or higher, in bfloat16.
+
+    Private: torch._scaled_mm with scales of blocks (as torchao calls it; run on no GPU).
+    """
+    (left, of_left), (right, of_right) = map(to_mxfp8, (left_MK, right_NK))
+    scales = scales_of_mxfp8(of_left), scales_of_mxfp8(of_right)
+    return torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16)
+
+
+def to_int8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as int8 [M, K] from -127 to 127, and the scales of their rows, [M, 1], in float32 or float64. A row
+    that is not finite has a scale that is not."""
+    wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
+    scales = wide.abs().amax(-1, keepdim=True) / 127
+    return (wide / scales.clamp(min=torch.finfo(wide.dtype).tiny)).round().to(torch.int8), scales
+
+
+def _int8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+    """Return the product. On CUDA it takes more than 16 rows, and K and N in multiples of 8 (torch._int_mm; private):
+    rows are added, and zeros along K. N is a side of a weight."""
+    (left, left_scales), (right, right_scales) = map(to_int8, (left_MK, right_NK))
+    rows, columns = max(17 - len(left), 0), -left.shape[1] % 8
+    if left.is_cuda and (rows or columns):
+        left, right = F.pad(left, (0, columns, 0, rows)), F.pad(right, (0, columns))
+    sums = torch._int_mm(left.contiguous(), right.contiguous().t())[: len(left_MK)]
+    return (sums * left_scales * right_scales.t()).to(left_MK.dtype)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mxfp8": _mxfp8,
+    "mxfp8, emulated": _mxfp8_emulated,
+    "int8": _int8,
+}
+"""Functions of a left operand [M, K] and a right one [N, K] that return [M, N] in the dtype of the left one."""
