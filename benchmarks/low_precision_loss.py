@@ -66,6 +66,7 @@ def run(options: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="besides float32")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "low_precision_loss.png")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -73,6 +74,8 @@ def main() -> None:
     curves: dict[str, list[tuple[int, float]]] = {}
     final_losses: dict[str, tuple[float, float]] = {}
     for name, options in RUNS.items():
+        if name not in ("float32", *arguments.runs):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             rows = run(options, arguments.steps, Path(folder))
         last, validation = statistics.mean(row[LOSS] for row in rows[-30:]), rows[-1][VALIDATION]

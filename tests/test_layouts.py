@@ -753,9 +753,10 @@ RESUMED_STATES = {
     "bfloat16": (INT8 | {"optimizer__state_dtype": "bfloat16"}, TP),
     "int8, uneven shards": (INT8 | UNEVEN, {}),
     "in host memory": (IN_FLOAT32 | HOST_STATES, TP),
+    "Muon's": (IN_FLOAT32 | MUON, TP),
     "float8, uneven shards": (FLOAT8_STATES | UNEVEN, {}),
 }
-EVERY_TIME = ["int8", "int4", "int8, uneven shards", "in host memory"]
+EVERY_TIME = ["int8", "int4", "int8, uneven shards", "in host memory", "Muon's"]
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,18 @@ def test_operations_are_those_of_the_formula(options):
         assert plan.n_parameters > plan.flops_per_token / 6, "of 8 experts a token passes 2"
 
 
+def test_muon_sends_no_experts_that_a_rank_has():
+    """With expert parallel over all ranks only the other matrices are sent."""
+    options = ["optimizer.name=Muon", "plan.device=h100", "parallelism.data_parallel_shard_degree=2"]
+    ep, fsdp = (make_plan(loaded(*options, *x)) for x in (["parallelism.expert_parallel_degree=2"], []))
+    n_layers = ep.config.model.n_layers
+    assert ep.world_size == fsdp.world_size == 2
+    both = [plan.cost.communication["fsdp", "all_to_all"][0] for plan in (ep, fsdp)]
+    # Four of attention, the router and three of the shared expert
+    rounds_of_matrices, rounds_of_experts = math.ceil(n_layers * 8 / 2), n_layers * 3
+    assert both == [2 * rounds_of_matrices, 2 * (rounds_of_matrices + rounds_of_experts)]
+
+
 def test_all_to_alls_of_a_layer():
     """A layer exchanges counts and, in two directions, rows; its backward rows only. Full AC repeats the forward."""
     options = ["plan.device=h100", SHARD_4, EP_4]

@@ -31,7 +31,8 @@ def recorder(
     """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    return functools.partial(record_step, shapes=shapes_of_matrices(config, names), group=group)
+    local_experts, shapes = config.parallelism.expert_parallel_degree == group.size(), shapes_of_matrices(config, names)
+    return functools.partial(record_step, shapes=shapes, group=group, local_experts=local_experts)
 
 
 def create_states(optimizer: Muon) -> None:
@@ -47,13 +48,20 @@ def create_states(optimizer: Muon) -> None:
 
 
 def record_step(
-    trace: OpTrace, optimizer: Muon, factor: Tensor, *, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
+    trace: OpTrace,
+    optimizer: Muon,
+    factor: Tensor,
+    *,
+    shapes: Sequence[tuple[int, ...]],
+    group: dist.ProcessGroup,
+    local_experts: bool,
 ) -> None:
     """Step the AdamW of the other weights on gradients multiplied by `factor`, and record what Muon does.
 
     Args:
         shapes: of all matrices of the full stage.
         group: the ranks that share the work.
+        local_experts: whether each rank has the full experts that it orthogonalizes.
     """
     clipped_step(optimizer.adamw, factor, torch.tensor(True))  # a constant, whose value fake tensors know
     for weight in optimizer.matrices:
@@ -64,7 +72,7 @@ def record_step(
     for number, (shape, times) in enumerate(first.items()):
         trace.mark("muon", number, times)
         full = torch.empty(shape, dtype=optimizer.dtype)
-        for _ in range(2):
+        for _ in range(0 if len(shape) == 3 and local_experts else 2):
             trace.record(Communication("all_to_all", group.group_name, full.nbytes))
         newton_schulz(full, optimizer.options.muon_newton_schulz_steps)
     trace.mark("update")
