@@ -15,6 +15,7 @@ from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
 from torchao.utils import TorchAOBaseTensor
 
+from titanlite.config import ConfigError
 from titanlite.config.optimizer_schema import QUANTIZED_STATES, Optimizer
 
 QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
@@ -32,6 +33,8 @@ class LowBitAdam(AdamW8bit):
 
     The states of weights in `full_precision` keep the weight's type. An embedding's should (arXiv:2110.02861, section
     2.3): rows of rare tokens have an exp_avg_sq so much smaller than their block's that quantized ones cannot have it.
+
+    Raises ConfigError for float8 states on a GPU below compute capability 8.9, for which the step cannot be compiled.
     """
 
     _step_supports_amp_scaling = True  # see optimizer.clipped_step
@@ -42,6 +45,10 @@ class LowBitAdam(AdamW8bit):
         rounding = {"bf16_stochastic_round": optimizer.stochastic_rounding}
         super().__init__(groups, optimizer.lr, betas, optimizer.eps, block_size=block, **rounding)
         self.is_adamw = optimizer.name == "AdamW"
+        device = self.param_groups[0]["params"][0].device
+        if self.state_dtype == "float8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device)
+            raise ConfigError([f'optimizer.state_dtype = "float8": {name} cannot convert to float8; set "int8"'])
         self._update = torch.compile(_update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
