@@ -20,6 +20,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
+from titanlite.checkpoint.tensors import dequantized, load_quantized
 from titanlite.config.optimizer_schema import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
@@ -136,9 +137,10 @@ def small_model() -> nn.Module:
     """Return what an optimizer asks of a model, with a gradient of norm 64 in each of two weights."""
     model = nn.Module()
     model.tok_embeddings = None
-    model.matrix, model.vector = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(4096))
+    model.layers, model.vector = nn.ParameterList([torch.ones(64, 64)]), nn.Parameter(torch.ones(4096))
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        parameter.grad *= 64 / parameter.grad.norm()
     return model
 
 
@@ -149,11 +151,12 @@ OPTIMIZERS = {
     "int4 states": Optimizer(state_dtype="int4"),
     "float8 states": Optimizer(state_dtype="float8"),
     "states in host memory": Optimizer(enable_cpu_offload=True),
+    "Muon": Optimizer(name="Muon", muon_dtype="float32"),
     "bfloat16 states": Optimizer(state_dtype="bfloat16"),
 }
 
 
-@pytest.mark.parametrize("name", ["fused", "int8 states", "int4 states", "float8 states", "bfloat16 states"])
+@pytest.mark.parametrize("name", ["fused", "int8 states", "int4 states", "float8 states", "bfloat16 states", "Muon"])
 def test_clipping_and_skipping_do_not_wait(alone, name):
     model = small_model()
     optimizer = build_optimizer(model, OPTIMIZERS[name])
@@ -163,10 +166,52 @@ def test_clipping_and_skipping_do_not_wait(alone, name):
         clipped_step(optimizer, clip_factor(norm, 1.0), norm.isfinite())
 
 
-@pytest.mark.parametrize("name", ["int8 states", "int4 states", "float8 states"])
-def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name):
-    """Half of each block has a gradient of 1e-4, and then none. In float32 it moves by less than lr in each step; if
-    its exp_avg_sq were rounded to 0, the second step would be hundreds of times lr."""
+QUANTIZED = ["int8 states", "int4 states", "float8 states"]
+
+
+def moved(name: str, gradients: Tensor, n_steps: int) -> Tensor:
+    """Return how far a weight moves in so many steps with constant gradients, relative to so many times lr."""
+    model, options = nn.Module(), OPTIMIZERS[name].model_copy(update={"weight_decay": 0.0})
+    weight = nn.Parameter(torch.zeros_like(gradients))
+    model.tok_embeddings, model.weight, model.matrix = None, weight, nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer(model, options)
+    for _ in range(n_steps):
+        weight.grad = gradients.clone()
+        optimizer.step()
+    return weight.detach() / (n_steps * options.lr)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("size", [1e-3, 1e-7])
+def test_quantized_states_move_weights_alike_in_both_directions(name, size):
+    """With constant gradients, all of a block alike, there is nothing to round but the largest value of a block."""
+    signs = torch.ones(4096).masked_fill(torch.arange(4096) >= 2048, -1)  # each block has one sign
+    up, down = moved(name, size * signs, 50).split(2048)
+    expected = moved("fused", size * signs, 50)[0]
+    torch.testing.assert_close(up, -down, rtol=1e-5, atol=0)
+    torch.testing.assert_close(up, expected.expand(2048), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_quantized_is_quantized_to_itself(name):
+    """So a run that resumes under the same layout continues bit for bit."""
+    model = small_model()
+    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    for _ in range(3):
+        optimizer.step()
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            before = state[key].dequantize().clone()
+            load_quantized(state[key], dequantized(state[key]), is_square=key == "exp_avg_sq")
+            assert torch.equal(state[key].dequantize(), before)
+            assert before.abs().max() > 0
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e-7])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name, largest):
+    """Half of each block has a gradient 1e-4 times as large, and then none. In float32 it moves by less than lr in each
+    step; if its exp_avg_sq were rounded to 0, the second step would be exp_avg / eps, up to hundreds of times lr."""
     weight = nn.Parameter(torch.zeros(4096))
     model = nn.Module()
     model.tok_embeddings, model.weight, model.matrix = None, weight, nn.Parameter(torch.ones(2, 2))
@@ -174,11 +219,12 @@ def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name):
     lr = OPTIMIZERS[name].lr
     small = torch.arange(4096) % 2 == 0
     for gradient in (1e-4, 0.0):
-        weight.grad = torch.ones(4096).masked_fill(small, gradient)
+        weight.grad = torch.full((4096,), largest).masked_fill(small, gradient * largest)
         optimizer.step()
         assert weight.isfinite().all()
         assert weight[~small].abs().min() > 0
     assert weight[small].abs().max() < 2 * lr
+    assert _float32(optimizer.state[weight]["exp_avg_sq"]).min() > 0
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -193,7 +239,8 @@ def test_a_clipped_step_is_that_of_scaled_gradients(name):
             for parameter in model.parameters():
                 parameter.grad *= 0.25
             optimizer.step()
-        states.append([_float32(optimizer.state[weight]["exp_avg"]) for weight in model.parameters()])
+        found = [optimizer.state[weight] for weight in model.parameters()]
+        states.append([_float32(state.get("exp_avg", state.get("momentum_buffer"))) for state in found])
     torch.testing.assert_close(*states, rtol=2**-22, atol=0)
     torch.testing.assert_close(list(clipped.parameters()), list(scaled.parameters()), rtol=2**-22, atol=0)
 

@@ -60,7 +60,8 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
         from titanlite.parallel.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
         degree = parallelism.tensor_parallel_degree
-        convert_linear_layers(stage, config.float8, config.int8, tensor_parallel_degree=degree, device=device)
+        settings = {"model": functools.partial(meta_model, config), "tensor_parallel_degree": degree, "device": device}
+        convert_linear_layers(stage, config.float8, config.int8, **settings)
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
         stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)

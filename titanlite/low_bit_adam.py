@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
+from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
 from torchao.utils import TorchAOBaseTensor
 
 from titanlite.config import ConfigError
@@ -20,7 +21,8 @@ from titanlite.config.optimizer_schema import QUANTIZED_STATES, Optimizer
 
 QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
 """torchao's optimizers with quantized states, by optimizer.state_dtype."""
-SMALLEST_FLOAT8 = 2**-9 / 448
+LARGEST_FLOAT8 = 448.0
+SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 """The smallest value above 0 of float8 (e4m3), relative to the largest."""
 
 
@@ -135,21 +137,39 @@ def _update(
     new_first, new_second = first.lerp(gradient_f32, 1 - beta1), second.lerp(gradient_f32.square(), 1 - beta2)
     size = (new_second / (1 - beta2**step)).sqrt() + eps
     weight_f32 = weight_f32 - lr * (new_first / (1 - beta1**step)) / size
-    exp_avg.copy_(new_first.where(takes, first))
-    exp_avg_sq.copy_(_above_zero(new_second, exp_avg_sq).where(takes, second))
+    store(exp_avg, new_first, takes)
+    store(exp_avg_sq, new_second, takes, is_square=True)
     new = round_stochastically(weight_f32) if stochastic else weight_f32.to(weight.dtype)
     weight.copy_(new.where(takes, weight))
 
 
-def _above_zero(exp_avg_sq: Tensor, state: Tensor) -> Tensor:
-    """Return exp_avg_sq with at least the smallest value above 0 that a quantized state can have in each block. Of what
-    rounds to 0, the next step would divide exp_avg by eps alone."""
+def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
+    """Write values to an optimizer state where `takes` is true, quantized by blocks if the state is.
+
+    The scale of a block is its largest value by magnitude, with its sign: the tables have 1 and not -1. torchao's own
+    rounding takes the magnitude, so that a table's values shrink a block whose largest value is negative; and no scale
+    below 1e-12. What was quantized is quantized to itself. A square is at least the smallest value above 0 that its
+    block can have: of a 0, the next step would divide exp_avg by eps alone.
+    """
     if not isinstance(state, TorchAOBaseTensor):
-        return exp_avg_sq
+        state.copy_(values.to(state.dtype).where(takes, state))
+        return
+    blocks = values.float().view(-1, state.block_size)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    relative = blocks / largest.where(largest != 0, 1)  # the largest is 1
     table = getattr(state, "qmap", None)
-    smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
-    blocks = exp_avg_sq.view(-1, state.block_size)
-    return blocks.maximum(smallest * blocks.amax(-1, keepdim=True)).view(exp_avg_sq.shape)
+    if is_square:
+        smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
+        relative = relative.clamp(min=smallest)
+    if table is None:
+        codes, largest = (relative * LARGEST_FLOAT8).to(state.codes.dtype), largest / LARGEST_FLOAT8
+    elif len(table) == 16:
+        codes = quantize_4bit_with_qmap(relative.flatten(), table)
+        codes = (codes[::2] << 4) | codes[1::2]
+    else:
+        codes = quantize_8bit_with_qmap(relative.flatten(), table)
+    state.codes.copy_(codes.view(state.codes.shape).where(takes, state.codes))
+    state.scale.copy_(largest.flatten().where(takes, state.scale))
 
 
 def _float32(state: Tensor) -> Tensor:

@@ -78,9 +78,14 @@ def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
         size = math.ceil(shape[0] / n_ranks)
         for first in range(0, shape[0], size):
             experts.append(Unit(number, (min(size, shape[0] - first), *shape[1:]), first))
-    matrices.sort(key=lambda unit: (-math.prod(unit.shape) * min(unit.shape), unit.number))
+    matrices.sort(key=lambda unit: (-work_of(unit.shape), unit.number))
     units = experts + matrices
     return [units[i : i + n_ranks] for i in range(0, len(units), n_ranks)]
+
+
+def work_of(shape: tuple[int, ...]) -> int:
+    """Return what the floating-point operations of an iteration on matrices grow with."""
+    return math.prod(shape) * min(shape[-2:])
 
 
 class Pieces:

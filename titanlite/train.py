@@ -66,9 +66,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     layout = mesh.build_layout(config.parallelism, device)
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
     model, stages = build.build_model(config, layout, device)
-    mesh.set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
     train_step = build.build_train_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values(), layout)
+    mesh.set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
     loss_scale = build_loss_scale(training)
     outliers = None
     if training.skip_outlier_sigma:

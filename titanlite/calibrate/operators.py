@@ -26,7 +26,8 @@ ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in rang
 ROW = 256
 """Elements of a row, over which reductions go."""
 UNCACHED = {"cpu": 2**26, "cuda": 2**28}
-"""Bytes of all operands that an operator takes in turn, at least: more than caches hold."""
+"""Bytes of the operands that an operator takes in turn and of their results, where MOST_TURNS are enough for them:
+more than most caches hold."""
 MOST_TURNS = 256
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -65,10 +66,12 @@ class RandomOperands:
         self.device, self.dtype = device, dtype
         self.buffer = torch.empty(0)
 
-    def turns(self, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
-        """Return lists of tensors in these shapes: so many lists that the caches do not hold all of them."""
+    def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
+        """Return lists of tensors in these shapes: so many lists that the caches do not hold all of them, with results
+        of so many elements. Of small ones there are fewer."""
         sizes = [math.prod(shape) for shape in shapes]
-        n = min(math.ceil(UNCACHED[self.device.type] / (sum(sizes) * self.dtype.itemsize)), MOST_TURNS)
+        size = (sum(sizes) + result) * self.dtype.itemsize
+        n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
         if n * sum(sizes) > self.buffer.numel():
             self.buffer = torch.empty(0)  # frees the smaller one first
             self.buffer = _random(self.device, self.dtype, n * sum(sizes))
@@ -89,9 +92,9 @@ def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable
 
 
 def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: int) -> float:
-    output = [(left, right.t()) for left, right in operands.turns((m, k), (n, k))]
-    input_gradient = operands.turns((m, k), (k, n))
-    weight_gradient = [(left.t(), right) for left, right in operands.turns((k, m), (k, n))]
+    output = [(left, right.t()) for left, right in operands.turns((m, k), (n, k), result=m * n)]
+    input_gradient = operands.turns((m, k), (k, n), result=m * n)
+    weight_gradient = [(left.t(), right) for left, right in operands.turns((k, m), (k, n), result=m * n)]
     orders = (output, input_gradient, weight_gradient)
     if operands.dtype == torch.bfloat16 and timer.device.type == "cpu":
         orders = orders[:1]
@@ -105,7 +108,8 @@ def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callabl
     """
     dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
     call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
-    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in operands.turns((m, k), (n, k))]
+    pairs = operands.turns((m, k), (n, k), result=m * n)
+    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs]
     return _in_turn(call, turns)
 
 

@@ -42,6 +42,7 @@ from titanlite.checkpoint.tensors import (
     Slices,
     dequantized,
     is_on_first_rank,
+    load_quantized,
     model_tensors,
     optimizer_tensors,
     random_states,
@@ -52,7 +53,6 @@ from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.errors import TrainingError
 from titanlite.progress import alive, progress
 from titanlite.reliability.files import sync_folder, write_synced
-from titanlite.shards import local_shard
 
 GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
 training.nonfinite_steps_allowed"""
@@ -169,7 +169,7 @@ class Checkpointer:
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:
-                    local_shard(state).copy_(local_shard(portable[name]))
+                    load_quantized(state, portable[name], is_square=name.endswith(".exp_avg_sq"))
             with collected_problems(self.group, RuntimeError) as problems:
                 for name, value in generators.items():
                     (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)

@@ -84,6 +84,14 @@ def dequantized(state: Tensor) -> Tensor:
     return DTensor.from_local(wide, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
 
 
+def load_quantized(state: Tensor, values: Tensor, *, is_square: bool) -> None:
+    """Write what `dequantized` returned to this rank's shard of a quantized optimizer state, exp_avg or exp_avg_sq."""
+    from titanlite.low_bit_adam import store  # here: without such states, torchao is not imported
+
+    values = local_shard(values)
+    store(local_shard(state), values, torch.tensor(True, device=values.device), is_square=is_square)
+
+
 def random_states() -> dict[str, Tensor]:
     """Return the states of this rank's generators, by the rank's number."""
     rank = dist.get_rank()

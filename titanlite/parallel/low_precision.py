@@ -30,14 +30,21 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def convert_linear_layers(
-    stage: Llama, float8: Float8, int8: Int8, *, tensor_parallel_degree: int, device: torch.device
+    stage: Llama,
+    float8: Float8,
+    int8: Int8,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    tensor_parallel_degree: int,
+    device: torch.device,
 ) -> None:
     """Convert linear layers of a model or a pipeline stage on the meta device, in place, before weights are sharded.
 
     The output head is not converted: its product is the one whose rounding the loss shows. Nor is a layer whose weight
     has, on a rank, a side that is not a multiple of what the hardware's product needs: 16, for MXFP8 a block. Nor is a
     mixture of experts, with the shared ones and the router.
-    Raise ConfigError if the device lacks these products, or no layer is converted.
+    Raise ConfigError if the device lacks these products, or no layer of `model()`, the full model, is converted;
+    None: the stage is that.
     """
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
@@ -51,7 +58,8 @@ def convert_linear_layers(
     if float8.enable and not float8.emulate:
         _check_capability(device, (10, 0) if is_mxfp8 else (8, 9), "MXFP8" if is_mxfp8 else "float8")
     names = [name for name, module in stage.named_modules() if converts(module, name)]
-    if not names:
+    full = model().named_modules() if model and not names else ()
+    if not names and not any(converts(module, name) for name, module in full):
         raise ConfigError([f"{section}.enable = true: no layer is converted; see {section}.filter_fqns, or set false"])
     if float8.enable and not is_mxfp8:
         from titanlite.parallel.float8 import convert_to_float8  # here: the import takes a second

@@ -1,6 +1,6 @@
 """The step of Muon in a dry run. Which rank orthogonalizes how many matrices depends on all layers of a stage, of which
-a dry run has a few. So what the first rank, which has the most work, computes and exchanges is recorded for the full
-stage, in phases ("muon", number, times) of one matrix each."""
+a dry run has a few. So what is computed and exchanged in each round by the rank that has the most work in it is
+recorded for the full stage, in phases ("muon", number, times) of one matrix each."""
 
 import functools
 from collections import Counter
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import build
 from titanlite.config import Config
-from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group
+from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group, work_of
 from titanlite.optimizer import clipped_step
 from titanlite.plan.op_trace import Communication, OpTrace, Work
 from titanlite.shards import local_shard
@@ -68,8 +68,9 @@ def record_step(
         size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
         # Momentum is updated and read ahead, the weight decayed, and the result subtracted.
         trace.record(Work("titanlite.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
-    first = Counter(units[0].shape for units in assign(shapes, group.size()))
-    for number, (shape, times) in enumerate(first.items()):
+    rounds = assign(shapes, group.size())
+    longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
+    for number, (shape, times) in enumerate(longest.items()):
         trace.mark("muon", number, times)
         full = torch.empty(shape, dtype=optimizer.dtype)
         for _ in range(0 if len(shape) == 3 and local_experts else 2):
