@@ -176,6 +176,23 @@ def test_a_side_is_a_multiple_of_what_the_product_takes_on_a_rank(tmp_path):
             convert(job, degree)
 
 
+@pytest.mark.parametrize("recipe", ["int8", "mxfp8", "rowwise"])
+def test_a_pipeline_stage_may_have_no_layer_that_is_converted(tmp_path, recipe):
+    options = INT8_PRODUCTS if recipe == "int8" else MXFP8 | {"float8__recipe": recipe}
+    section = "int8" if recipe == "int8" else "float8"
+    job = resolve(tmp_path, 1, MODEL | options | {f"{section}__filter_fqns": '["layers.0."]'})
+    for filters, is_rejected in ((["layers.0."], False), (["layers."], True)):
+        filtered = job.replace(**{f"{section}__filter_fqns": filters})
+        stage = build.meta_model(filtered, ["tok_embeddings", "layers.0"])
+        settings = {"tensor_parallel_degree": 1, "device": CPU, "model": lambda job=filtered: build.meta_model(job)}
+        if is_rejected:
+            with pytest.raises(ConfigError, match="no layer is converted"):
+                convert_linear_layers(stage, filtered.float8, filtered.int8, **settings)
+        else:
+            convert_linear_layers(stage, filtered.float8, filtered.int8, **settings)
+            assert {type(module) for module in stage.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+
+
 def test_a_gpu_before_blackwell_is_rejected(tmp_path, monkeypatch):
     job = resolve(tmp_path, 1, MODEL | MXFP8)
     hardware = job.replace(float8__emulate=False)
