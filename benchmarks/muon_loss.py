@@ -60,9 +60,9 @@ def main() -> None:
             print(json.dumps({"optimizer": optimizer, "lr": lr, "step": step, "loss": loss}), flush=True)
     print(f"\n{'optimizer':10} {'lr':>7} {'last 30 steps':>14} {'validation':>11}")
     for (optimizer, lr), (last, validation) in found.items():
-        print(f"{optimizer:10} {lr:7.0e} {last:14.4f} {validation:11.4f}")
+        print(f"{optimizer:10} {lr:7g} {last:14.4f} {validation:11.4f}")
     best = [min((key for key in found if key[0] == name), key=lambda key: found[key][1]) for name in RATES]
-    draw({f"{name}, lr {lr:.0e}": curves[name, lr] for name, lr in best}, arguments.plot)
+    draw({f"{name}, lr {lr:g}": curves[name, lr] for name, lr in best}, arguments.plot)
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
