@@ -181,7 +181,8 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Valida
 
 
 def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
-    """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
+    """Return which of this group's sequences this rank reads and which tokens of each, as arguments of the loader and
+    of validation."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
     shard = SequenceShard(
@@ -204,7 +205,10 @@ def build_loader(
     ConfigError if the datasets of a mixture are used up before the last step."""
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
-    share = sequence_share(config, layout)
+    share, groups = sequence_share(config, layout), config.fault_tolerance
+    if groups.enable:  # the ranks of all groups, living or not, read different sequences
+        share["data_rank"] += groups.replica_id * share["data_parallel_degree"]
+        share["data_parallel_degree"] *= groups.group_size
     return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 

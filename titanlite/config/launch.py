@@ -130,6 +130,7 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
     if batch_size == -1:
         batch_size = training.local_batch_size * parallelism.data_parallel_replicate_degree * shard_degree
+        batch_size *= config.fault_tolerance.n_groups
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=reshard,
@@ -164,10 +165,12 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
         sizes = [str(size) for size in range(2, shards) if shards % size == 0]
         choices = ", ".join(['"default"', '"always"', '"never"', *sizes])
         reject(RESHARD, f"expected one of {choices} for {quantity(shards, 'shard')}")
-    if training.global_batch_size % (training.local_batch_size * degree):
+    groups = config.fault_tolerance.n_groups
+    if training.global_batch_size % (training.local_batch_size * degree * max(groups, 1)):
         ranks = "ranks" if degree == world_size else "data-parallel ranks"
-        product = f"{training.local_batch_size} x {degree} = {training.local_batch_size * degree}"
-        reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks} = {product}")
+        words, product = (" x replica groups", f" x {groups}") if groups > 1 else ("", "")
+        product = f"{training.local_batch_size} x {degree}{product} = {training.local_batch_size * degree * groups}"
+        reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks}{words} = {product}")
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)

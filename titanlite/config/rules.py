@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
@@ -32,6 +33,7 @@ ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.loca
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 PACKING, OPTIMIZER = "training.packing", "optimizer.name"
 MIXTURE = "training.datasets"
+GROUPS, GROUPS_ON = "fault_tolerance", "fault_tolerance.enable"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
@@ -51,6 +53,7 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
+    ([f"{GROUPS}.{key}" for key in FaultTolerance.model_fields if key != "enable"], GROUPS_ON, (True,), (False,)),
     ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
@@ -211,6 +214,10 @@ def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if "training.outlier_window" in changed and not training.skip_outlier_sigma:
         message = f"read only when {OUTLIER_SIGMA} is above 0; set that, or remove it"
         reject("training.outlier_window", message, OUTLIER_SIGMA)
+    if config.fault_tolerance.enable:
+        from titanlite.config.fault_tolerance_rules import fault_tolerance_rules  # here, since few runs need them
+
+        fault_tolerance_rules(config, reject)
 
 
 def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:

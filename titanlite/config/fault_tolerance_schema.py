@@ -1,0 +1,29 @@
+"""The options of replica groups that may die, [fault_tolerance]. Names are torchtitan 0.2.2's where they mean the same."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from titanlite.config.loader import Section
+from titanlite.config.types import Count, CountOrZero
+
+MAX_GROUPS = 1024
+
+
+class FaultTolerance(Section):
+    enable: bool = False
+    """Train in replica groups: launches of the same config, each with all of its ranks, that torchft connects. A step
+    is that of the groups that live. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
+    replica_id: CountOrZero = 0
+    """Which group this launch is, from 0 to group_size - 1."""
+    group_size: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 0
+    """Number of groups that the global batch is divided among, whether they live or not."""
+    min_replica_size: Count = 1
+    """Fewest living groups that may take a step. Fewer wait for others."""
+    process_group_timeout_ms: Count = 10_000
+    """Milliseconds after which a collective between groups has failed, and its step is taken again."""
+
+    @property
+    def n_groups(self) -> int:
+        """Number of groups that the global batch is divided among; 1 without fault tolerance."""
+        return self.group_size if self.enable else 1
