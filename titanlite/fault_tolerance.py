@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, random_states
@@ -30,6 +29,9 @@ from titanlite.progress import mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
 from titanlite.shards import local_shard
+
+os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is imported; its lines are many
+import torchft
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -79,8 +81,7 @@ class Replicas:
         """What to say about the last step: that it is taken again, or that other groups live than before."""
         self._state, self._load_state = state, load_state
         self._in_step, self._is_member, self._healed, self._quorum, self._lived = False, False, False, -1, list[int]()
-        tensors = (model_tensors(model) | optimizer_tensors(model, optimizer)).values()
-        self._tensors = [plain for tensor in tensors for plain in _plain_tensors(local_shard(tensor))]
+        self._model, self._optimizer = model, optimizer
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # one line about a failure is enough
         group = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
@@ -164,8 +165,9 @@ class Replicas:
         own = torch.zeros(5 + MAX_GROUPS, dtype=torch.float64, device=self.device)
         state, quorum = 0, self.manager._quorum_id
         if quorum != self._quorum:
-            state = sum(hash_of_bits(tensor).item() for tensor in self._tensors) % MODULUS
-        own[:5] = torch.tensor([valid.item(), self.identity, self.identity**2, state, state**2])
+            state = sum(hash_of_bits(tensor).item() for tensor in self._tensors(creates=False)) % MODULUS
+        shared = [valid.item(), self.identity, self.identity**2, state, state**2]
+        own[:5] = torch.tensor(shared, dtype=torch.float64)
         own[5 + self.section.replica_id] = 1
         self.sum(own)
         if self.manager.errored():
@@ -232,16 +234,28 @@ class Replicas:
         tokens = self.batches * tokens_per_step // self.section.group_size
         return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
 
+    def _tensors(self, *, creates: bool = True) -> list[Tensor]:
+        """Return this rank's weights and optimizer states as plain tensors that share their memory. States that do not
+        exist are created, as they are before the first step, or left out."""
+        tensors, is_new = model_tensors(self._model), not self._optimizer.state
+        if creates or not is_new:
+            states = optimizer_tensors(self._model, self._optimizer)
+            for name, state in states.items():
+                if is_new and name.endswith(".step"):
+                    state.zero_()  # to create the states, torch takes a step without gradients
+            tensors |= states
+        return [plain for tensor in tensors.values() for plain in _plain_tensors(local_shard(tensor))]
+
     def _saved(self) -> dict[str, Any]:
         """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"tensors": self._tensors, "random": random_states(), "state": self._state()}
+        return {"tensors": self._tensors(), "random": random_states(), "state": self._state()}
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
-        for tensor, other in zip(self._tensors, saved["tensors"], strict=True):
+        for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)

@@ -1,4 +1,4 @@
-"""The options of replica groups that may die, [fault_tolerance]. Names are torchtitan 0.2.2's where they mean the same."""
+"""The options of replica groups that may die, [fault_tolerance]. torchtitan 0.2.2 has the same names."""
 
 from typing import Annotated
 
