@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,8 @@ from titanlite.shards import local_shard
 
 os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is imported; its lines are many
 import torchft
+
+warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""

@@ -1,0 +1,358 @@
+"""Replica groups that may die: what a step computes when groups die and return, and runs of titanlite train."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+from tests.launches import wait_until
+from tests.test_parity import CPU, resolve
+from tests.test_train import SMALL
+from titanlite import build
+from titanlite.config import Config
+from titanlite.init import init_weights
+from titanlite.loss import IGNORED, cross_entropy
+from titanlite.optimizer import gradient_norm, lr_factor, set_lr
+from titanlite.parity.process_pool import ProcessPool, RankDied
+from titanlite.parity.reference import RandomSequences, trace_of
+from titanlite.parity.training_run import TrainingRun
+from titanlite.reliability.process import Signals
+
+ROOT = Path(__file__).parents[1]
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason='torchft is not installed: pip install -e ".[ft]"'
+)
+GROUPS = {"fault_tolerance__enable": True, "fault_tolerance__group_size": 2}
+HEARTBEAT_MS = 1000
+
+
+@pytest.fixture
+def lighthouse(monkeypatch) -> Iterator[str]:
+    """A lighthouse that takes a group for dead a second after its last heartbeat; its default is five."""
+    monkeypatch.setenv("RUST_LOG", "error")
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=HEARTBEAT_MS)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", server.address())
+    yield server.address()
+    server.shutdown()
+
+
+# Functions that run on every rank of a group's pool ------------------------------------------------------------------
+
+_group: dict[str, Any] = {}
+"""What this rank keeps between calls."""
+
+
+def join(config: Config, address: str) -> None:
+    """Build this rank's model and connect its group with the others."""
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
+    from titanlite.fault_tolerance import Replicas
+
+    run = TrainingRun(config, CPU)
+    replicas = Replicas(
+        config.fault_tolerance,
+        config.comm,
+        run.model,
+        run.optimizer,
+        device=CPU,
+        identity=7,
+        last_step=0,
+        batches=0,
+        state=lambda: {"data": run.loader.state()},
+        load_state=lambda state: run.loader.restart(state["data"]),
+        signals=Signals(),
+    )
+    run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
+    _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))
+
+
+def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Take the next step, again if another group dies; return what it computed, and the weights after it. Ranks in
+    `dying_ranks` kill themselves after the backward."""
+    config, run, replicas = _group["config"], _group["run"], _group["replicas"]
+    attempts = 0
+    for step in _group["steps"]:
+        attempts += 1
+        set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+        batches = run.loader.next()
+        loss_sum, valid = run.train_step.forward_backward(batches)
+        if dist.get_rank() in dying_ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replicas.sum_gradients(run.parameters.values())
+        dist.all_reduce(loss_sum)
+        loss_sum, norm = replicas.agree(loss_sum, gradient_norm(run.parameters.values(), CPU))
+        ones = torch.ones(1, dtype=torch.float64)
+        replicas.sum(ones)
+        if replicas.commits():
+            break
+        run.optimizer.zero_grad()
+        run.loader.take_back(batches)
+    run.update(norm)
+    weights = run.trace_of_all_stages("weight", run.parameters)
+    numbers = {"loss": (loss_sum / valid).item(), "norm": norm.item(), "ones": ones.item(), "valid": valid.item()}
+    return {"step": step, "attempts": attempts, "living": replicas.living, "news": replicas.news, **numbers} | weights
+
+
+# The reference -------------------------------------------------------------------------------------------------------
+
+
+def one_process(config: Config, living_in_steps: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """Train one process on the sequences of the groups that lived in each step; yield what each step computed."""
+    model = build.meta_model(config)
+    model.materialize(CPU)
+    init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=CPU)
+    optimizer, sequences, size = build.build_optimizer(config, model), RandomSequences(config), 16
+    ranks = config.parallelism.data_parallel_degree
+    for step, living in enumerate(living_in_steps, 1):
+        set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+        fed = [n for n in range((step - 1) * size, step * size) if n % (2 * ranks) // ranks in living]
+        tokens, targets = (torch.stack([torch.from_numpy(sequences[n][k]) for n in fed]) for k in range(2))
+        valid = (targets != IGNORED).sum()
+        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).sum() / valid
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        numbers = {"loss": loss.item(), "norm": norm.item(), "ones": len(living), "valid": valid.item()}
+        yield numbers | trace_of("weight", dict(model.named_parameters()))
+
+
+def assert_equal(record: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-11) -> None:
+    for name, value in expected.items():
+        difference = torch.as_tensor(record[name], dtype=torch.float64) - torch.as_tensor(value, dtype=torch.float64)
+        assert difference.abs().max() <= tolerance, (record["step"], name, difference.abs().max().item())
+
+
+class Groups:
+    """Two groups of two ranks, which are killed and started anew."""
+
+    def __init__(self, configs: list[Config], address: str):
+        self.configs, self.address, self.threads = configs, address, ThreadPoolExecutor(2)
+        self.pools: list[ProcessPool | None] = [None, None]
+        self.records: list[dict[int, dict[str, Any]]] = [{}, {}]
+        """By group and step."""
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            self.pools[number] = ProcessPool(2)
+        arguments = {number: {"config": self.configs[number], "address": self.address} for number in numbers}
+        list(self.threads.map(lambda number: self.pools[number].run(join, **arguments[number]), numbers))
+
+    def kill(self, number: int) -> None:
+        self.pools[number].close()
+        self.pools[number] = None
+
+    def step(self, dying: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+        """Take a step with all groups that live; one may take more, if another joins only then. In it ranks of the group `dying` kill themselves; the group is then
+        killed as torchrun does it."""
+
+        def call(number: int) -> None:
+            if number == dying:
+                with contextlib.suppress(RankDied):
+                    self.pools[number].run(take_step, dying_ranks=ranks)
+                return
+            for record in self.pools[number].run(take_step):
+                self.records[number][record["step"]] = record
+
+        calls = {number: self.threads.submit(call, number) for number in (0, 1) if self.pools[number]}
+        while not all(each.done() for each in calls.values()):
+            time.sleep(0.2)
+            for number, each in calls.items():
+                if each.done() and number != dying and not all(other.done() for other in calls.values()):
+                    each.result()
+                    calls[number] = self.threads.submit(call, number)  # the other waits for its next step
+        for each in calls.values():
+            each.result()
+        if dying is not None:
+            self.pools[dying] = None
+
+    def both(self) -> None:
+        """Take steps until both groups have taken part in one. A group that has just joined may miss the first."""
+        while True:
+            self.step()
+            last = max(max(records, default=0) for records in self.records)
+            if all(last in records for records in self.records):
+                return
+
+    def close(self) -> None:
+        for pool in self.pools:
+            if pool:
+                pool.close()
+        self.threads.shutdown()
+
+
+@needs_torchft
+def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(tmp_path, lighthouse):
+    """Both groups die once, one of them twice, in the middle of a step and between two, fully and in part, and
+    return. In float64 weights agree to 1e-11 after every step, and are bit for bit the same in both groups. A sum that
+    were an average would have half the norm and half the number of tokens."""
+    options = {**GROUPS, "data_parallel_shard_degree": 2, "training__global_batch_size": 16, "optimizer__lr": 2e-3}
+    configs = [resolve(tmp_path, 2, {**options, "fault_tolerance__replica_id": number}) for number in (0, 1)]
+    groups = Groups(configs, lighthouse)
+    try:
+        groups.start(0, 1)
+        groups.both()
+        groups.both()
+        groups.step(dying=1, ranks=(0, 1))
+        groups.step()
+        groups.start(1)
+        groups.both()
+        groups.step(dying=1, ranks=(1,))  # one connection of two is lost: the other rank's sums must not count
+        groups.start(1)
+        groups.both()
+        groups.both()
+        groups.kill(0)
+        groups.step()
+        groups.start(0)
+        groups.both()
+        groups.both()
+    finally:
+        groups.close()
+    first, second = groups.records
+    history = [(first.get(step) or second[step]) for step in range(1, max(first | second) + 1)]
+    print([(record["step"], record["living"], record["attempts"]) for record in history])
+    lived = [record["living"] for record in history]
+    assert {tuple(living) for living in lived} == {(0,), (1,), (0, 1)}
+    assert sum(record["attempts"] > 1 for record in history) >= 2
+    assert any("got its state from another" in record["news"] for record in [*first.values(), *second.values()])
+    for record, expected in zip(history, one_process(configs[0], lived), strict=True):
+        assert_equal(record, expected)
+    common = first.keys() & second.keys()
+    assert len(common) >= 6
+    for step in common:
+        assert_equal(first[step], {name: value for name, value in second[step].items() if "weight" in name}, 0.0)
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """A group: titanlite train with two ranks, in a session of its own."""
+
+    def __init__(self, folder: Path, number: int, *arguments: str):
+        self.folder, self.number, self.arguments = folder / f"group-{number}", number, arguments
+        self.file = folder / "small.toml"
+        self.start()
+
+    def start(self) -> None:
+        options = {
+            "fault_tolerance.enable": "true",
+            "fault_tolerance.group_size": 2,
+            "fault_tolerance.replica_id": self.number,
+            "parallelism.data_parallel_shard_degree": 2,
+            "job.dump_folder": self.folder,
+            "training.steps": 100_000,
+            "lr_scheduler.total_steps": 100_000,
+            "checkpoint.enable": "true",
+            "checkpoint.keep_latest_k": 0,
+            "checkpoint.interval": 100,
+            "metrics.enable_tensorboard": "false",
+        }
+        command = [sys.executable, "-m", "titanlite", "train", str(self.file)]
+        command += [f"--{key}={value}" for key, value in options.items()] + list(self.arguments)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RUST_LOG": "error"}
+        self.out = (self.folder.parent / f"group-{self.number}.log").open("a")
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.out, stderr=self.out, start_new_session=True, cwd=self.folder.parent
+        )
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the ranks end with their launcher
+        self.process.wait()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what metrics.jsonl has, without a line that is being written."""
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()[:-1]] if file.exists() else []
+
+    def log(self) -> str:
+        return (self.folder.parent / f"group-{self.number}.log").read_text()
+
+    def step(self, groups: int = 0) -> int:
+        """Return the last step that was taken, with so many groups if that is given; 0: none."""
+        steps = [line["step"] for line in self.lines() if groups in (0, line["replica_groups"])]
+        return steps[-1] if steps else 0
+
+
+def checkpoint_of(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the tensors of a checkpoint, by file and name."""
+    tensors = {}
+    for file in (folder / "checkpoint" / f"step-{step}").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors |= {(file.name, name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+@needs_torchft
+def test_a_killed_group_does_not_stop_the_others_and_returns(tmp_path, lighthouse):
+    """kill -9 of all processes of a group: the other goes on within seconds. The group, started again, gets the state of
+    the other from its memory, and both save the same bits from then on."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    first = Launch(tmp_path, 0)
+    second = Launch(tmp_path, 1)
+    try:
+        wait_until(lambda: second.step(groups=2) > 5, "both groups train")
+        first.kill()
+        killed, alone = time.monotonic(), second.step()
+        wait_until(lambda: second.step(groups=1) > max(alone, second.step(groups=2)), "the second group goes on alone")
+        seconds = time.monotonic() - killed
+        print(f"the other group went on after {seconds:.1f} s")
+        assert seconds < 30
+        left = second.step()
+        first.start()
+        began = time.monotonic()
+        wait_until(lambda: second.step(groups=2) > left, "both groups train again")
+        print(f"the killed group was back after {time.monotonic() - began:.1f} s")
+        back = second.step()
+        wait_until(lambda: min(first.step(), second.step()) > back + 110, "a checkpoint")
+    finally:
+        for group in (first, second):
+            group.kill()
+        print(first.log()[-2000:], second.log()[-2000:])
+    assert "this one has got its state from another" in first.log()
+    common = [
+        {int(path.name[5:]) for path in (group.folder / "checkpoint").glob("step-*[0-9]")} for group in (first, second)
+    ]
+    step = max(common[0] & common[1])
+    assert step > left
+    one, other = (checkpoint_of(group.folder, step) for group in (first, second))
+    assert one.keys() == other.keys()
+    assert len(one) > 50
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@needs_torchft
+def test_groups_of_another_config_are_rejected_with_a_line(tmp_path, lighthouse):
+    """A group that joins with another learning rate ends with status 2; the group that trains goes on."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    first = Launch(tmp_path, 0)
+    try:
+        wait_until(lambda: first.step() > 0, "the first group trains")
+        second = Launch(tmp_path, 1, "--optimizer.lr=1e-3")
+        assert second.process.wait(60) == 2
+        error = "error: fault_tolerance.enable = true: replica groups have different configs or data; see docs/"
+        assert error in second.log()
+        step = first.step()
+        wait_until(lambda: first.step() > step + 1, "the first group goes on")
+    finally:
+        for group in (first, second):
+            group.kill()
+        print(first.log()[-2000:])
+    assert "not taken, and repeated" in first.log()
