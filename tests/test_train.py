@@ -733,7 +733,7 @@ def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
     script = (
         "import os, sys\n"
         "from titanlite import train\n"
-        "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas')\n"
+        "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas', 'torchft')\n"
         "exit_process = os._exit\n"
         "def spy(status):\n"
         "    print('imported', [name for name in heavy if name in sys.modules], flush=True)\n"

@@ -29,6 +29,7 @@ def run_summary(
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
+        *([f"groups     {describe_groups(config)}"] if config.fault_tolerance.enable else []),
         *expert_summary(config),
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
@@ -62,6 +63,13 @@ def describe_mesh(config: Config) -> str:
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "
         f"tp {parallelism.tensor_parallel_degree}{experts}"
     )
+
+
+def describe_groups(config: Config) -> str:
+    """Return which replica group this run is."""
+    groups = config.fault_tolerance
+    least = f"at least {groups.min_replica_size} in each step"
+    return f"replica group {groups.replica_id} of {groups.group_size}, which divide the sequences; {least}"
 
 
 def bytes_per_state(dtype: str) -> float:
