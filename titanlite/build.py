@@ -181,8 +181,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Valida
 
 
 def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
-    """Return which of this group's sequences this rank reads and which tokens of each, as arguments of the loader and
-    of validation."""
+    """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
     parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
     positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
     shard = SequenceShard(

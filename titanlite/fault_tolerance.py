@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, random_states
-from titanlite.config.fault_tolerance_schema import MAX_GROUPS, FaultTolerance
+from titanlite.config.fault_tolerance_rules import MAX_GROUPS, require_torchft
+from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
@@ -30,11 +31,6 @@ from titanlite.progress import mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
 from titanlite.shards import local_shard
-
-os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is imported; its lines are many
-import torchft
-
-warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -44,22 +40,17 @@ MODULUS = 2**24
 """Of hashes that groups compare: sums of their squares are exact in float64."""
 
 
-def hash_of(*values: Any) -> int:
-    """Return a number below MODULUS that tells groups with other values, plain JSON, apart."""
-    content = json.dumps(values, sort_keys=True)
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:3], "big")
-
-
 class Replicas:
     """Connects this rank's group with the others. Every rank of a group must make the same calls.
 
     Args:
         section: the options of [fault_tolerance].
-        comm: its init_timeout_seconds is how long sending the state of a group may take.
-        identity: a number below MODULUS that groups of the same run share.
-        last_step: the step that this group's state is of, and `batches`, how many batches of groups it is trained on.
-        state: returns what is to be sent to another group beside tensors and random states, as plain JSON.
-        load_state: takes what `state` of another group returned.
+        comm: its init_timeout_seconds is how long a group may take to send its state.
+        identity: what groups of the same run share, plain JSON.
+        signals: tells whether this rank was asked to stop, while the group waits for others.
+
+    Raises:
+        ConfigError: if torchft is not installed, or the lighthouse does not answer.
     """
 
     def __init__(
@@ -68,24 +59,22 @@ class Replicas:
         comm: Comm,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        *,
+        identity: list[Any],
         device: torch.device,
-        identity: int,
-        last_step: int,
-        batches: int,
-        state: Callable[[], dict[str, Any]],
-        load_state: Callable[[dict[str, Any]], None],
         signals: Signals,
     ):
-        self.section, self.device, self.identity, self.signals = section, device, identity, signals
+        self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step."""
-        self.news = ""
-        """What to say about the last step: that it is taken again, or that other groups live than before."""
-        self._state, self._load_state = state, load_state
         self._in_step, self._is_member, self._healed, self._quorum, self._lived = False, False, False, -1, list[int]()
         self._model, self._optimizer = model, optimizer
-        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # one line about a failure is enough
+        require_torchft()
+        # One line about a failure is enough.
+        os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+        import torchft
+
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
         group = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
@@ -116,7 +105,25 @@ class Replicas:
             where = os.environ["TORCHFT_LIGHTHOUSE"]
             problem = f"environment: TORCHFT_LIGHTHOUSE = {where}: the lighthouse does not answer: {error}"
             raise ConfigError([problem]) from None
+
+    def continue_from(
+        self,
+        last_step: int,
+        batches: int | None,
+        state: Callable[[], dict[str, Any]],
+        load_state: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Begin after a step.
+
+        Args:
+            last_step: the step that this group's weights are of.
+            batches: how many batches of groups they are trained on; None: of all groups in each step.
+            state: returns what another group needs beside tensors and random states, as plain JSON.
+            load_state: takes what `state` of another group has returned.
+        """
+        batches = last_step * self.section.group_size if batches is None else batches
         self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
+        self._state, self._load_state = state, load_state
 
     def steps(self, last: int) -> Iterator[int]:
         """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
@@ -215,17 +222,21 @@ class Replicas:
 
     def commits(self) -> bool:
         """Return whether the step counts, the same on all ranks of a group; call it once in a step. If not, its
-        gradients are wrong."""
-        self._in_step, error, self.news = False, self.manager.errored(), ""
+        gradients are wrong. Prints when other groups live than in the step before."""
+        self._in_step, error, step = False, self.manager.errored(), self.manager.current_step() + 1
         if not self.manager.should_commit():
             reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
-            self.news = f"not taken, and repeated with the replica groups that are left: {reason}"
+            self._print(f"not taken, and repeated with the replica groups that are left: {reason}", step)
             return False
         if self.living != self._lived or self._healed:
-            self.news = f"replica groups {', '.join(map(str, self.living))} of {self.section.group_size}"
-            self.news += "; this one has got its state from another" * self._healed
+            healed = "; this one has got its state from another" * self._healed
+            self._print(f"replica groups {', '.join(map(str, self.living))} of {self.section.group_size}{healed}", step)
         self._is_member, self._healed, self._lived = True, False, self.living
         return True
+
+    def _print(self, message: str, step: int) -> None:
+        if dist.get_rank() == 0:
+            print(f"step {step}: {message}", flush=True)
 
     @property
     def batches(self) -> int:
@@ -265,9 +276,10 @@ class Replicas:
         self._load_state(saved["state"])
         self._healed = True
 
-    def close(self) -> None:
-        """Leave the other groups."""
-        self.manager.shutdown(wait=False)
+
+def _hash_of(values: list[Any]) -> int:
+    """Return a number below MODULUS that tells lists of plain JSON apart."""
+    return int.from_bytes(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()[:3], "big")
 
 
 def _plain_tensors(tensor: Tensor) -> list[Tensor]:

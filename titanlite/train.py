@@ -84,13 +84,12 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
     # Load the newest checkpoint, or given weights, or keep the initial ones.
     mark("loading a checkpoint")
-    last_step, n_skipped, n_saves_asked, data_state, checkpointer, replicas, batches_seen = 0, 0, 0, None, None, None, 0
+    last_step, n_skipped, n_saves_asked, data_state, checkpointer, replicas, saved = 0, 0, 0, None, None, None, {}
 
     def state_to_save() -> dict[str, Any]:
         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
-        if outliers:
-            state["outliers"] = outliers.state()
-        return state
+        state |= {"outliers": outliers.state()} if outliers else {}
+        return state | ({"batches_of_groups": replicas.batches} if replicas else {})
 
     def load_state(state: dict[str, Any]) -> None:
         nonlocal n_skipped
@@ -98,6 +97,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         loss_scale.load(state["loss_scale"])
         if outliers and state["outliers"]:
             outliers.load(**state["outliers"])
+        if replicas:  # of another replica group
+            loader.close()
+            loader.start(state["data"])
 
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
@@ -107,11 +109,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         if training.datasets:
             identity["mixture"] = sequences.identity
         checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm, may_differ)
-        state = checkpointer.resume(model, optimizer)
-        if state:
-            last_step, data_state = state["step"], state["data"]
-            batches_seen = state.get("batches_of_groups", last_step * config.fault_tolerance.group_size)
-            load_state(state)
+        saved = checkpointer.resume(model, optimizer) or {}
+        if saved:
+            last_step, data_state = saved["step"], saved["data"]
+            load_state(saved)
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
         checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
@@ -124,22 +125,13 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         corruption = CorruptionCheck(model, optimizer, checkpointer)
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
     if config.fault_tolerance.enable:
-        from titanlite.fault_tolerance import Replicas, hash_of  # here, since most runs are one group
+        from titanlite.config.fault_tolerance_rules import numerics  # here, since most runs are one group
+        from titanlite.fault_tolerance import Replicas
 
         mark("connecting to the lighthouse")
-        replicas = Replicas(
-            config.fault_tolerance,
-            config.comm,
-            model,
-            optimizer,
-            device=device,
-            identity=hash_of(config.numerics(), data_identity),
-            last_step=last_step,
-            batches=batches_seen,
-            state=state_to_save,
-            load_state=lambda state: (load_state(state), loader.restart(state["data"])),
-            signals=signals,
-        )
+        identity = [*numerics(config), data_identity]
+        replicas = Replicas(config.fault_tolerance, config.comm, model, optimizer, identity, device, signals)
+        replicas.continue_from(last_step, saved.get("batches_of_groups"), state_to_save, load_state)
         train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
     if loader.mixture:
@@ -201,10 +193,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             dist.all_reduce(totals)
             if replicas:
                 totals[0], norm = replicas.agree(totals[0], norm)
-                counts = replicas.commits()
-                if replicas.news:
-                    log_rank0(f"step {step}: {replicas.news}")
-                if not counts:
+                if not replicas.commits():
                     optimizer.zero_grad()
                     loader.take_back(batches)
                     continue
@@ -290,8 +279,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                         n_saves_asked = signals.saves
                         if saving:
                             log_rank0(f"asked to save: checkpoint step-{step}")
-                        state = state_to_save() | ({"batches_of_groups": replicas.batches} if replicas else {})
-                        checkpointer.save(step, model, optimizer, state, is_last=is_last)
+                        checkpointer.save(step, model, optimizer, state_to_save(), is_last=is_last)
             for step_done in profilers:
                 step_done(step)
             is_first = False
@@ -311,8 +299,6 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 may_fail = n_skipped < training.nonfinite_steps_allowed
                 checkpointer.confirm_last(step, (loss_sum / n_valid).item(), may_fail=may_fail)
     loader.close()
-    if replicas:
-        replicas.close()
     if logger:
         logger.close()
     if checkpointer:
@@ -332,10 +318,9 @@ def explain_nonfinite(step: int, loss: float, norm: float, loss_sum: Tensor) -> 
     sums = [torch.empty_like(loss_sum) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, loss_sum)
     ranks = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value.item())]
-    if ranks:
-        return f"step {step}: the loss is {loss} because of rank {', '.join(ranks)}"
-    if not math.isfinite(loss):
-        return f"step {step}: the loss is {loss} because of another replica group"
+    if ranks or not math.isfinite(loss):
+        where = f"rank {', '.join(ranks)}" if ranks else "another replica group"
+        return f"step {step}: the loss is {loss} because of {where}"
     return f"step {step}: the gradient norm is {norm} though the loss is finite on every rank ({loss:.4f})"
 
 
@@ -350,10 +335,6 @@ def main(argv: list[str]) -> None:
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
         config = check(load(argv), launch)
-        if config.fault_tolerance.enable:
-            from titanlite.config.fault_tolerance_rules import require_torchft
-
-            require_torchft()
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
             if launch.local_rank == 0:

@@ -2,18 +2,20 @@
 
 import importlib.util
 import os
+from typing import Any
 
 from titanlite.config.loader import ConfigError, Rejections, show
 from titanlite.config.schema import Config
 
 SECTION = "fault_tolerance"
+MAX_GROUPS = 1024
 
 
 def fault_tolerance_rules(config: Config, reject: Rejections) -> None:
     """Reject options that contradict those of replica groups, or that do not know of other groups."""
     section, on = config.fault_tolerance, f"{SECTION}.enable"
-    if section.group_size < 2:
-        reject(f"{SECTION}.group_size", "expected at least 2 replica groups", on)
+    if not 2 <= section.group_size <= MAX_GROUPS:
+        reject(f"{SECTION}.group_size", f"expected 2 to {MAX_GROUPS} replica groups", on)
     elif section.replica_id >= section.group_size:
         message = f"expected a number below {SECTION}.group_size = {section.group_size}"
         reject(f"{SECTION}.replica_id", message, f"{SECTION}.group_size", on)
@@ -34,6 +36,13 @@ def fault_tolerance_rules(config: Config, reject: Rejections) -> None:
     for key, (is_set, message) in unsupported.items():
         if is_set:
             reject(key, f"{message}, or {on} = false", on)
+
+
+def numerics(config: Config) -> list[Any]:
+    """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
+    sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8"})
+    training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
+    return [config.model.identity(), training, sections, config.debug.seed, config.fault_tolerance.n_groups]
 
 
 def require_torchft() -> None:

@@ -1,13 +1,7 @@
 """The options of replica groups that may die, [fault_tolerance]. torchtitan 0.2.2 has the same names."""
 
-from typing import Annotated
-
-from pydantic import Field
-
 from titanlite.config.loader import Section
 from titanlite.config.types import Count, CountOrZero
-
-MAX_GROUPS = 1024
 
 
 class FaultTolerance(Section):
@@ -16,7 +10,7 @@ class FaultTolerance(Section):
     is that of the groups that live. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
     replica_id: CountOrZero = 0
     """Which group this launch is, from 0 to group_size - 1."""
-    group_size: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 0
+    group_size: CountOrZero = 0
     """Number of groups that the global batch is divided among, whether they live or not."""
     min_replica_size: Count = 1
     """Fewest living groups that may take a step. Fewer wait for others."""
@@ -25,5 +19,4 @@ class FaultTolerance(Section):
 
     @property
     def n_groups(self) -> int:
-        """Number of groups that the global batch is divided among; 1 without fault tolerance."""
         return self.group_size if self.enable else 1

@@ -129,8 +129,8 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
     chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
     if batch_size == -1:
-        batch_size = training.local_batch_size * parallelism.data_parallel_replicate_degree * shard_degree
-        batch_size *= config.fault_tolerance.n_groups
+        degree = parallelism.data_parallel_replicate_degree * shard_degree
+        batch_size = training.local_batch_size * degree * config.fault_tolerance.n_groups
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=reshard,
@@ -158,19 +158,17 @@ def _loss_chunks(config: Config) -> int:
 
 
 def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) -> None:
-    training, degree = config.training, config.parallelism.data_parallel_degree
+    training, degree = config.training, config.parallelism.data_parallel_degree * config.fault_tolerance.n_groups
     shards = config.parallelism.data_parallel_shard_degree * config.parallelism.context_parallel_degree
     group = config.parallelism.fsdp_reshard_after_forward
     if isinstance(group, int) and (shards % group or group >= shards):
         sizes = [str(size) for size in range(2, shards) if shards % size == 0]
         choices = ", ".join(['"default"', '"always"', '"never"', *sizes])
         reject(RESHARD, f"expected one of {choices} for {quantity(shards, 'shard')}")
-    groups = config.fault_tolerance.n_groups
-    if training.global_batch_size % (training.local_batch_size * degree * max(groups, 1)):
+    if training.global_batch_size % (training.local_batch_size * degree):
         ranks = "ranks" if degree == world_size else "data-parallel ranks"
-        words, product = (" x replica groups", f" x {groups}") if groups > 1 else ("", "")
-        product = f"{training.local_batch_size} x {degree}{product} = {training.local_batch_size * degree * groups}"
-        reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks}{words} = {product}")
+        product = f"{training.local_batch_size} x {degree} = {training.local_batch_size * degree}"
+        reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks} = {product}")
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)

@@ -32,8 +32,7 @@ STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 PACKING, OPTIMIZER = "training.packing", "optimizer.name"
-MIXTURE = "training.datasets"
-GROUPS, GROUPS_ON = "fault_tolerance", "fault_tolerance.enable"
+MIXTURE, GROUPS_ON = "training.datasets", "fault_tolerance.enable"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
@@ -53,7 +52,12 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
-    ([f"{GROUPS}.{key}" for key in FaultTolerance.model_fields if key != "enable"], GROUPS_ON, (True,), (False,)),
+    (
+        [f"fault_tolerance.{key}" for key in FaultTolerance.model_fields if key != "enable"],
+        GROUPS_ON,
+        (True,),
+        (False,),
+    ),
     ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),

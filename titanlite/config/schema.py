@@ -417,13 +417,6 @@ class Config(Section):
         ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
         return parallelism.pipeline_parallel_microbatch_size * self.training.seq_len // ranks, self.model.dim
 
-    def numerics(self) -> list[Any]:
-        """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
-        sections = self.optimizer, self.lr_scheduler, self.parallelism, self.float8
-        training = self.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
-        groups = self.fault_tolerance.n_groups
-        return [self.model.identity(), training, *(each.model_dump() for each in sections), self.debug.seed, groups]
-
     def replace(self, **values: Any) -> Config:
         """Return a copy with other values, keyed `section__key`, which are not validated."""
         for name in values:

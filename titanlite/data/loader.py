@@ -87,19 +87,18 @@ class Loader:
     ):
         self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
         self.shard, self.pin, self.sequences = shard, pin, sequences
-        self._start(state)
+        self.start(state)
 
-    def _start(self, state: dict[str, Any] | None) -> None:
+    def start(self, state: dict[str, Any] | None) -> None:
+        """Begin where `state` says; for another time, after `close`."""
         sequences, self.mixture = self.sequences, None
         if self.training.datasets:
             self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
-        self.position = state["next_sequence"]
+        self.position, self._again = state["next_sequence"], list[Batch]()
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states: dict[int, Any] = {int(n): saved for n, saved in state.get("streaming_shards", {}).items()}
-        first, stride = self.position + self.data_rank, self.data_parallel_degree
-        reader = sequences.read(first, stride, dict(self._shard_states))
-        self._again: list[Batch] = []
+        reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=PREFETCH_STEPS)
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
@@ -137,11 +136,6 @@ class Loader:
     def take_back(self, batches: list[Batch]) -> None:
         """Have `next` return the batches that it returned last once more."""
         self._again, self.position = batches, self.position - self.training.global_batch_size
-
-    def restart(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned on another rank."""
-        self.close()
-        self._start(state)
 
     def close(self) -> None:
         """End the thread."""
