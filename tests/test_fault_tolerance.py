@@ -236,6 +236,29 @@ def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(t
         assert_equal(first[step], {name: value for name, value in second[step].items() if "weight" in name}, 0.0)
 
 
+@needs_torchft
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
+    """A group of two ranks that share a model dies and returns."""
+    options = {**GROUPS, f"{axis}_parallel_degree": 2, "training__global_batch_size": 16, "optimizer__lr": 2e-3}
+    configs = [resolve(tmp_path, 2, {**options, "fault_tolerance__replica_id": number}) for number in (0, 1)]
+    groups = Groups(configs, lighthouse)
+    try:
+        groups.start(0, 1)
+        groups.both()
+        groups.step(dying=1, ranks=(0, 1))
+        groups.start(1)
+        groups.both()
+    finally:
+        groups.close()
+    first, _ = groups.records
+    lived = [first[step]["living"] for step in sorted(first)]
+    assert [lived[0], lived[1], lived[-1]] == [[0, 1], [0], [0, 1]]
+    for record, expected in zip(first.values(), one_process(configs[0], lived), strict=True):
+        assert_equal(record, expected)
+
+
 def problem_of_first_step(address: str, config: Config, identity: int = 7) -> str:
     """Join the other groups, take a step and leave them; return the problem, if there is one."""
     join(config, address, identity)
