@@ -68,9 +68,12 @@ def join(config: Config, address: str, identity: int = 7) -> None:
     replicas = Replicas(
         config.fault_tolerance, config.comm, run.model, run.optimizer, [identity], CPU, signals=Signals()
     )
-    replicas.continue_from(
-        0, None, lambda: {"data": run.loader.state()}, lambda state: run.loader.restart(state["data"])
-    )
+
+    def load_state(state: dict[str, Any]) -> None:
+        run.loader.close()
+        run.loader.start(state["data"])
+
+    replicas.continue_from(0, None, lambda: {"data": run.loader.state()}, load_state)
     run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))
 

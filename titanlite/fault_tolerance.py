@@ -66,7 +66,8 @@ class Replicas:
         self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step."""
-        self._in_step, self._is_member, self._healed, self._quorum, self._lived = False, False, False, -1, list[int]()
+        self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
+        self._quorum, self._lived = -1, list[int]()
         self._model, self._optimizer = model, optimizer
         require_torchft()
         # One line about a failure is enough.
@@ -147,11 +148,18 @@ class Replicas:
         with progress("waiting for other replica groups", enabled=dist.get_rank() == 0):
             while failed:
                 error = ""
+                lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
+                # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
+                os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
                 try:
                     self.manager.start_quorum()
                 except Exception as reason:  # too few groups, or the lighthouse does not answer
                     error, self.manager._quorum_future = f"{reason}", None
+                    if self._is_loading:
+                        raise
                     time.sleep(1)
+                finally:
+                    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
                 flags = torch.tensor([float(bool(error)), float(self.signals.stopping)])
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
                 failed = bool(flags[0])
@@ -269,12 +277,13 @@ class Replicas:
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
+        self._is_loading = True  # an error is of this group, and ends it
         for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         self._load_state(saved["state"])
-        self._healed = True
+        self._is_loading, self._healed = False, True
 
 
 def _hash_of(values: list[Any]) -> int:
