@@ -24,13 +24,16 @@ from tests.launches import wait_until
 from tests.test_parity import CPU, resolve
 from tests.test_train import SMALL
 from titanlite import build
+from titanlite import config as config_module
 from titanlite.config import Config, ConfigError
 from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy
 from titanlite.optimizer import gradient_norm, lr_factor, set_lr
 from titanlite.parity.process_pool import ProcessPool, RankDied
 from titanlite.parity.reference import RandomSequences, trace_of
+from titanlite.parity.shrink import shrink
 from titanlite.parity.training_run import TrainingRun
+from titanlite.plan import planner
 from titanlite.reliability.process import Signals
 
 ROOT = Path(__file__).parents[1]
@@ -439,3 +442,20 @@ def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_pa
     assert second.startswith(
         'error: environment: TORCHFT_LIGHTHOUSE = "": expected the address of torchft\'s lighthouse'
     )
+
+
+def test_plan_and_parity_are_of_one_group(tmp_path):
+    """A plan divides the global batch by the groups, and says so; parity compares the layout of one group."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    options = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2", "--plan.device=cpu"]
+    loaded = config_module.load([str(tmp_path / "small.toml"), *options])
+    resolved, _, _ = planner.resolve(loaded, 1)
+    assert (resolved.training.global_batch_size, resolved.gradient_accumulation_steps) == (4, 2)
+    launch = config_module.Launch(0, 0, 1, 1, 0)
+    run = config_module.check(loaded, launch)
+    assert (run.training.global_batch_size, run.gradient_accumulation_steps) == (8, 2)
+    smaller, changes = shrink(dataclasses.replace(loaded, config=run), "float64")
+    assert "fault_tolerance.enable True -> False" in changes
+    assert config_module.check(smaller, launch).training.global_batch_size == 4
+    with pytest.raises(ConfigError, match=r"multiple of local_batch_size x data-parallel ranks = 2 x 3 = 6"):
+        config_module.check(config_module.load([str(loaded.file), *options, "--fault_tolerance.group_size=3"]), launch)
