@@ -147,24 +147,26 @@ class Replicas:
         failed = True
         with progress("waiting for other replica groups", enabled=dist.get_rank() == 0):
             while failed:
-                error = ""
+                failed = False
                 lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
                 # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
                 os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
                 try:
                     self.manager.start_quorum()
-                except Exception as reason:  # too few groups, or the lighthouse does not answer
-                    error, self.manager._quorum_future = f"{reason}", None
+                except Exception:  # too few groups, or the lighthouse does not answer
+                    failed, self.manager._quorum_future = True, None
                     if self._is_loading:
                         raise
                     time.sleep(1)
                 finally:
                     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
-                flags = torch.tensor([float(bool(error)), float(self.signals.stopping)])
+                flags = torch.tensor([float(failed), float(self.signals.stopping)])
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
                 failed = bool(flags[0])
                 if failed and flags[1]:
-                    raise TrainingError(f"asked to stop while the group waited for others; not saved: {error}")
+                    raise TrainingError(
+                        "asked to stop while this replica group waited for others; ended without saving"
+                    )
         self._in_step = True
 
     def sum(self, tensor: Tensor) -> None:
