@@ -57,6 +57,7 @@ EXPERTS, PER_TOKEN, GROUPS, CHOSEN_GROUPS = (
 )
 EXPERT, BIAS_RATE = "parallelism.expert_parallel_degree", "model.moe.balance_bias_rate"
 IMBALANCE = "plan.expert_imbalance"
+REPLICAS, REPLICA_GROUPS = "fault_tolerance.enable", "fault_tolerance.group_size"
 SNAPSHOT = "profiling.enable_memory_snapshot"
 
 C4_STREAM = {DATASET: "c4", STREAMING: True, SHUFFLE: False}

@@ -38,6 +38,7 @@ WRONG_VALUES = {
         "profiling.save_traces_folder = 3", "profiling.save_memory_snapshot_folder = 3", "plan.device = 3",
     ],
     "true or false": [
+        "fault_tolerance.enable = 1",
         "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1", "model.tie_embeddings = 1",
         "model.mlp_bias = 0",
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
@@ -61,6 +62,7 @@ WRONG_VALUES = {
         "parallelism.data_parallel_replicate_degree = 0", "checkpoint.interval = 0",
         "parallelism.data_parallel_replicate_degree = -1", "metrics.log_freq = 0", "validation.freq = 0",
         "validation.generate_tokens = 0",
+        "fault_tolerance.min_replica_size = 0", "fault_tolerance.process_group_timeout_ms = 0.5",
         "comm.init_timeout_seconds = 0", "comm.train_timeout_seconds = 2.5", "comm.train_timeout_seconds = 0",
         "parallelism.tensor_parallel_degree = 0", "parallelism.tensor_parallel_degree = -1",
         "parallelism.pipeline_parallel_degree = 0", "parallelism.pipeline_parallel_degree = 2.0",
@@ -78,6 +80,7 @@ WRONG_VALUES = {
         "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
         "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1",
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
+        "fault_tolerance.replica_id = -1", "fault_tolerance.group_size = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",
         "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",

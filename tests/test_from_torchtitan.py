@@ -572,7 +572,8 @@ def test_exported_weights():
 def test_what_is_off_does_not_matter():
     assert not row_of({"metrics.enable_wandb": False}, "metrics.enable_wandb").matters
     assert row_of({"metrics.enable_wandb": True}, "metrics.enable_wandb").matters
-    assert not row_of({"fault_tolerance.replica_id": 3}, "fault_tolerance.replica_id").matters
+    assert not row_of({"fault_tolerance.sync_steps": 3}, "fault_tolerance.sync_steps").matters
+    assert row_of({"fault_tolerance.semi_sync_method": "diloco"}, "fault_tolerance.semi_sync_method").matters
     assert row_of({"optimizer.early_step_in_backward": True}, "optimizer.early_step_in_backward").matters
 
 

@@ -356,7 +356,7 @@ def measured_precision(argv: list[str]) -> tuple[str, float]:
     for name, weight in run.model.named_parameters():
         if "feed_forward" in name:
             tensors = [weight.to_local(), weight.grad.to_local()]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in run.optimizer.state[weight].keys() - {"step"}:
                 state = run.optimizer.state[weight][key].to_local()
                 tensors += [state.codes, state.scale] if hasattr(state, "codes") else [state]
             size += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
@@ -733,7 +733,7 @@ def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
     script = (
         "import os, sys\n"
         "from titanlite import train\n"
-        "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas')\n"
+        "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas', 'torchft')\n"
         "exit_process = os._exit\n"
         "def spy(status):\n"
         "    print('imported', [name for name in heavy if name in sys.modules], flush=True)\n"

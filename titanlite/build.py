@@ -204,7 +204,10 @@ def build_loader(
     ConfigError if the datasets of a mixture are used up before the last step."""
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
-    share = sequence_share(config, layout)
+    share, groups = sequence_share(config, layout), config.fault_tolerance
+    if groups.enable:  # the ranks of all groups, living or not, read different sequences
+        share["data_rank"] += groups.replica_id * share["data_parallel_degree"]
+        share["data_parallel_degree"] *= groups.group_size
     return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 

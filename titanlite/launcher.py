@@ -131,6 +131,10 @@ def main(argv: list[str]) -> int:
         loaded = load(argv)
         ranks = ranks_per_node(loaded, os.environ, count_devices())
         require_place(os.environ)
+        if loaded.config.fault_tolerance.enable:
+            from titanlite.config.fault_tolerance_rules import require_torchft
+
+            require_torchft()
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
         environment = environment_of_ranks(ranks) | launch_variables(loaded.config.job.dump_folder)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank

@@ -16,7 +16,7 @@ def run_summary(
     peak_flops_source: str,
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
-    training, model = config.training, config.model
+    training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
@@ -29,6 +29,7 @@ def run_summary(
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
+        *([f"groups     number {groups.replica_id} of {groups.group_size} replica groups"] if groups.enable else []),
         *expert_summary(config),
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",

@@ -10,12 +10,14 @@ data or the checkpoint is wrong (one line per problem); 1 anything else.
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +84,23 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
     # Load the newest checkpoint, or given weights, or keep the initial ones.
     mark("loading a checkpoint")
-    last_step, n_skipped, n_saves_asked, data_state, checkpointer = 0, 0, 0, None, None
+    last_step, n_skipped, n_saves_asked, data_state, checkpointer, replicas, saved = 0, 0, 0, None, None, None, {}
+
+    def state_to_save() -> dict[str, Any]:
+        state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
+        state |= {"outliers": outliers.state()} if outliers else {}
+        return state | ({"batches_of_groups": replicas.batches} if replicas else {})
+
+    def load_state(state: dict[str, Any]) -> None:
+        nonlocal n_skipped
+        n_skipped = state["skipped"]
+        loss_scale.load(state["loss_scale"])
+        if outliers and state["outliers"]:
+            outliers.load(**state["outliers"])
+        if replicas:  # of another replica group
+            loader.close()
+            loader.start(state["data"])
+
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
@@ -91,12 +109,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         if training.datasets:
             identity["mixture"] = sequences.identity
         checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm, may_differ)
-        state = checkpointer.resume(model, optimizer)
-        if state:
-            last_step, n_skipped, data_state = state["step"], state["skipped"], state["data"]
-            loss_scale.load(state["loss_scale"])
-            if outliers and state["outliers"]:
-                outliers.load(**state["outliers"])
+        saved = checkpointer.resume(model, optimizer) or {}
+        if saved:
+            last_step, data_state = saved["step"], saved["data"]
+            load_state(saved)
             log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
     if not last_step and config.checkpoint.initial_load_path:
         checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
@@ -108,6 +124,15 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
         corruption = CorruptionCheck(model, optimizer, checkpointer)
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
+    if config.fault_tolerance.enable:
+        from titanlite.config.fault_tolerance_rules import numerics  # here, since most runs are one group
+        from titanlite.fault_tolerance import Replicas
+
+        mark("connecting to the lighthouse")
+        identity = [*numerics(config), data_identity]
+        replicas = Replicas(config.fault_tolerance, config.comm, model, optimizer, identity, device, signals)
+        replicas.continue_from(last_step, saved.get("batches_of_groups"), state_to_save, load_state)
+        train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
     if loader.mixture:
         from titanlite.dataset_losses import DatasetLosses  # here, since most runs have one dataset
@@ -124,7 +149,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         )
     meter = metrics.ThroughputMeter(
         device,
-        tokens_per_step=config.tokens_per_step / launch.world_size,
+        tokens_per_step=config.tokens_per_step / config.fault_tolerance.n_groups / launch.world_size,
         flops_per_token=flops_per_token(sizes, config.model, training.seq_len),
         peak=peak,
     )
@@ -138,9 +163,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         gc.freeze()
         gc.disable()
         stack.callback(gc.enable)
-        step = last_step
-        for step in range(last_step + 1, training.steps + 1):
-            is_first = step == last_step + 1
+        step, is_first = last_step, True
+        for step in replicas.steps(training.steps) if replicas else range(last_step + 1, training.steps + 1):
             mark("waiting for data", step)
             with meter.waiting_for_data():
                 batches = loader.next()
@@ -158,6 +182,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 if corruption and step % config.debug.sdc_check_freq == 0:
                     again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
                     corruption.check(step, loss_sum, again)
+            if replicas:
+                replicas.sum_gradients(parameters)
             norm = gradient_norm(parameters, device)
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
@@ -165,6 +191,12 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             asked = [torch.full_like(loss_sum, flag) for flag in (signals.stopping, signals.saves > n_saves_asked)]
             totals = torch.stack([loss_sum, *asked])
             dist.all_reduce(totals)
+            if replicas:
+                totals[0], norm = replicas.agree(totals[0], norm)
+                if not replicas.commits():
+                    optimizer.zero_grad()
+                    loader.take_back(batches)
+                    continue
             numbers = torch.stack([totals[0] / n_valid, norm, totals[1], totals[2]])
             taken = numbers.isfinite().all()
             if outliers:
@@ -210,6 +242,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "grad_norm": norm_value,
                     "lr": lr,
                     "n_tokens_seen": loader.position * training.seq_len,
+                    **(replicas.metrics(config.tokens_per_step) if replicas else {}),
                     **meter.read(),
                     **planned,
                 }
@@ -246,12 +279,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                         n_saves_asked = signals.saves
                         if saving:
                             log_rank0(f"asked to save: checkpoint step-{step}")
-                        state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
-                        if outliers:
-                            state["outliers"] = outliers.state()
-                        checkpointer.save(step, model, optimizer, state, is_last=is_last)
+                        checkpointer.save(step, model, optimizer, state_to_save(), is_last=is_last)
             for step_done in profilers:
                 step_done(step)
+            is_first = False
             if stopping:
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
@@ -287,8 +318,9 @@ def explain_nonfinite(step: int, loss: float, norm: float, loss_sum: Tensor) -> 
     sums = [torch.empty_like(loss_sum) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, loss_sum)
     ranks = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value.item())]
-    if ranks:
-        return f"step {step}: the loss is {loss} because of rank {', '.join(ranks)}"
+    if ranks or not math.isfinite(loss):
+        where = f"rank {', '.join(ranks)}" if ranks else "another replica group"
+        return f"step {step}: the loss is {loss} because of {where}"
     return f"step {step}: the gradient norm is {norm} though the loss is finite on every rank ({loss:.4f})"
 
 

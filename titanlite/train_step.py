@@ -48,6 +48,8 @@ class TrainStep:
     """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
     balance: Any = None
     """The LoadBalance of a model with experts, to be updated after each optimizer step; None: there are none."""
+    count_over_groups: Callable[[Tensor], None] | None = None
+    """Replicas.count, which sums the number of tokens over replica groups in place; None: there is one group."""
 
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global loss in the parameters.
@@ -68,6 +70,8 @@ class TrainStep:
             self.balance.begin_step(loss_scale)
         valid = count_valid([batch.targets for batch in batches], self.device) * self.contributes_loss
         dist.all_reduce(valid)
+        if self.count_over_groups:
+            self.count_over_groups(valid)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for accumulation_step, batch in enumerate(batches, 1):
             fsdp.prepare_accumulation_step(self.model, self.parallelism, last=accumulation_step == len(batches))

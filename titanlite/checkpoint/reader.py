@@ -33,6 +33,7 @@ class _State(Record):
     loss_scale: tuple[float, int] = (1.0, 0)
     data: dict[str, Any]
     outliers: _Outliers | None = None
+    batches_of_groups: int | None = Field(default=None, ge=0)
 
 
 class CheckpointReader:

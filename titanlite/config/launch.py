@@ -129,7 +129,8 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
     chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
     batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
     if batch_size == -1:
-        batch_size = training.local_batch_size * parallelism.data_parallel_replicate_degree * shard_degree
+        degree = parallelism.data_parallel_replicate_degree * shard_degree
+        batch_size = training.local_batch_size * degree * config.fault_tolerance.n_groups
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=reshard,
@@ -157,7 +158,7 @@ def _loss_chunks(config: Config) -> int:
 
 
 def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) -> None:
-    training, degree = config.training, config.parallelism.data_parallel_degree
+    training, degree = config.training, config.parallelism.data_parallel_degree * config.fault_tolerance.n_groups
     shards = config.parallelism.data_parallel_shard_degree * config.parallelism.context_parallel_degree
     group = config.parallelism.fsdp_reshard_after_forward
     if isinstance(group, int) and (shards % group or group >= shards):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
@@ -31,7 +32,7 @@ STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 PACKING, OPTIMIZER = "training.packing", "optimizer.name"
-MIXTURE = "training.datasets"
+MIXTURE, GROUPS_ON = "training.datasets", "fault_tolerance.enable"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
@@ -51,6 +52,12 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
     ([f"float8.{key}" for key in Float8.model_fields if key != "enable"], "float8.enable", (True,), (False,)),
+    (
+        [f"fault_tolerance.{key}" for key in FaultTolerance.model_fields if key != "enable"],
+        GROUPS_ON,
+        (True,),
+        (False,),
+    ),
     ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
     (["int8.filter_fqns"], "int8.enable", (True,), (False,)),
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
@@ -212,6 +219,10 @@ def _step_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if "training.outlier_window" in changed and not training.skip_outlier_sigma:
         message = f"read only when {OUTLIER_SIGMA} is above 0; set that, or remove it"
         reject("training.outlier_window", message, OUTLIER_SIGMA)
+    if config.fault_tolerance.enable:
+        from titanlite.config.fault_tolerance_rules import fault_tolerance_rules  # here, since few runs need them
+
+        fault_tolerance_rules(config, reject)
 
 
 def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> None:

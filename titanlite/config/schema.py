@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args
 import tomli_w
 from pydantic import Field
 
+from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.float8_schema import Float8, Int8
 from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
@@ -385,15 +386,15 @@ class Config(Section):
     validation: Validation = Field(default_factory=Validation)
     profiling: Profiling = Field(default_factory=Profiling)
     comm: Comm = Field(default_factory=Comm)
+    fault_tolerance: FaultTolerance = Field(default_factory=FaultTolerance)
     plan: Plan = Field(default_factory=Plan)
     debug: Debug = Field(default_factory=Debug)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Number of per-device batches that a rank takes in an optimizer step (of a resolved config)."""
-        return (
-            self.training.global_batch_size // self.training.local_batch_size // self.parallelism.data_parallel_degree
-        )
+        sequences = self.training.global_batch_size // self.fault_tolerance.n_groups
+        return sequences // self.training.local_batch_size // self.parallelism.data_parallel_degree
 
     @property
     def n_microbatches(self) -> int:

@@ -86,15 +86,19 @@ class Loader:
         state: dict[str, Any] | None,
     ):
         self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
-        self.shard, self.pin = shard, pin
-        self.mixture: Any = None
-        if training.datasets:
+        self.shard, self.pin, self.sequences = shard, pin, sequences
+        self.start(state)
+
+    def start(self, state: dict[str, Any] | None) -> None:
+        """Begin where `state` says; for another time, after `close`."""
+        sequences, self.mixture = self.sequences, None
+        if self.training.datasets:
             self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
-        self.position = state["next_sequence"]
+        self.position, self._again = state["next_sequence"], list[Batch]()
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states: dict[int, Any] = {int(n): saved for n, saved in state.get("streaming_shards", {}).items()}
-        reader = sequences.read(self.position + data_rank, data_parallel_degree, dict(self._shard_states))
+        reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=PREFETCH_STEPS)
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
@@ -116,6 +120,10 @@ class Loader:
 
     def next(self) -> list[Batch]:
         """Return the batches of the next optimizer step, one per gradient accumulation step."""
+        if self._again:
+            batches, self._again = self._again, []
+            self.position += self.training.global_batch_size
+            return batches
         item = self._ready.get()
         if isinstance(item, Exception):
             self._ready.put(item)  # for the next call
@@ -124,6 +132,10 @@ class Loader:
         self.position += self.training.global_batch_size
         self._shard_states.update(shard_states)
         return batches
+
+    def take_back(self, batches: list[Batch]) -> None:
+        """Have `next` return the batches that it returned last once more."""
+        self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self) -> None:
         """End the thread."""

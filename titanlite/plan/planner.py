@@ -48,7 +48,11 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
-    return check(loaded, Launch(0, 0, world, min(world, per_node), n_devices)), device, world
+    config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
+    if config.fault_tolerance.enable:  # of one replica group
+        size = config.training.global_batch_size // config.fault_tolerance.n_groups
+        config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
+    return config, device, world
 
 
 def make_plan(

@@ -52,6 +52,8 @@ def report(plan: Plan, file: str) -> Group:
     ]
     if plan.config.training.document_mask:
         parts.append(Text("documents are planned as long as their sequences: attention over shorter ones is faster"))
+    if plan.config.fault_tolerance.enable:
+        parts.append("this is the plan of one replica group; what groups send to each other is not planned")
     measured = plan.device.measured
     if plan.device.kind == "cpu" and measured is None:
         parts.append(

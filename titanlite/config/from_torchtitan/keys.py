@@ -26,11 +26,13 @@ SAME: list[str] = [
     *_keys("compile", "enable components backend"),
     *_keys("comm", "init_timeout_seconds train_timeout_seconds trace_buf_size"),
     *_keys("debug", "seed deterministic"),
+    *_keys("fault_tolerance", "enable process_group_timeout_ms replica_id group_size min_replica_size"),
 ]
 """Keys with an option of the same name. groups.py converts those that are in none of these tables."""
 
 CHANGED: dict[str, str] = {
     "optimizer.weight_decay": "of weight matrices and embeddings only; torchtitan's acts on norms too",
+    "fault_tolerance.enable": "gradients and tokens of the groups are summed, where torchtitan averages groups",
     "debug.seed": "other weights are drawn from the same seed",
     "comm.init_timeout_seconds": "also ends a run whose ranks give no sign of life or make no progress",
     "comm.train_timeout_seconds": "also ends a run whose ranks give no sign of life or make no progress",
@@ -59,8 +61,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """torchtitan's defaults where an option of the same name has another, or none."""
 
-_FAULT_TOLERANCE = "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method"
-_OLD_FAULT_TOLERANCE = "sync_steps should_quantize fragment_sync_delay fragment_update_alpha"
+_SEMI_SYNC = "sync_steps should_quantize fragment_sync_delay fragment_update_alpha"
 _WORKERS = "num_workers persistent_workers pin_memory prefetch_factor"
 _MX = "quantize.linear.mx", "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns use_fp8_dim1_cast_triton_kernel"
 
@@ -111,7 +112,7 @@ NOT_OFFERED: dict[str, Missing] = {
     ),
     "parallelism.expert_parallel_comm_backend": Missing("standard", "tokens are exchanged by torch's all-to-all"),
     "parallelism.enable_compiled_autograd": Missing(False, "the backward is compiled with the forward"),
-    "checkpoint.enable_ft_dataloader_checkpoints": Missing(DETAIL, "TorchFT is not used"),
+    "checkpoint.enable_ft_dataloader_checkpoints": Missing(DETAIL, "a living group sends its position in the data"),
     "checkpoint.exclude_from_loading": Missing([], "a resumed run loads all of a checkpoint"),
     "checkpoint.enable_first_step_checkpoint": Missing(False, "SIGUSR1 saves a checkpoint after the current step"),
     "checkpoint.create_seed_checkpoint": Missing(False, "initial weights are the same for every layout without it"),
@@ -142,11 +143,9 @@ NOT_OFFERED: dict[str, Missing] = {
     "comm.mode": Missing("default", "titanlite plan needs no devices; titanlite parity compares layouts on CPUs"),
     "memory_estimation.enable": Missing(False, "titanlite plan CONFIG plans memory"),
     "memory_estimation.disable_fake_mode": Missing(DETAIL, "titanlite plan CONFIG plans memory"),
-    "fault_tolerance.enable": Missing(False, "TorchFT is not used; a run restarts from its newest checkpoint"),
-    **{
-        f"fault_tolerance.{name}": Missing(DETAIL, "TorchFT is not used; a run restarts from its newest checkpoint")
-        for name in f"{_FAULT_TOLERANCE} {_OLD_FAULT_TOLERANCE}".split()
-    },
+    "fault_tolerance.process_group": Missing(DETAIL, "groups communicate by gloo on CPUs and by NCCL on CUDA"),
+    "fault_tolerance.semi_sync_method": Missing("", "there is no DiLoCo; groups sum gradients in every step"),
+    **{f"fault_tolerance.{name}": Missing(DETAIL, "there is no DiLoCo") for name in _SEMI_SYNC.split()},
     "debug.deterministic_warn_only": Missing(False, "an operator without a deterministic algorithm raises"),
     "debug.moe_force_load_balance": Missing(False, "the router always chooses the experts"),
 }

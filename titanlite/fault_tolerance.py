@@ -1,0 +1,300 @@
+"""Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
+
+Each rank has a torchft Manager, which connects it with the ranks of the same number in the other groups. In each step
+the groups that live sum their token counts and gradients, so the step is that of one process that was fed what they
+were fed. A step during which a group dies is taken again by the others. A group that returns gets the state of a living
+one from its memory, and goes on at its step.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, random_states
+from titanlite.config.fault_tolerance_rules import MAX_GROUPS, require_torchft
+from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Comm
+from titanlite.errors import TrainingError
+from titanlite.progress import mark, progress
+from titanlite.reliability.process import Signals
+from titanlite.sdc import hash_of_bits
+from titanlite.shards import local_shard
+
+BUCKET_ELEMENTS = 2**24
+"""Elements of gradients that are summed over the groups at a time."""
+ATTEMPT = timedelta(seconds=20)
+"""How long a group waits for others before it looks whether it was asked to stop."""
+MODULUS = 2**24
+"""Of hashes that groups compare: sums of their squares are exact in float64."""
+
+
+class Replicas:
+    """Connects this rank's group with the others. Every rank of a group must make the same calls.
+
+    Args:
+        section: the options of [fault_tolerance].
+        comm: its init_timeout_seconds is how long a group may take to send its state.
+        identity: what groups of the same run share, plain JSON.
+        signals: tells whether this rank was asked to stop, while the group waits for others.
+
+    Raises:
+        ConfigError: if torchft is not installed, or the lighthouse does not answer.
+    """
+
+    def __init__(
+        self,
+        section: FaultTolerance,
+        comm: Comm,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        identity: list[Any],
+        device: torch.device,
+        signals: Signals,
+    ):
+        self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
+        self.living: list[int] = []
+        """Numbers of the groups that have taken part in the last step."""
+        self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
+        self._quorum, self._lived = -1, list[int]()
+        self._model, self._optimizer = model, optimizer
+        require_torchft()
+        # One line about a failure is enough.
+        os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+        import torchft
+
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
+        group = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
+            timedelta(milliseconds=section.process_group_timeout_ms)
+        )
+        place: list[Any] = [socket.gethostname(), 0]
+        if dist.get_rank() == 0:
+            self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+            place[1] = self._store.port
+        dist.broadcast_object_list(place)
+        try:
+            self.manager = torchft.Manager(
+                group,
+                load_state_dict=self._load,
+                state_dict=self._saved,
+                min_replica_size=section.min_replica_size,
+                use_async_quorum=False,
+                timeout=timedelta(seconds=comm.init_timeout_seconds),
+                quorum_timeout=ATTEMPT,
+                connect_timeout=ATTEMPT,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                store_addr=place[0],
+                store_port=place[1],
+                replica_id=f"group-{section.replica_id}",
+                hostname=place[0],
+                init_sync=False,
+            )
+        except RuntimeError as error:
+            where = os.environ["TORCHFT_LIGHTHOUSE"]
+            problem = f"environment: TORCHFT_LIGHTHOUSE = {where}: the lighthouse does not answer: {error}"
+            raise ConfigError([problem]) from None
+
+    def continue_from(
+        self,
+        last_step: int,
+        batches: int | None,
+        state: Callable[[], dict[str, Any]],
+        load_state: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Begin after a step.
+
+        Args:
+            last_step: the step that this group's weights are of.
+            batches: how many batches of groups they are trained on; None: of all groups in each step.
+            state: returns what another group needs beside tensors and random states, as plain JSON.
+            load_state: takes what `state` of another group has returned.
+        """
+        batches = last_step * self.section.group_size if batches is None else batches
+        self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
+        self._state, self._load_state = state, load_state
+
+    def steps(self, last: int) -> Iterator[int]:
+        """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
+        is then that of the step before.
+
+        Raises:
+            TrainingError: if the group was asked to stop while it waited for others.
+        """
+        while self.manager.current_step() < last:
+            self._join()
+            if self.manager.current_step() < last:  # else the others have ended, and it has their last state
+                yield self.manager.current_step() + 1
+
+    def _join(self) -> None:
+        """Wait for the groups of the next step, and get the state of another if this one is behind.
+
+        Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
+        """
+        mark("waiting for other replica groups", limited=False)
+        failed = True
+        with progress("waiting for other replica groups", enabled=dist.get_rank() == 0):
+            while failed:
+                failed = False
+                lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
+                # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
+                os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+                try:
+                    self.manager.start_quorum()
+                except Exception:  # too few groups, or the lighthouse does not answer
+                    failed, self.manager._quorum_future = True, None
+                    if self._is_loading:
+                        raise
+                    time.sleep(1)
+                finally:
+                    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+                flags = torch.tensor([float(failed), float(self.signals.stopping)])
+                dist.all_reduce(flags, dist.ReduceOp.MAX)
+                failed = bool(flags[0])
+                if failed and flags[1]:
+                    raise TrainingError(
+                        "asked to stop while this replica group waited for others; ended without saving"
+                    )
+        self._in_step = True
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor over the living groups, in place. If that fails, `commits` returns False."""
+        self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+
+    def count(self, valid: Tensor) -> None:
+        """Sum a step's number of tokens over the living groups, in place, and compare what the groups must share. Does
+        nothing between `commits` and the next step.
+
+        Raises:
+            ConfigError: if this group is new and has another config, other weights or the number of a living group.
+        """
+        if not self._in_step:
+            return
+        own = torch.zeros(5 + MAX_GROUPS, dtype=torch.float64, device=self.device)
+        state, quorum = 0, self.manager._quorum_id
+        if quorum != self._quorum:
+            state = sum(hash_of_bits(tensor).item() for tensor in self._tensors(creates=False)) % MODULUS
+        shared = [valid.item(), self.identity, self.identity**2, state, state**2]
+        own[:5] = torch.tensor(shared, dtype=torch.float64)
+        own[5 + self.section.replica_id] = 1
+        self.sum(own)
+        if self.manager.errored():
+            return
+        self._quorum = quorum
+        total, *sums = own.tolist()
+        n, problem = sum(sums[4:]), ""
+        if max(sums[4:]) > 1:
+            problem = f"fault_tolerance.replica_id = {sums[4:].index(max(sums[4:]))}: {max(sums[4:]):.0f} living groups"
+        elif sums[:2] != [n * self.identity, n * self.identity**2]:
+            problem = "fault_tolerance.enable = true: replica groups have different configs or data"
+        elif sums[2:4] != [n * state, n * state**2]:
+            step = self.manager.current_step()
+            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {step}"
+        if problem and not self._is_member:
+            raise ConfigError([f"{problem}; see docs/reliability.md"])
+        if problem:
+            self.manager.report_error(RuntimeError(problem))
+        self.living = [number for number, alive in enumerate(sums[4:]) if alive]
+        valid.fill_(total)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients over the living groups, shard by shard."""
+        shards = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        while shards:
+            bucket = [shards.pop()]
+            n = bucket[0].numel()
+            while shards and shards[-1].dtype == bucket[0].dtype and n + shards[-1].numel() <= BUCKET_ELEMENTS:
+                bucket.append(shards.pop())
+                n += bucket[-1].numel()
+            flat = torch.cat([shard.reshape(-1) for shard in bucket]).to(self.device)
+            self.sum(flat)
+            for shard, part in zip(bucket, flat.split([shard.numel() for shard in bucket]), strict=True):
+                shard.copy_(part.view_as(shard))
+
+    def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the groups' losses, and their gradient norm: that of any of them, since gradients are sums,
+        but for what different hardware rounds differently."""
+        both = torch.stack([loss_sum, norm])
+        self.sum(both)
+        return both[0], both[1] / max(len(self.living), 1)
+
+    def commits(self) -> bool:
+        """Return whether the step counts, the same on all ranks of a group; call it once in a step. If not, its
+        gradients are wrong. Prints when other groups live than in the step before."""
+        self._in_step, error, step = False, self.manager.errored(), self.manager.current_step() + 1
+        if not self.manager.should_commit():
+            reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
+            self._print(f"not taken, and repeated with the replica groups that are left: {reason}", step)
+            return False
+        if self.living != self._lived or self._healed:
+            healed = "; this one has got its state from another" * self._healed
+            self._print(f"replica groups {', '.join(map(str, self.living))} of {self.section.group_size}{healed}", step)
+        self._is_member, self._healed, self._lived = True, False, self.living
+        return True
+
+    def _print(self, message: str, step: int) -> None:
+        if dist.get_rank() == 0:
+            print(f"step {step}: {message}", flush=True)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of groups that the weights are trained on: one for each living group in each step."""
+        return self.manager.batches_committed()
+
+    def metrics(self, tokens_per_step: int) -> dict[str, float]:
+        """Return values of the last step by tag; `tokens_per_step` are those of all groups."""
+        tokens = self.batches * tokens_per_step // self.section.group_size
+        return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
+
+    def _tensors(self, *, creates: bool = True) -> list[Tensor]:
+        """Return this rank's weights and optimizer states as plain tensors that share their memory. States that do not
+        exist are created, as they are before the first step, or left out."""
+        tensors, is_new = model_tensors(self._model), not self._optimizer.state
+        if creates or not is_new:
+            states = optimizer_tensors(self._model, self._optimizer)
+            for name, state in states.items():
+                if is_new and name.endswith(".step"):
+                    state.zero_()  # to create the states, torch takes a step without gradients
+            tensors |= states
+        return [plain for tensor in tensors.values() for plain in _plain_tensors(local_shard(tensor))]
+
+    def _saved(self) -> dict[str, Any]:
+        """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return {"tensors": self._tensors(), "random": random_states(), "state": self._state()}
+
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Continue from the state of another group."""
+        self._is_loading = True  # an error is of this group, and ends it
+        for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
+            tensor.copy_(other)
+        for name, value in saved["random"].items():
+            (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
+        self._load_state(saved["state"])
+        self._is_loading, self._healed = False, True
+
+
+def _hash_of(values: list[Any]) -> int:
+    """Return a number below MODULUS that tells lists of plain JSON apart."""
+    return int.from_bytes(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()[:3], "big")
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor, or those that a quantized optimizer state consists of."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor.detach()]
+    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain_tensors(getattr(tensor, name))]
