@@ -45,19 +45,23 @@ LOSS, VALIDATION = "loss_metrics/global_avg_loss", "validation_metrics/global_av
 def run(options: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
     """Train with these options and return the lines of metrics.jsonl, one per step."""
     common = {
-        "job.dump_folder": folder,
         "training.seq_len": 256,
         "training.local_batch_size": 8,
         "optimizer.lr": 4e-4,
         "lr_scheduler.warmup_steps": 60,
         "training.steps": steps,
         "validation.freq": steps,
-        "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": "false",
     }
-    arguments = [f"--{key}={value}" for key, value in common.items()] + [f"--{option}" for option in options]
+    arguments = [f"--{option}" for option in options]
     if any(option.startswith("float8") for option in options) and not torch.cuda.is_available():
         arguments.append("--float8.emulate=true")
+    return metrics_of(common, folder, *arguments)
+
+
+def metrics_of(options: dict[str, object], folder: Path, *arguments: str) -> list[dict[str, float]]:
+    """Train the debug model with these options, and return the lines of metrics.jsonl, one per step."""
+    own = {"job.dump_folder": folder, "metrics.log_freq": 1, "metrics.enable_tensorboard": "false"}
+    arguments = *(f"--{key}={value}" for key, value in (options | own).items()), *arguments
     command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "debug.toml"), *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

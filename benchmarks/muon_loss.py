@@ -9,22 +9,18 @@ loss of the last 30 steps and the loss on the validation split of each; plots th
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from low_precision_loss import LOSS, ROOT, VALIDATION, metrics_of
 
-ROOT = Path(__file__).resolve().parents[1]
 RATES = {"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
-LOSS, VALIDATION = "loss_metrics/global_avg_loss", "validation_metrics/global_avg_loss"
 
 
 def run(optimizer: str, lr: float, steps: int, folder: Path) -> list[dict[str, float]]:
     """Train, and return the lines of metrics.jsonl, one per step."""
     options = {
-        "job.dump_folder": folder,
         "optimizer.name": optimizer,
         "optimizer.lr": lr,
         "training.seq_len": 256,
@@ -34,13 +30,8 @@ def run(optimizer: str, lr: float, steps: int, folder: Path) -> list[dict[str, f
         "lr_scheduler.warmup_steps": 60,
         "training.steps": steps,
         "validation.freq": steps,
-        "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": "false",
     }
-    arguments = [f"--{key}={value}" for key, value in options.items()]
-    command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "debug.toml"), *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(options, folder)
 
 
 def main() -> None:
