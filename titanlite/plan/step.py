@@ -23,8 +23,8 @@ class StageCost:
 
     def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
         self.dry_run, self.cost_model = dry_run, cost_model
-        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
         self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
+        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
         self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
         self._phase_costs: dict[tuple, Cost] = {}
 
@@ -68,9 +68,11 @@ class StageCost:
         computation = [event for event in events if not isinstance(event, Communication)]
         model = self.cost_model
         if model.offload is None and self.offloads_optimizer:
-            step = [event for event in computation if isinstance(event, Work) and "fused_adam" in event.name]
-            cost.add(model.offloaded_step(step), self.dry_run.scale)
-            computation = [event for event in computation if event not in step]
+            parts: dict[bool, list] = {True: [], False: []}
+            for event in computation:
+                parts[isinstance(event, Work) and "fused_adam" in event.name].append(event)
+            cost.add(model.offloaded_step(parts[True]), self.dry_run.scale)
+            computation = parts[False]
         own = model.host_update(computation) if model.offload is not None else model.cost([computation])
         cost.add(own, self.dry_run.scale)
         for key in self.dry_run.phases:
