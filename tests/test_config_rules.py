@@ -8,6 +8,7 @@ import pytest
 
 from tests.config_helpers import *
 from titanlite import config
+from titanlite.config.fault_tolerance_rules import numerics
 
 NAME, HOST_STATES = "optimizer.name", "optimizer.enable_cpu_offload"
 
@@ -586,3 +587,12 @@ def test_accepted_degrees(tmp_path: Path, settings: Settings, launch: config.Lau
 def test_attention_backend_is_read_under_a_document_mask(tmp_path: Path):
     loaded = load(tmp_path, {MASK: True, BACKEND: "math"})
     assert of(config.check(loaded, on(1)), BACKEND) == "math"
+
+
+OTHER_VALUES = {"optimizer__lr": 1.0, "float8__enable": True, "int8__enable": True, "training__seq_len": 1}
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_replica_groups_compare_what_decides_their_weights(key):
+    other = config.Config().replace(**{key: OTHER_VALUES[key]})
+    assert numerics(other) != numerics(config.Config())

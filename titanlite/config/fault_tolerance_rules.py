@@ -40,7 +40,7 @@ def fault_tolerance_rules(config: Config, reject: Rejections) -> None:
 
 def numerics(config: Config) -> list[Any]:
     """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
-    sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8"})
+    sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
     training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
     return [config.model.identity(), training, sections, config.debug.seed, config.fault_tolerance.n_groups]
 
