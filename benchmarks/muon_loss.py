@@ -53,10 +53,11 @@ def main() -> None:
     for (optimizer, lr), (last, validation) in found.items():
         print(f"{optimizer:10} {lr:7g} {last:14.4f} {validation:11.4f}")
     best = [min((key for key in found if key[0] == name), key=lambda key: found[key][1]) for name in RATES]
-    draw({f"{name}, lr {lr:g}": curves[name, lr] for name, lr in best}, arguments.plot)
+    best_curves = {f"{name}, lr {lr:g}": curves[name, lr] for name, lr in best}
+    draw(best_curves, arguments.plot, title="loss of every tenth step")
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
+def draw(curves: dict[str, list[tuple[int, float]]], file: Path, title: str) -> None:
     """Plot the loss over steps."""
     import matplotlib
 
@@ -66,7 +67,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="loss of every tenth step")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)

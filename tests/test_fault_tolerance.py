@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,32 +65,40 @@ _group: dict[str, Any] = {}
 def join(config: Config, address: str, identity: int = 7) -> None:
     """Build this rank's model and connect its group with the others."""
     os.environ["TORCHFT_LIGHTHOUSE"] = address
+    from titanlite.diloco import DiLoCo, OuterOptimizer
     from titanlite.fault_tolerance import Replicas
 
     run = TrainingRun(config, CPU)
-    replicas = Replicas(
-        config.fault_tolerance, config.comm, run.model, run.optimizer, [identity], CPU, signals=Signals()
-    )
+    arguments = config.fault_tolerance, config.comm, run.model, run.optimizer, [identity], CPU, Signals()
+    if config.fault_tolerance.semi_sync_method == "diloco":
+        replicas = DiLoCo(OuterOptimizer(run.parameters, config.fault_tolerance), *arguments)
+    else:
+        replicas = Replicas(*arguments)
 
     def load_state(state: dict[str, Any]) -> None:
         run.loader.close()
         run.loader.start(state["data"])
 
-    replicas.continue_from(0, None, lambda: {"data": run.loader.state()}, load_state)
+    replicas.continue_from(0, {}, lambda: {"data": run.loader.state(), **replicas.state()}, load_state)
     run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))
+
+
+def forward_backward(step: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of a step; return its batches, its sum of losses and its number of tokens."""
+    config, run = _group["config"], _group["run"]
+    set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+    batches = run.loader.next()
+    return batches, *run.train_step.forward_backward(batches)
 
 
 def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
     """Take the next step, again if another group dies; return what it computed, and the weights after it. Ranks in
     `dying_ranks` kill themselves after the backward."""
-    config, run, replicas = _group["config"], _group["run"], _group["replicas"]
-    attempts = 0
+    run, replicas, attempts = _group["run"], _group["replicas"], 0
     for step in _group["steps"]:
         attempts += 1
-        set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
-        batches = run.loader.next()
-        loss_sum, valid = run.train_step.forward_backward(batches)
+        batches, loss_sum, valid = forward_backward(step)
         if dist.get_rank() in dying_ranks:
             os.kill(os.getpid(), signal.SIGKILL)
         replicas.sum_gradients(run.parameters.values())
@@ -113,23 +121,35 @@ def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
 
 def one_process(config: Config, living_in_steps: list[list[int]]) -> Iterator[dict[str, Any]]:
     """Train one process on the sequences of the groups that lived in each step; yield what each step computed."""
+    model = plain_model(config)
+    optimizer = build.build_optimizer(config, model)
+    for step, living in enumerate(living_in_steps, 1):
+        numbers = plain_step(config, model, optimizer, step, living)
+        yield numbers | {"ones": len(living)} | trace_of("weight", dict(model.named_parameters()))
+
+
+def plain_model(config: Config) -> nn.Module:
     model = build.meta_model(config)
     model.materialize(CPU)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=CPU)
-    optimizer, sequences, size = build.build_optimizer(config, model), RandomSequences(config), 16
-    ranks = config.parallelism.data_parallel_degree
-    for step, living in enumerate(living_in_steps, 1):
-        set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
-        fed = [n for n in range((step - 1) * size, step * size) if n % (2 * ranks) // ranks in living]
-        tokens, targets = (torch.stack([torch.from_numpy(sequences[n][k]) for n in fed]) for k in range(2))
-        valid = (targets != IGNORED).sum()
-        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).sum() / valid
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
-        optimizer.step()
-        numbers = {"loss": loss.item(), "norm": norm.item(), "ones": len(living), "valid": valid.item()}
-        yield numbers | trace_of("weight", dict(model.named_parameters()))
+    return model
+
+
+def plain_step(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, groups: list[int]
+) -> dict[str, float]:
+    """Take a step on the sequences of some groups, without anything of titanlite's training step."""
+    sequences, size, ranks = RandomSequences(config), 16, config.parallelism.data_parallel_degree
+    set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+    fed = [n for n in range((step - 1) * size, step * size) if n % (2 * ranks) // ranks in groups]
+    tokens, targets = (torch.stack([torch.from_numpy(sequences[n][k]) for n in fed]) for k in range(2))
+    valid = (targets != IGNORED).sum()
+    loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).sum() / valid
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+    optimizer.step()
+    return {"loss": loss.item(), "norm": norm.item(), "valid": valid.item()}
 
 
 def assert_equal(record: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-11) -> None:
@@ -139,10 +159,10 @@ def assert_equal(record: dict[str, Any], expected: dict[str, Any], tolerance: fl
 
 
 class Groups:
-    """Two groups of two ranks, which are killed and started anew."""
+    """Two groups of two ranks, which are killed and started anew. Their ranks call `take`, which returns a record."""
 
-    def __init__(self, configs: list[Config], address: str):
-        self.configs, self.address, self.threads = configs, address, ThreadPoolExecutor(2)
+    def __init__(self, configs: list[Config], address: str, take: Callable[..., dict[str, Any]] = take_step):
+        self.configs, self.address, self.threads, self.take = configs, address, ThreadPoolExecutor(2), take
         self.pools: list[ProcessPool | None] = [None, None]
         self.records: list[dict[int, dict[str, Any]]] = [{}, {}]
         """By group and step."""
@@ -157,18 +177,18 @@ class Groups:
         self.pools[number].close()
         self.pools[number] = None
 
-    def step(self, dying: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+    def step(self, dying: int | None = None, ranks: tuple[int, ...] = (), **where: str) -> None:
         """Take a step with all groups that live; one may take more, if another joins only then.
 
-        In it `ranks` of the group `dying` kill themselves. The group is then killed, as torchrun does it.
+        In it `ranks` of the group `dying` kill themselves, `where` says. The group is then killed, as torchrun does it.
         """
 
         def call(number: int) -> None:
             if number == dying:
                 with contextlib.suppress(RankDied):
-                    self.pools[number].run(take_step, dying_ranks=ranks)
+                    self.pools[number].run(self.take, dying_ranks=ranks, **where)
                 return
-            for record in self.pools[number].run(take_step):
+            for record in self.pools[number].run(self.take):
                 self.records[number][record["step"]] = record
 
         calls = {number: self.threads.submit(call, number) for number in (0, 1) if self.pools[number]}

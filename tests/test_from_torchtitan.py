@@ -569,11 +569,30 @@ def test_exported_weights():
     assert config_of({"checkpoint.async_mode": "async_with_pinned_mem"}).checkpoint.async_mode == "async"
 
 
+def test_semi_synchronous_training():
+    method, steps = "fault_tolerance.semi_sync_method", "fault_tolerance.sync_steps"
+    on: Values = {"fault_tolerance.enable": True, "fault_tolerance.group_size": 2, "training.global_batch_size": 16}
+    section = config_of({**on, method: "diloco"}).fault_tolerance
+    assert (section.semi_sync_method, section.sync_steps, section.outer_lr, section.outer_momentum) == (
+        "diloco",
+        5,
+        0.7,
+        0.9,
+    )
+    section = config_of({**on, method: "local_sgd", steps: 20}).fault_tolerance
+    assert (section.sync_steps, section.outer_lr, section.outer_momentum) == (20, 1.0, 0.0)
+    assert row_of({**on, method: "diloco", steps: 20}, steps).status == "taken"
+    assert row_of({**on, steps: 20}, steps).status == "not read"
+    quantized = "fault_tolerance.should_quantize"
+    assert row_of({**on, method: "diloco", quantized: True}, quantized).matters
+    assert not row_of({**on, method: "local_sgd", quantized: True}, quantized).matters
+    assert row_of({method: "diloco"}, method).status == "not read"  # fault_tolerance.enable is false
+
+
 def test_what_is_off_does_not_matter():
     assert not row_of({"metrics.enable_wandb": False}, "metrics.enable_wandb").matters
     assert row_of({"metrics.enable_wandb": True}, "metrics.enable_wandb").matters
     assert not row_of({"fault_tolerance.sync_steps": 3}, "fault_tolerance.sync_steps").matters
-    assert row_of({"fault_tolerance.semi_sync_method": "diloco"}, "fault_tolerance.semi_sync_method").matters
     assert row_of({"optimizer.early_step_in_backward": True}, "optimizer.early_step_in_backward").matters
 
 

@@ -27,7 +27,7 @@ from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
-from titanlite.progress import mark, progress
+from titanlite.progress import alive, mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
 from titanlite.shards import local_shard
@@ -36,8 +36,12 @@ BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
 ATTEMPT = timedelta(seconds=20)
 """How long a group waits for others before it looks whether it was asked to stop."""
-MODULUS = 2**24
-"""Of hashes that groups compare: sums of their squares are exact in float64."""
+MODULUS = 2**21
+"""Of hashes that groups compare: sums of the squares of MAX_GROUPS of them are exact in float64."""
+
+
+class AskedToStop(TrainingError):
+    """A replica group was asked to stop while it waited for others."""
 
 
 class Replicas:
@@ -65,9 +69,9 @@ class Replicas:
     ):
         self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
         self.living: list[int] = []
-        """Numbers of the groups that have taken part in the last step."""
+        """Numbers of the groups that have taken part in the last step, or the last synchronization."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
-        self._quorum, self._lived = -1, list[int]()
+        self._quorum, self._lived, self.stopping = -1, list[int](), False
         self._model, self._optimizer = model, optimizer
         require_torchft()
         # One line about a failure is enough.
@@ -110,7 +114,7 @@ class Replicas:
     def continue_from(
         self,
         last_step: int,
-        batches: int | None,
+        saved: dict[str, Any],
         state: Callable[[], dict[str, Any]],
         load_state: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -118,20 +122,25 @@ class Replicas:
 
         Args:
             last_step: the step that this group's weights are of.
-            batches: how many batches of groups they are trained on; None: of all groups in each step.
-            state: returns what another group needs beside tensors and random states, as plain JSON.
+            saved: the state of their checkpoint, with what `self.state` has returned or None; empty without one.
+            state: returns what another group needs beside tensors and random states, as plain JSON, with `self.state`.
             load_state: takes what `state` of another group has returned.
         """
+        batches = saved.get("batches_of_groups")
         batches = last_step * self.section.group_size if batches is None else batches
         self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
         self._state, self._load_state = state, load_state
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the groups, as plain JSON."""
+        return {"batches_of_groups": self.batches}
 
     def steps(self, last: int) -> Iterator[int]:
         """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
         is then that of the step before.
 
         Raises:
-            TrainingError: if the group was asked to stop while it waited for others.
+            AskedToStop: if the group was asked to stop while it waited for others.
         """
         while self.manager.current_step() < last:
             self._join()
@@ -164,9 +173,7 @@ class Replicas:
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
                 failed = bool(flags[0])
                 if failed and flags[1]:
-                    raise TrainingError(
-                        "asked to stop while this replica group waited for others; ended without saving"
-                    )
+                    raise AskedToStop("asked to stop while this replica group waited for others; ended without saving")
         self._in_step = True
 
     def sum(self, tensor: Tensor) -> None:
@@ -178,40 +185,55 @@ class Replicas:
         nothing between `commits` and the next step.
 
         Raises:
-            ConfigError: if this group is new and has another config, other weights or the number of a living group.
+            ConfigError, TrainingError: as `_exchange` does.
         """
-        if not self._in_step:
-            return
-        own = torch.zeros(5 + MAX_GROUPS, dtype=torch.float64, device=self.device)
+        if self._in_step and (sums := self._exchange([valid.item()], self.manager.current_step())):
+            valid.fill_(sums[0])
+
+    def _exchange(self, values: list[float], last_step: int) -> list[float] | None:
+        """Return the sums of some values over the living groups, which compare what they must share after `last_step`;
+        None if that fails.
+
+        Raises:
+            ConfigError: if this group is new and has another config, other weights or the number of a living group.
+            TrainingError: if it is not new, no other group is, its weights are others, and a group with a smaller
+                number goes on.
+        """
         state, quorum = 0, self.manager._quorum_id
         if quorum != self._quorum:
-            state = sum(hash_of_bits(tensor).item() for tensor in self._tensors(creates=False)) % MODULUS
-        shared = [valid.item(), self.identity, self.identity**2, state, state**2]
-        own[:5] = torch.tensor(shared, dtype=torch.float64)
-        own[5 + self.section.replica_id] = 1
-        self.sum(own)
+            state = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
+        own = [*values, self._is_member, self.identity, self.identity**2, state, state**2]
+        own += [number == self.section.replica_id for number in range(MAX_GROUPS)]
+        message = torch.tensor(own, dtype=torch.float64, device=self.device)
+        self.sum(message)
         if self.manager.errored():
-            return
+            return None
         self._quorum = quorum
-        total, *sums = own.tolist()
-        n, problem = sum(sums[4:]), ""
-        if max(sums[4:]) > 1:
-            problem = f"fault_tolerance.replica_id = {sums[4:].index(max(sums[4:]))}: {max(sums[4:]):.0f} living groups"
-        elif sums[:2] != [n * self.identity, n * self.identity**2]:
+        sums, groups = message[:-MAX_GROUPS].tolist(), message[-MAX_GROUPS:].tolist()
+        n, problem = sum(groups), ""
+        n_members, *hashes = sums[len(values) :]
+        if max(groups) > 1:
+            problem = f"fault_tolerance.replica_id = {groups.index(max(groups))}: {max(groups):.0f} living groups"
+        elif hashes[:2] != [n * self.identity, n * self.identity**2]:
             problem = "fault_tolerance.enable = true: replica groups have different configs or data"
-        elif sums[2:4] != [n * state, n * state**2]:
-            step = self.manager.current_step()
-            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {step}"
-        if problem and not self._is_member:
+        elif hashes[2:] != [n * state, n * state**2]:
+            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {last_step}"
+        self.living = [number for number, lives in enumerate(groups) if lives]
+        if not problem:
+            return sums[: len(values)]
+        if not self._is_member:
             raise ConfigError([f"{problem}; see docs/reliability.md"])
-        if problem:
-            self.manager.report_error(RuntimeError(problem))
-        self.living = [number for number, alive in enumerate(sums[4:]) if alive]
-        valid.fill_(total)
+        if n_members == n and self.section.replica_id > self.living[0]:
+            raise TrainingError(f"{problem}; group {self.living[0]} goes on, and this one can be started again")
+        self.manager.report_error(RuntimeError(problem))
+        return None
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over the living groups, shard by shard."""
-        shards = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self._sum_shards([local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None])
+
+    def _sum_shards(self, shards: list[Tensor]) -> None:
+        """Sum plain tensors over the living groups, in place; takes them off the list."""
         while shards:
             bucket = [shards.pop()]
             n = bucket[0].numel()
@@ -222,6 +244,7 @@ class Replicas:
             self.sum(flat)
             for shard, part in zip(bucket, flat.split([shard.numel() for shard in bucket]), strict=True):
                 shard.copy_(part.view_as(shard))
+            alive()
 
     def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the groups' losses, and their gradient norm: that of any of them, since gradients are sums,
@@ -233,15 +256,23 @@ class Replicas:
     def commits(self) -> bool:
         """Return whether the step counts, the same on all ranks of a group; call it once in a step. If not, its
         gradients are wrong. Prints when other groups live than in the step before."""
-        self._in_step, error, step = False, self.manager.errored(), self.manager.current_step() + 1
+        return self._committed(self.manager.current_step() + 1, "taken")
+
+    def _committed(self, step: int, what: str) -> bool:
+        self._in_step, error = False, self.manager.errored()
         if not self.manager.should_commit():
             reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
-            self._print(f"not taken, and repeated with the replica groups that are left: {reason}", step)
+            self._print(f"not {what}, and repeated with the replica groups that are left: {reason}", step)
             return False
         if self.living != self._lived or self._healed:
             healed = "; this one has got its state from another" * self._healed
             self._print(f"replica groups {', '.join(map(str, self.living))} of {self.section.group_size}{healed}", step)
         self._is_member, self._healed, self._lived = True, False, self.living
+        return True
+
+    def updated(self, step: int) -> bool:
+        """Take note that a step has updated the weights. Return whether they are still this group's; if not, they are
+        those of a later step of another one. `self.stopping` is set if the group was asked to stop meanwhile."""
         return True
 
     def _print(self, message: str, step: int) -> None:
@@ -258,29 +289,36 @@ class Replicas:
         tokens = self.batches * tokens_per_step // self.section.group_size
         return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
 
-    def _tensors(self, *, creates: bool = True) -> list[Tensor]:
-        """Return this rank's weights and optimizer states as plain tensors that share their memory. States that do not
-        exist are created, as they are before the first step, or left out."""
-        tensors, is_new = model_tensors(self._model), not self._optimizer.state
-        if creates or not is_new:
-            states = optimizer_tensors(self._model, self._optimizer)
-            for name, state in states.items():
-                if is_new and name.endswith(".step"):
-                    state.zero_()  # to create the states, torch takes a step without gradients
-            tensors |= states
-        return [plain for tensor in tensors.values() for plain in _plain_tensors(local_shard(tensor))]
+    def _shared_tensors(self) -> list[Tensor]:
+        """Return what must be the same in all groups: this rank's weights, and optimizer states if there are any, as
+        plain tensors that share their memory."""
+        states = self._optimizer_states() if self._optimizer.state else {}
+        return plain_tensors(model_tensors(self._model) | states)
+
+    def _sent_tensors(self) -> list[Tensor]:
+        """Return what this rank sends to another group, or gets from one, as plain tensors that share its memory."""
+        return plain_tensors(model_tensors(self._model) | self._optimizer_states())
+
+    def _optimizer_states(self) -> dict[str, Tensor]:
+        """Return the optimizer states by name. Those that do not exist are created, as they are before the first
+        step."""
+        is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
+        for name, state in states.items():
+            if is_new and name.endswith(".step"):
+                state.zero_()  # to create the states, torch takes a step without gradients
+        return states
 
     def _saved(self) -> dict[str, Any]:
         """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"tensors": self._tensors(), "random": random_states(), "state": self._state()}
+        return {"tensors": self._sent_tensors(), "random": random_states(), "state": self._state()}
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
         self._is_loading = True  # an error is of this group, and ends it
-        for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
+        for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
@@ -290,11 +328,17 @@ class Replicas:
 
 def _hash_of(values: list[Any]) -> int:
     """Return a number below MODULUS that tells lists of plain JSON apart."""
-    return int.from_bytes(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()[:3], "big")
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % MODULUS
 
 
-def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Return this rank's shards, as plain tensors that share their memory."""
+    return [plain for tensor in tensors.values() for plain in _parts(local_shard(tensor))]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
     """Return a tensor, or those that a quantized optimizer state consists of."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor.detach()]
-    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain_tensors(getattr(tensor, name))]
+    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _parts(getattr(tensor, name))]

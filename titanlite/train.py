@@ -80,6 +80,11 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     parameters = list(model.parameters())
     sizes = build.parameter_sizes(config)
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
+    outer = None
+    if config.fault_tolerance.semi_sync_method == "diloco":
+        from titanlite.diloco import DiLoCo, OuterOptimizer  # here, since most runs are one group
+
+        outer = OuterOptimizer(dict(model.named_parameters()), config.fault_tolerance)
     log_rank0(run_summary(config, sum(sizes.values()), sequences, validation, peak.source))
 
     # Load the newest checkpoint, or given weights, or keep the initial ones.
@@ -89,7 +94,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     def state_to_save() -> dict[str, Any]:
         state = {"skipped": n_skipped, "loss_scale": loss_scale.state(), "data": loader.state()}
         state |= {"outliers": outliers.state()} if outliers else {}
-        return state | ({"batches_of_groups": replicas.batches} if replicas else {})
+        return state | (replicas.state() if replicas else {})
 
     def load_state(state: dict[str, Any]) -> None:
         nonlocal n_skipped
@@ -108,7 +113,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         may_differ = {"mixture"} if training.change_mixture_on_resume else set()
         if training.datasets:
             identity["mixture"] = sequences.identity
-        checkpointer = checkpoints.Checkpointer(dump_folder, config.checkpoint, identity, config.comm, may_differ)
+        further = outer.tensors() if outer else {}
+        options = config.checkpoint, identity, config.comm, may_differ, further
+        checkpointer = checkpoints.Checkpointer(dump_folder, *options)
         saved = checkpointer.resume(model, optimizer) or {}
         if saved:
             last_step, data_state = saved["step"], saved["data"]
@@ -130,8 +137,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
         mark("connecting to the lighthouse")
         identity = [*numerics(config), data_identity]
-        replicas = Replicas(config.fault_tolerance, config.comm, model, optimizer, identity, device, signals)
-        replicas.continue_from(last_step, saved.get("batches_of_groups"), state_to_save, load_state)
+        arguments = config.fault_tolerance, config.comm, model, optimizer, identity, device, signals
+        replicas = DiLoCo(outer, *arguments) if outer else Replicas(*arguments)
+        replicas.continue_from(last_step, saved, state_to_save, load_state)
         train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
     if loader.mixture:
@@ -231,6 +239,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 mesh.set_timeout(device, config.comm.train_timeout_seconds)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
+            if replicas:
+                if not replicas.updated(step):
+                    continue
+                stopping = stopping or replicas.stopping
 
             # Log, validate, save.
             is_last = step == training.steps or stopping > 0

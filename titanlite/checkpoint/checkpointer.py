@@ -67,7 +67,8 @@ class Checkpointer:
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
     `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
-    seed, data, dimensions.
+    seed, data, dimensions. `further` has tensors to save beside those of the model and the optimizer, by name; they are
+    loaded if the checkpoint has any.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Checkpointer:
         identity: dict[str, Any],
         comm: Comm,
         may_differ: Collection[str] = (),
+        further: Mapping[str, Tensor] | None = None,
     ):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self.may_differ = may_differ
+        self.may_differ, self.further = may_differ, dict(further or {})
         self.comm = comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
@@ -163,9 +165,11 @@ class Checkpointer:
             generators = {}  # the ranks' generators stay as this run seeded them
         states = optimizer_tensors(model, optimizer)
         portable = {name: dequantized(state) for name, state in states.items()}
-        tensors = model_tensors(model) | portable
+        further = {} if self.further.keys().isdisjoint(reader.shapes) else self.further
+        tensors = model_tensors(model) | portable | further
+        prefixes = {f"{name.partition('.')[0]}." for name in further} | {"model.", "optimizer."}
         limits = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
-        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **limits)
+        problems = _load(reader, tensors, generators, tuple(prefixes), **limits)
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:
@@ -204,7 +208,7 @@ class Checkpointer:
         self._raise_unsaved(step, problems)
         states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
         generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
-        slices = slices_to_save(model_tensors(model) | states) | generators
+        slices = slices_to_save(model_tensors(model) | states | self.further) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
         content = json.dumps({"step": step, "identity": self.identity, **state}, indent=1).encode()

@@ -34,6 +34,7 @@ class _State(Record):
     data: dict[str, Any]
     outliers: _Outliers | None = None
     batches_of_groups: int | None = Field(default=None, ge=0)
+    synchronized_step: int | None = Field(default=None, ge=0)
 
 
 class CheckpointReader:

@@ -36,13 +36,18 @@ def fault_tolerance_rules(config: Config, reject: Rejections) -> None:
     for key, (is_set, message) in unsupported.items():
         if is_set:
             reject(key, f"{message}, or {on} = false", on)
+    if section.semi_sync_method == "diloco" and config.training.dtype == "bfloat16":
+        method, other = f"{SECTION}.semi_sync_method", "float32"
+        reject("training.dtype", f'an outer step is rounded to it; set "{other}", or {method} = "none"', method)
 
 
 def numerics(config: Config) -> list[Any]:
     """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
     sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
     training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
-    return [config.model.identity(), training, sections, config.debug.seed, config.fault_tolerance.n_groups]
+    own = {"enable", "replica_id", "min_replica_size", "process_group_timeout_ms"}
+    groups = config.fault_tolerance.model_dump(exclude=own)
+    return [config.model.identity(), training, sections, config.debug.seed, groups]
 
 
 def require_torchft() -> None:

@@ -32,7 +32,7 @@ STAGE_MODULES, RESHARD = "parallelism.module_fqns_per_model_part", "parallelism.
 ASYNC_TENSOR, BATCH = "parallelism.enable_async_tensor_parallel", "training.local_batch_size"
 DATASET, STREAMING, FRACTION = "training.dataset", "training.streaming", "validation.fraction"
 PACKING, OPTIMIZER = "training.packing", "optimizer.name"
-MIXTURE, GROUPS_ON = "training.datasets", "fault_tolerance.enable"
+MIXTURE, GROUPS_ON, SEMI_SYNC = "training.datasets", "fault_tolerance.enable", "fault_tolerance.semi_sync_method"
 DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "activation_checkpoint.mode"
 
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
@@ -57,6 +57,12 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
         GROUPS_ON,
         (True,),
         (False,),
+    ),
+    (
+        [f"fault_tolerance.{key}" for key in ("sync_steps", "outer_lr", "outer_momentum")],
+        SEMI_SYNC,
+        ("diloco",),
+        ("none",),
     ),
     ([f"optimizer.{key}" for key in Optimizer.model_fields if key.startswith("muon_")], OPTIMIZER, ("Muon",), ()),
     (["int8.filter_fqns"], "int8.enable", (True,), (False,)),

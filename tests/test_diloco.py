@@ -1,0 +1,239 @@
+"""DiLoCo: what replica groups that synchronize every few steps compute, also when groups die, return and resume."""
+
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import test_fault_tolerance as groups_of_test
+from tests.test_fault_tolerance import (
+    GROUPS,
+    ROOT,
+    Groups,
+    assert_equal,
+    checkpoint_of,
+    forward_backward,
+    needs_torchft,
+    plain_step,
+)
+from tests.test_parity import CPU, resolve
+from tests.test_train import SMALL
+from titanlite import build
+from titanlite.config import Config, ConfigError
+from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.diloco import OuterOptimizer
+from titanlite.optimizer import gradient_norm
+from titanlite.parity.reference import trace_of
+
+lighthouse = groups_of_test.lighthouse
+SYNC_STEPS = 3
+DILOCO = {**GROUPS, "fault_tolerance__semi_sync_method": "diloco", "fault_tolerance__sync_steps": SYNC_STEPS}
+
+
+def end_process(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take_round(dying_ranks: tuple[int, ...] = (), during: str = "") -> dict[str, Any]:
+    """Take steps until groups have synchronized; return what that computed. Ranks in `dying_ranks` kill themselves
+    `during` "training", in the second step, or "synchronizing"."""
+    run, replicas = groups_of_test._group["run"], groups_of_test._group["replicas"]
+    dies = dist.get_rank() in dying_ranks
+    if dies and during == "synchronizing":
+        replicas._sum_shards = end_process
+    contributed = False
+    for step in groups_of_test._group["steps"]:
+        forward_backward(step)
+        if dies and during == "training" and step % SYNC_STEPS == 2:
+            end_process()
+        run.update(gradient_norm(run.parameters.values(), CPU))
+        contributed = replicas.updated(step)
+        if replicas.step % SYNC_STEPS == 0:
+            break
+    weights = run.trace_of_all_stages("weight", run.parameters)
+    batches, living = replicas.batches, replicas.living
+    return {"step": replicas.step, "contributed": contributed, "living": living, "batches": batches} | weights
+
+
+class Reference:
+    """DiLoCo in one process: for each group a model and its inner AdamW, and torch's SGD as the outer optimizer."""
+
+    def __init__(self, config: Config):
+        self.config, self.step, self.batches = config, 0, 0
+        self.model = groups_of_test.plain_model(config)
+        section = config.fault_tolerance
+        momentum = {"momentum": section.outer_momentum, "nesterov": True}
+        self.outer = torch.optim.SGD(self.model.parameters(), section.outer_lr, **momentum)
+        self.inner = [self._inner_of(copy.deepcopy(self.model)) for _ in range(2)]
+
+    def _inner_of(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model, build.build_optimizer(self.config, model)
+
+    def synchronize(self, step: int, contributed: list[int], healed: list[int]) -> dict[str, Any]:
+        """Train the groups that contribute up to a step, and take the outer step. Others get the state of the first."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in contributed:
+            model, inner = self.inner[group]
+            model.load_state_dict(self.model.state_dict())
+            for number in range(self.step + 1, step + 1):
+                plain_step(self.config, model, inner, number, [group])
+            for mine, parameter in zip(model.parameters(), self.model.parameters(), strict=True):
+                parameter.grad += (parameter.detach() - mine.detach()) / len(contributed)
+        self.outer.step()
+        for group in healed:
+            self.inner[group] = self._inner_of(copy.deepcopy(self.model))
+            self.inner[group][1].load_state_dict(copy.deepcopy(self.inner[contributed[0]][1].state_dict()))
+        self.batches += (step - self.step) * len(contributed)
+        self.step = step
+        return {"batches": self.batches} | trace_of("weight", dict(self.model.named_parameters()))
+
+
+@needs_torchft
+def test_every_synchronization_is_that_of_the_groups_that_trained(tmp_path, lighthouse):
+    """Groups join, die in a step, die in the sums of a synchronization, fully and in part, and return. In float64
+    weights agree to 1e-11 after every synchronization with those of one process, and are bit for bit the same in both
+    groups. A group that has just joined must not be in the average: it would be, with the changes of the group that
+    sent it its state."""
+    options = {**DILOCO, "data_parallel_shard_degree": 2, "training__global_batch_size": 16, "optimizer__lr": 5e-4}
+    configs = [resolve(tmp_path, 2, {**options, "fault_tolerance__replica_id": number}) for number in (0, 1)]
+    groups = Groups(configs, lighthouse, take_round)
+    try:
+        groups.start(0, 1)
+        groups.both()
+        groups.step()
+        groups.step(dying=1, ranks=(0, 1), during="training")
+        groups.start(1)
+        groups.both()
+        groups.step(dying=0, ranks=(1,), during="synchronizing")
+        groups.start(0)
+        groups.both()
+        groups.kill(1)
+        groups.step()
+    finally:
+        groups.close()
+    first, second = groups.records
+    reference, seen = Reference(configs[0]), set()
+    for step in sorted(first | second):
+        records = {number: each[step] for number, each in enumerate(groups.records) if step in each}
+        contributed = [number for number, record in records.items() if record["contributed"]]
+        (living,) = {tuple(record["living"]) for record in records.values()}
+        healed = [number for number in living if number not in contributed]
+        expected = reference.synchronize(step, contributed, healed)
+        seen.add((tuple(contributed), tuple(healed)))
+        print(step, contributed, healed)
+        for record in records.values():
+            assert_equal(record, expected)
+        if len(records) == 2:
+            assert_equal(first[step], {name: x for name, x in second[step].items() if "weight" in name}, 0.0)
+    assert {((0, 1), ()), ((0,), (1,)), ((1,), (0,)), ((0,), ())} <= seen
+
+
+class ManagerOfOneGroup:
+    """What torchft's DiLoCo calls of a Manager, for one group whose collectives change nothing."""
+
+    _use_async_quorum = False
+
+    def current_step(self) -> int:
+        return 0
+
+    def should_commit(self) -> bool:
+        return True
+
+    def allreduce(self, tensor: Tensor, **_: Any) -> Any:
+        future = torch.futures.Future[Tensor]()
+        future.set_result(tensor)
+        return future
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    start_quorum = allow_state_dict_read = disallow_state_dict_read = register_state_dict_fn = _nothing
+
+
+@needs_torchft
+def test_the_outer_step_is_that_of_torchft():
+    """Twelve steps of AdamW in float64, synchronized every third: torchft's DiLoCo with torch's SGD has the same
+    weights."""
+    from torchft.local_sgd import DiLoCo
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    theirs = copy.deepcopy(model)
+    inner, inner_of_theirs = (torch.optim.AdamW(each.parameters(), 0.05) for each in (model, theirs))
+    section = FaultTolerance(semi_sync_method="diloco", sync_steps=3, outer_lr=0.6, outer_momentum=0.8)
+    outer = OuterOptimizer(dict(model.named_parameters()), section)
+    outer.begin()
+    sgd = torch.optim.SGD(theirs.parameters(), 0.6, momentum=0.8, nesterov=True)
+    changes = []
+    with DiLoCo(ManagerOfOneGroup(), [theirs], inner_of_theirs, sgd, sync_every=3):
+        for step in range(1, 13):
+            inputs = torch.randn(4, 5, dtype=torch.float64)
+            for each, optimizer in ((model, inner), (theirs, inner_of_theirs)):
+                optimizer.zero_grad()
+                each(inputs).square().sum().backward()
+                optimizer.step()
+            if step % 3 == 0:
+                gradients = outer.gradients()
+                changes.append(max(gradient.abs().max().item() for gradient in gradients))
+                outer.step(gradients)
+                for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+                    torch.testing.assert_close(mine, other, rtol=0, atol=1e-14)
+    assert min(changes) > 1e-3
+
+
+def train(folder: Path, ranks: int, *options: str) -> str:
+    """Run titanlite train with the first of two groups, and return what it printed."""
+    command = [sys.executable, "-m", "titanlite", "train", str(folder / "small.toml"), *options]
+    command += ["--training.dtype=float64", "--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
+    command += ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=5", "--training.steps=12"]
+    command += [f"--parallelism.tensor_parallel_degree={ranks}", "--checkpoint.enable", "--checkpoint.interval=7"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RUST_LOG": "error"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@needs_torchft
+def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
+    """The checkpoint of step 7 is two steps after a synchronization. A run that resumes from it has the same bits after
+    step 12 as the one that went on, and under another layout the same weights, up to rounding in float64. Weights and
+    momentum of the outer optimizer are not at their beginning: without them the weights differ by far more."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    checkpoints, found = tmp_path / "run" / "checkpoint", []
+    for ranks in (1, 1, 2):
+        if checkpoints.exists():
+            shutil.rmtree(checkpoints / "step-12")
+        out = train(tmp_path, ranks)
+        assert ("resumed after step 7 of 12" in out) == bool(found)
+        found.append(checkpoint_of(tmp_path / "run", 12))
+    first, again, sharded = found
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    whole = {name: tensor for (_, name), tensor in first.items() if name.startswith(("model.", "outer."))}
+    assert sum(name.startswith("outer.momentum.") and tensor.any().item() for name, tensor in whole.items()) > 10
+    parts = [{name: tensor for (file, name), tensor in sharded.items() if f"0000{rank}" in file} for rank in (0, 1)]
+    compared = 0
+    for name, tensor in whole.items():
+        shards = [part[name] for part in parts if name in part]
+        sharded_dims = [dim for dim, size in enumerate(tensor.shape) if shards[0].shape[dim] != size]
+        together = torch.cat(shards, *sharded_dims) if sharded_dims else shards[0]
+        torch.testing.assert_close(together, tensor, rtol=0, atol=1e-12)
+        compared += 1
+    assert compared > 30
+
+
+def test_options_of_diloco_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="outer step is rounded"):
+        resolve(tmp_path, 1, {**DILOCO, "training__dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"fault_tolerance.sync_steps"):
+        resolve(tmp_path, 1, {**GROUPS, "fault_tolerance__sync_steps": 7})
