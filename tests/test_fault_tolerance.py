@@ -62,8 +62,9 @@ _group: dict[str, Any] = {}
 """What this rank keeps between calls."""
 
 
-def join(config: Config, address: str, identity: int = 7) -> None:
-    """Build this rank's model and connect its group with the others."""
+def join(config: Config, address: str, identity: int = 7, last_step: int = 0) -> None:
+    """Build this rank's model and connect its group with the others. With `last_step`, as one that resumes after that
+    step, and synchronized by DiLoCo before its first."""
     os.environ["TORCHFT_LIGHTHOUSE"] = address
     from titanlite.diloco import DiLoCo, OuterOptimizer
     from titanlite.fault_tolerance import Replicas
@@ -71,7 +72,9 @@ def join(config: Config, address: str, identity: int = 7) -> None:
     run = TrainingRun(config, CPU)
     arguments = config.fault_tolerance, config.comm, run.model, run.optimizer, [identity], CPU, Signals()
     if config.fault_tolerance.semi_sync_method == "diloco":
-        replicas = DiLoCo(OuterOptimizer(run.parameters, config.fault_tolerance), *arguments)
+        outer = OuterOptimizer(run.parameters, config.fault_tolerance)
+        outer.begin()
+        replicas = DiLoCo(outer, *arguments)
     else:
         replicas = Replicas(*arguments)
 
@@ -79,7 +82,8 @@ def join(config: Config, address: str, identity: int = 7) -> None:
         run.loader.close()
         run.loader.start(state["data"])
 
-    replicas.continue_from(0, {}, lambda: {"data": run.loader.state(), **replicas.state()}, load_state)
+    saved = {"batches_of_groups": 0, "synchronized_step": 0} if last_step else {}
+    replicas.continue_from(last_step, saved, lambda: {"data": run.loader.state(), **replicas.state()}, load_state)
     run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))
 
@@ -167,11 +171,11 @@ class Groups:
         self.records: list[dict[int, dict[str, Any]]] = [{}, {}]
         """By group and step."""
 
-    def start(self, *numbers: int) -> None:
+    def start(self, *numbers: int, last_step: int = 0) -> None:
         for number in numbers:
             self.pools[number] = ProcessPool(2)
-        arguments = {number: {"config": self.configs[number], "address": self.address} for number in numbers}
-        list(self.threads.map(lambda number: self.pools[number].run(join, **arguments[number]), numbers))
+        options = {"address": self.address, "last_step": last_step}
+        list(self.threads.map(lambda n: self.pools[n].run(join, config=self.configs[n], **options), numbers))
 
     def kill(self, number: int) -> None:
         self.pools[number].close()
