@@ -1,7 +1,7 @@
 """Measure the memory and time of a training step with one option changed, against a baseline without it.
 
 The options are activation checkpointing (AC), chunked cross-entropy, bfloat16 weights with stochastic rounding,
-bfloat16 and 8-bit optimizer states, and bfloat16 compute; on CUDA also CPU offloading and torch.compile.
+low-bit optimizer states, Muon, INT8 products and bfloat16 compute; on CUDA also CPU offloading and torch.compile.
 
     python benchmarks/options_memory.py [--rounds 5] [--cases "loss_chunks = 8" ...]       (default: all cases)
     python benchmarks/options_memory.py --vocab-size 131072 --cases "loss_chunks = 2"     (as large as Llama 3's)
@@ -69,10 +69,15 @@ CASES: dict[str, Options] = {
     "bfloat16 weights": {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": "true"},
     "bfloat16 optimizer states": {"optimizer.state_dtype": "bfloat16"},
     "8-bit optimizer states": {"optimizer.state_dtype": "int8"},
+    "float8 optimizer states": {"optimizer.state_dtype": "float8"},
+    "4-bit optimizer states": {"optimizer.state_dtype": "int4"},
+    "Muon": {"optimizer.name": "Muon"},
+    "INT8 products": {"int8.enable": "true"},
 }
 ONLY_ON_CPU: dict[str, Options] = {"bfloat16 compute": {"training.mixed_precision_param": "bfloat16"}}
 ONLY_ON_CUDA: dict[str, Options] = {
     "CPU offload": {"training.enable_cpu_offload": "true"},
+    "optimizer states in host memory": {"optimizer.enable_cpu_offload": "true"},
     "compiled": {"compile.enable": "true"},
     "compiled, memory_budget": {"compile.enable": "true", "activation_checkpoint.mode": "memory_budget"},
 }

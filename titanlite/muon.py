@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanlite.config.optimizer_schema import Optimizer
+from titanlite.optimizer import build_adam, parameter_groups
 from titanlite.shards import local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -340,10 +341,5 @@ def build_muon(
     named = list(parameters)
     matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
     others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
-    embeddings, vectors = ([x for x in others if (x.dim() > 1) is wide] for wide in (True, False))
-    decayed = {"params": embeddings, "weight_decay": optimizer.weight_decay}
-    groups = [*([decayed] if embeddings else []), {"params": vectors, "weight_decay": 0.0}]
-    betas, implementation = (optimizer.beta1, optimizer.beta2), optimizer.implementation
-    settings = {name: name == implementation for name in ("fused", "foreach")}
-    adamw = torch.optim.AdamW(groups, optimizer.lr, betas, optimizer.eps, **settings)
+    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
     return Muon(adamw, matrices, optimizer, group)

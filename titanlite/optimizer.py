@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,8 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
         from titanlite.muon import build_muon, stage_group  # here, since most runs do without
 
         return build_muon(model.named_parameters(), optimizer, stage_group(mesh) if mesh else None)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    experts = [parameter for parameter in model.parameters() if parameter.dim() > 2]  # may be sharded over another mesh
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups += [{"params": experts, "weight_decay": optimizer.weight_decay}] if experts else []
-    weights_dtype = str(matrices[0].dtype).removeprefix("torch.")
+    groups = parameter_groups(model.parameters(), optimizer)
+    weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
     if optimizer.state_dtype not in ("auto", weights_dtype) or optimizer.stochastic_rounding:
         from titanlite.low_bit_adam import LowBitAdam  # here: the import takes a second
 
@@ -36,9 +33,26 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
         from titanlite.offloaded_adam import OffloadedAdam
 
         return OffloadedAdam(groups, optimizer)
+    return build_adam(groups, optimizer, optimizer.name)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return parameters in groups: matrices; vectors, without weight decay; experts, maybe sharded over another mesh."""
+    by_dims: dict[int, list[nn.Parameter]] = {2: [], 1: [], 3: []}
+    for parameter in parameters:
+        by_dims[parameter.dim()].append(parameter)
+    return [
+        {"params": members, "weight_decay": optimizer.weight_decay if dims > 1 else 0.0}
+        for dims, members in by_dims.items()
+        if members
+    ]
+
+
+def build_adam(groups: list[dict[str, Any]], optimizer: Optimizer, name: str) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW, by its name."""
     betas = optimizer.beta1, optimizer.beta2
     implementation = {name: name == optimizer.implementation for name in ("fused", "foreach")}
-    return getattr(torch.optim, optimizer.name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
+    return getattr(torch.optim, name)(groups, optimizer.lr, betas, optimizer.eps, **implementation)
 
 
 def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
