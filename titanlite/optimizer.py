@@ -37,7 +37,7 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return parameters in groups: matrices; vectors, without weight decay; experts, maybe sharded over another mesh."""
+    """Return parameters in groups: matrices; vectors, without weight decay; experts, as their mesh may be another."""
     by_dims: dict[int, list[nn.Parameter]] = {2: [], 1: [], 3: []}
     for parameter in parameters:
         by_dims[parameter.dim()].append(parameter)
