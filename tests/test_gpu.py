@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite import config
+from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.diloco import OuterOptimizer
 from titanlite.metrics import PeakFlops
 from titanlite.model import Documents
 from titanlite.parallel import mesh
@@ -169,6 +171,22 @@ def test_optimizer_states_in_host_memory_train_as_on_the_device(folder):
 def test_muon_trains(folder):
     steps = train(folder, "run", "--optimizer.name=Muon")
     assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
+
+
+def test_the_outer_step_of_diloco_is_that_of_a_cpu():
+    torch.manual_seed(0)
+    weights, found = [torch.randn(30, 20), torch.randn(7)], []
+    for device in (torch.device("cpu"), DEVICE):
+        parameters = {str(number): nn.Parameter(weight.to(device)) for number, weight in enumerate(weights)}
+        outer = OuterOptimizer(parameters, FaultTolerance())
+        outer.begin()
+        for change in (0.1, -0.2):
+            for parameter in parameters.values():
+                parameter.data += change
+            outer.step(outer.gradients())
+        found.append([parameter.detach().cpu() for parameter in parameters.values()])
+    assert all(map(torch.equal, *found))
+    assert not any(map(torch.equal, found[0], weights))
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "int4", "float8"])
