@@ -177,7 +177,7 @@ def test_the_outer_step_of_diloco_is_that_of_a_cpu():
     torch.manual_seed(0)
     weights, found = [torch.randn(30, 20), torch.randn(7)], []
     for device in (torch.device("cpu"), DEVICE):
-        parameters = {str(number): nn.Parameter(weight.to(device)) for number, weight in enumerate(weights)}
+        parameters = {str(number): nn.Parameter(weight.to(device, copy=True)) for number, weight in enumerate(weights)}
         outer = OuterOptimizer(parameters, FaultTolerance())
         outer.begin()
         for change in (0.1, -0.2):
