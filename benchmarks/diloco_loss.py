@@ -1,6 +1,6 @@
 """Compare the loss of two replica groups that synchronize by DiLoCo with that of summing gradients in every step.
 
-    python benchmarks/diloco_loss.py [--steps N] [--plot FILE]
+    python benchmarks/diloco_loss.py [--steps N] [--runs NAME ...] [--plot FILE]
 
 Each group is a run of train.py with one rank: the debug model on its real text, in float32 on a CPU. In each step the
 groups together train on the same 8 sequences of 256 tokens as the one process of the first run, which is what groups
@@ -19,7 +19,16 @@ import torch
 from low_precision_loss import ROOT, VALIDATION, metrics_of
 from muon_loss import draw
 
-SYNC_STEPS = 10, 50, 100
+EVERY_STEP, ALONE = "every step", "one group alone"
+RUNS = {
+    f"{name}, every {sync_steps} steps": {"sync_steps": sync_steps, "outer_lr": lr, "outer_momentum": momentum}
+    for name, lr, momentum in (
+        ("DiLoCo, outer lr 0.7, momentum 0.9", 0.7, 0.9),
+        ("DiLoCo, outer lr 0.7, momentum 0.5", 0.7, 0.5),
+        ("local SGD", 1, 0),
+    )
+    for sync_steps in (10, 50, 100)
+}
 INTERVAL = 100
 """Steps between two validations."""
 
@@ -38,10 +47,10 @@ def run(steps: int, folder: Path, batch_size: int, **groups: object) -> list[dic
     return metrics_of(options | {f"fault_tolerance.{key}": value for key, value in groups.items()}, folder)
 
 
-def run_groups(steps: int, folder: Path, sync_steps: int) -> list[dict[str, float]]:
+def run_groups(steps: int, folder: Path, **outer: object) -> list[dict[str, float]]:
     """Train with two groups, and return the lines of the first. Raises ValueError if they validate another model."""
     groups = {"enable": "true", "group_size": 2, "min_replica_size": 2, "semi_sync_method": "diloco"}
-    groups["sync_steps"] = sync_steps
+    groups |= outer
     with ThreadPoolExecutor(2) as threads:
         calls = [
             threads.submit(run, steps, folder / f"group-{number}", 8, replica_id=number, **groups)
@@ -56,6 +65,7 @@ def run_groups(steps: int, folder: Path, sync_steps: int) -> list[dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help="of groups")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "diloco_loss.png")
     arguments = parser.parse_args()
     from torchft.coordination import LighthouseServer
@@ -64,21 +74,19 @@ def main() -> None:
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     print(f"torch {torch.__version__}, {arguments.steps} steps of 2 x 4 x 256 tokens", flush=True)
     curves: dict[str, list[tuple[int, float]]] = {}
-    for sync_steps in (1, *SYNC_STEPS, 0):
+    for name in (EVERY_STEP, *arguments.runs, ALONE):
         with tempfile.TemporaryDirectory() as folder:
-            if sync_steps > 1:
-                name = f"DiLoCo, every {sync_steps} steps"
-                rows = run_groups(arguments.steps, Path(folder), sync_steps)
+            if name in RUNS:
+                rows = run_groups(arguments.steps, Path(folder), **RUNS[name])
             else:
-                name = "every step" if sync_steps else "one group alone"
-                rows = run(arguments.steps, Path(folder), 8 if sync_steps else 4)
+                rows = run(arguments.steps, Path(folder), 8 if name == EVERY_STEP else 4)
         curves[name] = [(row["step"], row[VALIDATION]) for row in rows if VALIDATION in row]
         for step, loss in curves[name]:
             print(json.dumps({"run": name, "step": step, "validation": loss}), flush=True)
-    base = curves["every step"][-1][1]
-    print(f"\n{'':24} {'validation loss':>16}")
+    base = curves[EVERY_STEP][-1][1]
+    print(f"\n{'':52} {'validation loss':>16}")
     for name, points in curves.items():
-        print(f"{name:24} {points[-1][1]:16.4f} {points[-1][1] / base - 1:+8.2%}")
+        print(f"{name:52} {points[-1][1]:16.4f} {points[-1][1] / base - 1:+8.2%}")
     lighthouse.shutdown()
     draw(curves, arguments.plot, title="loss on the validation split")
 

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import test_fault_tolerance as groups_of_test
+from tests.launches import wait_until
 from tests.test_fault_tolerance import (
     GROUPS,
     ROOT,
     Groups,
+    Launch,
     assert_equal,
     checkpoint_of,
     forward_backward,
@@ -56,7 +58,7 @@ def take_round(dying_ranks: tuple[int, ...] = (), during: str = "") -> dict[str,
         if dies and during == "training" and step % SYNC_STEPS == 2:
             end_process()
         run.update(gradient_norm(run.parameters.values(), CPU))
-        contributed = replicas.updated(step)
+        contributed = replicas.updated(step, stopping=False)
         if replicas.step % SYNC_STEPS == 0:
             break
     weights = run.trace_of_all_stages("weight", run.parameters)
@@ -78,8 +80,12 @@ class Reference:
     def _inner_of(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         return model, build.build_optimizer(self.config, model)
 
-    def synchronize(self, step: int, contributed: list[int], healed: list[int]) -> dict[str, Any]:
-        """Train the groups that contribute up to a step, and take the outer step. Others get the state of the first."""
+    def start(self, group: int) -> None:
+        """Begin a group without states of its inner optimizer."""
+        self.inner[group] = self._inner_of(copy.deepcopy(self.model))
+
+    def synchronize(self, step: int, contributed: list[int]) -> dict[str, Any]:
+        """Train the groups that contribute up to a step, and take the outer step."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for group in contributed:
@@ -90,9 +96,6 @@ class Reference:
             for mine, parameter in zip(model.parameters(), self.model.parameters(), strict=True):
                 parameter.grad += (parameter.detach() - mine.detach()) / len(contributed)
         self.outer.step()
-        for group in healed:
-            self.inner[group] = self._inner_of(copy.deepcopy(self.model))
-            self.inner[group][1].load_state_dict(copy.deepcopy(self.inner[contributed[0]][1].state_dict()))
         self.batches += (step - self.step) * len(contributed)
         self.step = step
         return {"batches": self.batches} | trace_of("weight", dict(self.model.named_parameters()))
@@ -126,12 +129,19 @@ def test_every_synchronization_is_that_of_the_groups_that_trained(tmp_path, ligh
         groups.close()
     first, second = groups.records
     reference, seen = Reference(configs[0]), set()
+    initial = copy.deepcopy(reference.model.state_dict())
     for step in sorted(first | second):
         records = {number: each[step] for number, each in enumerate(groups.records) if step in each}
         contributed = [number for number, record in records.items() if record["contributed"]]
         (living,) = {tuple(record["living"]) for record in records.values()}
         healed = [number for number in living if number not in contributed]
-        expected = reference.synchronize(step, contributed, healed)
+        expected = reference.synchronize(step, contributed)
+        for number in healed:
+            reference.start(number)
+            if number in records:  # it has trained a step of its own
+                model, inner = reference.inner[number]
+                model.load_state_dict(initial)
+                plain_step(configs[0], model, inner, 3, [number])
         seen.add((tuple(contributed), tuple(healed)))
         print(step, contributed, healed)
         for record in records.values():
@@ -233,6 +243,44 @@ def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
         torch.testing.assert_close(together, tensor, rtol=0, atol=1e-12)
         compared += 1
     assert compared > 30
+
+
+@needs_torchft
+def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
+    """kill -9 of a group: the other goes on. The group, started again, gets the weights and the outer state; both save
+    the same ones after the same synchronization, with inner optimizer states of their own. SIGTERM then ends both with
+    a checkpoint, wherever they are."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    options = "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=5"
+    launches = [Launch(tmp_path, number, *options) for number in (0, 1)]
+    first, second = launches
+    try:
+        wait_until(lambda: second.step(groups=2) > 10, "both groups train")
+        first.kill()
+        left = second.step()
+        wait_until(lambda: second.step(groups=1) > left + 5, "the second group synchronizes alone")
+        first.start()
+        left = second.step()
+        wait_until(lambda: second.step(groups=2) > left, "both groups train again")
+        back = second.step()
+        wait_until(lambda: min(first.step(), second.step()) > back + 25, "a checkpoint")
+        for launch in launches:
+            launch.process.terminate()
+        assert [launch.process.wait(60) for launch in launches] == [0, 0]
+    finally:
+        for launch in launches:
+            launch.kill()
+        print(first.log()[-2000:], second.log()[-2000:])
+    assert "this one has got its state from another" in first.log()
+    saved = [{int(path.name[5:]) for path in (launch.folder / "checkpoint").glob("step-*")} for launch in launches]
+    assert all(f"ended after step {max(steps)}" in launch.log() for launch, steps in zip(launches, saved, strict=True))
+    step = max(step for step in saved[0] & saved[1] if step % 20 == 0)
+    assert step > back
+    one, other = (checkpoint_of(launch.folder, step) for launch in launches)
+    assert one.keys() == other.keys()
+    same = {name for name in one if torch.equal(one[name], other[name])}
+    assert {name for name in one if name[1].startswith(("model.", "outer."))} <= same
+    assert any(name[1].endswith("exp_avg") for name in one.keys() - same)
 
 
 def test_options_of_diloco_are_checked(tmp_path):

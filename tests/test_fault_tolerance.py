@@ -74,7 +74,7 @@ def join(config: Config, address: str, identity: int = 7, last_step: int = 0) ->
     if config.fault_tolerance.semi_sync_method == "diloco":
         outer = OuterOptimizer(run.parameters, config.fault_tolerance)
         outer.begin()
-        replicas = DiLoCo(outer, *arguments)
+        replicas = DiLoCo(outer, config.training.global_batch_size, *arguments)
     else:
         replicas = Replicas(*arguments)
 
@@ -83,6 +83,7 @@ def join(config: Config, address: str, identity: int = 7, last_step: int = 0) ->
         run.loader.start(state["data"])
 
     saved = {"batches_of_groups": 0, "synchronized_step": 0} if last_step else {}
+    load_state({"data": {"next_sequence": last_step * config.training.global_batch_size}})
     replicas.continue_from(last_step, saved, lambda: {"data": run.loader.state(), **replicas.state()}, load_state)
     run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))

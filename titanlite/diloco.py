@@ -76,33 +76,38 @@ class DiLoCo(Replicas):
     """Connects this rank's group with the others every sync_steps steps. Every rank of a group must make the same
     calls.
 
-    torchft sends a newcomer the state of a group whose number is largest: twice the step of its last synchronization,
-    plus 1 once the group is connected. So a group that is started never takes part with a state of its own if another
-    one is training.
+    Args:
+        outer: the outer optimizer. Its state is the same in all groups.
+        global_batch_size: sequences of a step, of all groups.
+        arguments: those of Replicas.
     """
 
-    def __init__(self, outer: OuterOptimizer, *arguments: Any):
+    def __init__(self, outer: OuterOptimizer, global_batch_size: int, *arguments: Any):
         super().__init__(*arguments)
-        self.outer, self.step, self._last, self._synchronized, self._batches = outer, 0, 0, 0, 0
+        self.outer, self._global_batch_size = outer, global_batch_size
+        self.step, self._last, self._synchronized, self._batches = 0, 0, 0, 0
 
     def continue_from(self, last_step: int, saved: dict[str, Any], *state: Any) -> None:
         """Begin after a step, which may be between two synchronizations."""
         super().continue_from(last_step, saved, *state)
-        self.step = last_step
-        self._batches, self._synchronized = self.manager.batches_committed(), last_step
+        self.step, self._synchronized, self._batches = last_step, last_step, self.manager.batches_committed()
         if saved.get("synchronized_step") is None:
             self.outer.begin()
         else:
-            self._load_numbers(saved)
-        self._set_number(connected=last_step > self._synchronized)
+            self._load_counts(saved)
+        self._set_torchft_step(goes_on=last_step > self._synchronized)
 
-    def _load_numbers(self, state: dict[str, Any]) -> None:
+    def _load_counts(self, state: dict[str, Any]) -> None:
         self._batches, self._synchronized = state["batches_of_groups"], state["synchronized_step"]
 
-    def _set_number(self, *, connected: bool) -> None:
-        self.manager.load_state_dict({"step": 2 * self._synchronized + connected, "batches_committed": self._batches})
+    def _set_torchft_step(self, *, goes_on: bool) -> None:
+        """Set torchft's number of the step, by which it decides which groups are behind: twice the step of the last
+        synchronization, plus 1 if this group has gone on from there, or goes on now. A group that is started is behind
+        those that go on, so it always gets their state."""
+        self.manager.load_state_dict({"step": 2 * self._synchronized + goes_on, "batches_committed": self._batches})
 
     def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the groups, as plain JSON."""
         return {"batches_of_groups": self._batches, "synchronized_step": self._synchronized}
 
     @property
@@ -115,16 +120,21 @@ class DiLoCo(Replicas):
         """Yield the number of each step until `last` has been taken.
 
         Raises:
-            TrainingError: as `updated` does.
+            TrainingError: as `updated` does, and if this group resumes from a checkpoint of the step `last` that was
+                saved between two synchronizations.
         """
         self._last = last
-        if self._is_due(self.step) and self.step < last:
+        if self.step >= last and self.step > self._synchronized:
+            problem = f"the weights after step {self.step} are of this group alone, since step {self._synchronized}"
+            raise TrainingError(f"{problem}; raise training.steps, so that groups synchronize")
+        if self.step < last and (self.step == self._synchronized or self._is_due(self.step)):
             self._synchronize(has_trained=self.step > self._synchronized)
         while self.step < last:
             yield self.step + 1
 
     def _is_due(self, step: int) -> bool:
-        return step in (self._synchronized, self._last) or step % self.section.sync_steps == 0
+        """Return whether groups synchronize after a step."""
+        return step == self._last or step % self.section.sync_steps == 0
 
     def count(self, valid: Tensor) -> None:
         """Do nothing: a group divides the losses of a step by its own number of tokens."""
@@ -133,14 +143,16 @@ class DiLoCo(Replicas):
         """Do nothing: a step is one group's."""
 
     def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the gradient norm of this group."""
         return loss_sum, norm
 
     def commits(self) -> bool:
+        """Return True: a step of one group always counts."""
         return True
 
-    def updated(self, step: int) -> bool:
-        """Synchronize, if it is time. A group that is asked to stop while it waits for others leaves that to its next
-        start, unless the training ends with it.
+    def updated(self, step: int, *, stopping: bool) -> bool:
+        """Synchronize, if it is time. A group that is asked to stop, also while it waits for others, leaves that to its
+        next start, unless the training ends with it.
 
         Raises:
             AskedToStop: if the training ends with it.
@@ -148,7 +160,7 @@ class DiLoCo(Replicas):
                 that are not finite.
         """
         self.step = step
-        if not self._is_due(step):
+        if not self._is_due(step) or (stopping and step < self._last):
             return True
         try:
             return self._synchronize(has_trained=True)
@@ -159,45 +171,66 @@ class DiLoCo(Replicas):
             return True
 
     def _synchronize(self, *, has_trained: bool) -> bool:
-        """Take the outer step with the groups that live. Return whether the steps that this group has trained, if it
-        has, are part of it."""
-        was_training, committed = has_trained, False
+        """Take the outer step with the groups that live. `has_trained`: whether this group has taken steps since the
+        last one. Return False if these are lost, as others have gone on without it."""
+        counts, committed = has_trained, False
         while not committed:
             self._join()
-            has_trained = has_trained and not self._healed
+            healed = self._healed
+            counts = has_trained and not healed
             mark("synchronizing replica groups", self.step)
             n, step, gradients = 0, self._synchronized, list[Tensor]()
-            if sums := self._exchange([has_trained, has_trained * self.step], self._synchronized):
+            if sums := self._exchange([counts, counts * self.step], self._synchronized):
                 n = round(sums[0])
             if n:
-                step, gradients = round(sums[1] / n), self._summed_gradients(has_trained=has_trained)
-            committed = self._committed(step, "synchronized")
+                step = self._common_step(sums[1] / n, counts=counts)
+                gradients = self._summed_gradients(counts=counts)
+            committed = self._committed(step, f"step {self.step}: not synchronized")
         if n:
             for gradient in gradients:
                 gradient.div_(n)
             self.outer.step(gradients)
             self._batches += n * (step - self._synchronized)
-            self._synchronized = step
-        self.step = self._synchronized
-        self._set_number(connected=True)
-        return has_trained or not was_training
+        if healed:
+            self._start_data(self._position + (step - self._synchronized) * self._global_batch_size)
+        self.step = self._synchronized = step
+        self._set_torchft_step(goes_on=True)
+        return counts or not has_trained
 
-    def _summed_gradients(self, *, has_trained: bool) -> list[Tensor]:
+    def _common_step(self, mean: float, *, counts: bool) -> int:
+        """Return the step up to which the groups have trained, which is the mean of theirs."""
+        if counts and mean != self.step:
+            raise TrainingError(f"step {self.step}: other replica groups synchronize after another step")
+        return round(mean)
+
+    def _summed_gradients(self, *, counts: bool) -> list[Tensor]:
         """Return the sum of the groups' outer gradients. If it fails, `_committed` returns False."""
         gradients = self.outer.gradients()
-        if has_trained and not all(gradient.isfinite().all() for gradient in gradients):
-            raise TrainingError(f"the weights are not finite after step {self.step}, and are not sent to other groups")
-        self._sum_shards(list(gradients))
+        if counts and not all(gradient.isfinite().all() for gradient in gradients):
+            raise TrainingError(f"step {self.step}: the weights are not finite, and are not sent to other groups")
+        self._sum_shards(gradients)
         return gradients
 
+    def _start_data(self, position: int) -> None:
+        """Go on in the data with the sequence of this number."""
+        state = self._state()
+        self._load_state({**state, "data": {**state["data"], "next_sequence": position}})
+
     def _shared_tensors(self) -> list[Tensor]:
+        """Return the shards of the outer optimizer's state: nothing else is the same in all groups."""
         return plain_tensors(self.outer.tensors())
 
-    def _sent_tensors(self) -> list[Tensor]:
-        return plain_tensors(self.outer.tensors() | self._optimizer_states())
+    def _saved(self) -> dict[str, Any]:
+        """Return this rank's outer state, and where the data was at the last synchronization. Inner optimizer states
+        are not sent: torchft sends each rank of a group the state of another group, and they would not fit together."""
+        position = self._state()["data"]["next_sequence"]
+        position -= (self.step - self._synchronized) * self._global_batch_size
+        return {"tensors": self._shared_tensors(), "position": position, **self.state()}
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        """Continue from the state of another group."""
-        super()._load(saved)
-        self._load_numbers(saved["state"])
+    def _replace_state(self, saved: dict[str, Any]) -> None:
+        """Set the weights to those of the last synchronization, as another group has sent them."""
+        for tensor, other in zip(self._shared_tensors(), saved["tensors"], strict=True):
+            tensor.copy_(other)
         self.outer.restore()
+        self._load_counts(saved)
+        self._position = saved["position"]

@@ -27,6 +27,7 @@ from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
+from titanlite.parallel import mesh
 from titanlite.progress import alive, mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
@@ -36,6 +37,9 @@ BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
 ATTEMPT = timedelta(seconds=20)
 """How long a group waits for others before it looks whether it was asked to stop."""
+ATTEMPTS_BEFORE_STOP = 2
+"""How often a step fails, at most, before a group that is asked to stop ends without it."""
+WAITING = "waiting for other replica groups"
 MODULUS = 2**21
 """Of hashes that groups compare: sums of the squares of MAX_GROUPS of them are exact in float64."""
 
@@ -71,8 +75,11 @@ class Replicas:
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step, or the last synchronization."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
-        self._quorum, self._lived, self.stopping = -1, list[int](), False
-        self._model, self._optimizer = model, optimizer
+        self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
+        self._state_hash: int | None = None
+        self.has_state_of_another = False
+        """Whether the state was another group's once. A run may then end without a step of its own."""
+        self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
         require_torchft()
         # One line about a failure is enough.
         os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
@@ -80,9 +87,10 @@ class Replicas:
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
-        group = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
+        self._groups = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
+        self._ranks = dist.new_group(backend="gloo")  # with a timeout of its own, see `_join`
         place: list[Any] = [socket.gethostname(), 0]
         if dist.get_rank() == 0:
             self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
@@ -90,7 +98,7 @@ class Replicas:
         dist.broadcast_object_list(place)
         try:
             self.manager = torchft.Manager(
-                group,
+                self._groups,
                 load_state_dict=self._load,
                 state_dict=self._saved,
                 min_replica_size=section.min_replica_size,
@@ -148,15 +156,19 @@ class Replicas:
                 yield self.manager.current_step() + 1
 
     def _join(self) -> None:
-        """Wait for the groups of the next step, and get the state of another if this one is behind.
+        """Wait for the groups of the next step, and get the state of another if this one is behind. Ranks that have got
+        it wait for those that have not yet; if one could not, all get it again.
 
         Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
         """
-        mark("waiting for other replica groups", limited=False)
+        mark(WAITING, limited=False)
+        mesh.set_group_timeout(self._ranks, self._timeout)
         failed = True
-        with progress("waiting for other replica groups", enabled=dist.get_rank() == 0):
+        with progress(WAITING, enabled=dist.get_rank() == 0):
             while failed:
                 failed = False
+                if self._n_failures > 1:
+                    time.sleep(1)
                 lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
                 # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
                 os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
@@ -169,10 +181,13 @@ class Replicas:
                     time.sleep(1)
                 finally:
                     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
-                flags = torch.tensor([float(failed), float(self.signals.stopping)])
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-                failed = bool(flags[0])
-                if failed and flags[1]:
+                step = self.manager.current_step()
+                flags = torch.tensor([failed, self.signals.stopping, step, -step], dtype=torch.int64)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._ranks)
+                any_failed, stopping, newest, oldest = flags.tolist()
+                failed = bool(any_failed) or newest != -oldest
+                self.manager.load_state_dict({**self.manager.state_dict(), "step": -oldest})
+                if stopping and (failed or self._n_failures > ATTEMPTS_BEFORE_STOP):
                     raise AskedToStop("asked to stop while this replica group waited for others; ended without saving")
         self._in_step = True
 
@@ -201,15 +216,17 @@ class Replicas:
         """
         state, quorum = 0, self.manager._quorum_id
         if quorum != self._quorum:
-            state = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
+            if self._state_hash is None:
+                self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
+            state = self._state_hash
         own = [*values, self._is_member, self.identity, self.identity**2, state, state**2]
         own += [number == self.section.replica_id for number in range(MAX_GROUPS)]
         message = torch.tensor(own, dtype=torch.float64, device=self.device)
         self.sum(message)
-        if self.manager.errored():
+        sums, groups = message[:-MAX_GROUPS].tolist(), message[-MAX_GROUPS:].tolist()  # NCCL's errors come with it
+        if self.manager.errored() or self._groups.errored():
             return None
         self._quorum = quorum
-        sums, groups = message[:-MAX_GROUPS].tolist(), message[-MAX_GROUPS:].tolist()
         n, problem = sum(groups), ""
         n_members, *hashes = sums[len(values) :]
         if max(groups) > 1:
@@ -233,12 +250,13 @@ class Replicas:
         self._sum_shards([local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None])
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
-        """Sum plain tensors over the living groups, in place; takes them off the list."""
-        while shards:
-            bucket = [shards.pop()]
+        """Sum plain tensors over the living groups, in place."""
+        parts = [part for shard in shards for part in _pieces(shard)]
+        while parts:
+            bucket = [parts.pop()]
             n = bucket[0].numel()
-            while shards and shards[-1].dtype == bucket[0].dtype and n + shards[-1].numel() <= BUCKET_ELEMENTS:
-                bucket.append(shards.pop())
+            while parts and parts[-1].dtype == bucket[0].dtype and n + parts[-1].numel() <= BUCKET_ELEMENTS:
+                bucket.append(parts.pop())
                 n += bucket[-1].numel()
             flat = torch.cat([shard.reshape(-1) for shard in bucket]).to(self.device)
             self.sum(flat)
@@ -256,28 +274,41 @@ class Replicas:
     def commits(self) -> bool:
         """Return whether the step counts, the same on all ranks of a group; call it once in a step. If not, its
         gradients are wrong. Prints when other groups live than in the step before."""
-        return self._committed(self.manager.current_step() + 1, "taken")
+        step = self.manager.current_step() + 1
+        return self._committed(step, f"step {step}: not taken")
 
-    def _committed(self, step: int, what: str) -> bool:
+    def _committed(self, step: int, failure: str) -> bool:
+        """Return whether all ranks of this group have received all sums for `step`; else print `failure`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # under the watchdog, which does not limit what follows
         self._in_step, error = False, self.manager.errored()
-        if not self.manager.should_commit():
+        mark(WAITING, limited=False)  # another group may be getting this one's state
+        committed = self.manager.should_commit()
+        mark("updating the weights")
+        if not committed:
+            self._n_failures += 1
             reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
-            self._print(f"not {what}, and repeated with the replica groups that are left: {reason}", step)
+            if self.manager.num_participants() < self.section.min_replica_size:
+                reason = "fewer than fault_tolerance.min_replica_size"
+            self._print(f"{failure}, and repeated with the replica groups that are left: {reason}")
             return False
+        self._n_failures, self._state_hash = 0, None
         if self.living != self._lived or self._healed:
             healed = "; this one has got its state from another" * self._healed
-            self._print(f"replica groups {', '.join(map(str, self.living))} of {self.section.group_size}{healed}", step)
+            living = ", ".join(map(str, self.living))
+            self._print(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
         self._is_member, self._healed, self._lived = True, False, self.living
         return True
 
-    def updated(self, step: int) -> bool:
-        """Take note that a step has updated the weights. Return whether they are still this group's; if not, they are
-        those of a later step of another one. `self.stopping` is set if the group was asked to stop meanwhile."""
+    def updated(self, step: int, *, stopping: bool) -> bool:
+        """Take note that a step has updated the weights, and whether the training is to stop after it. Return False if
+        they are now those of a later step of another group. `self.stopping` is set if this one was asked to stop
+        meanwhile."""
         return True
 
-    def _print(self, message: str, step: int) -> None:
+    def _print(self, message: str) -> None:
         if dist.get_rank() == 0:
-            print(f"step {step}: {message}", flush=True)
+            print(message, flush=True)
 
     @property
     def batches(self) -> int:
@@ -314,22 +345,30 @@ class Replicas:
             torch.cuda.synchronize(self.device)
         return {"tensors": self._sent_tensors(), "random": random_states(), "state": self._state()}
 
-    @torch.no_grad()
-    def _load(self, saved: dict[str, Any]) -> None:
-        """Continue from the state of another group."""
-        self._is_loading = True  # an error is of this group, and ends it
+    def _replace_state(self, saved: dict[str, Any]) -> None:
         for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         self._load_state(saved["state"])
-        self._is_loading, self._healed = False, True
+
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Continue from the state of another group."""
+        self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
+        self._replace_state(saved)
+        self._is_loading, self._healed, self.has_state_of_another = False, True, True
 
 
 def _hash_of(values: list[Any]) -> int:
     """Return a number below MODULUS that tells lists of plain JSON apart."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") % MODULUS
+
+
+def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+    """Return views of a tensor that have BUCKET_ELEMENTS at most. One that has holes is not divided."""
+    return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]
 
 
 def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     sizes = build.parameter_sizes(config)
     peak = metrics.PeakFlops(device, getattr(torch, training.mixed_precision_param))
     outer = None
-    if config.fault_tolerance.semi_sync_method == "diloco":
+    if config.fault_tolerance.uses_diloco:
         from titanlite.diloco import DiLoCo, OuterOptimizer  # here, since most runs are one group
 
         outer = OuterOptimizer(dict(model.named_parameters()), config.fault_tolerance)
@@ -138,7 +138,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         mark("connecting to the lighthouse")
         identity = [*numerics(config), data_identity]
         arguments = config.fault_tolerance, config.comm, model, optimizer, identity, device, signals
-        replicas = DiLoCo(outer, *arguments) if outer else Replicas(*arguments)
+        size = config.training.global_batch_size
+        replicas = DiLoCo(outer, size, *arguments) if outer else Replicas(*arguments)
         replicas.continue_from(last_step, saved, state_to_save, load_state)
         train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
@@ -171,7 +172,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         gc.freeze()
         gc.disable()
         stack.callback(gc.enable)
-        step, is_first = last_step, True
+        step, is_first, is_last = last_step, True, False
         for step in replicas.steps(training.steps) if replicas else range(last_step + 1, training.steps + 1):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -240,7 +241,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
             if replicas:
-                if not replicas.updated(step):
+                if not replicas.updated(step, stopping=stopping > 0):
+                    is_first = False
                     continue
                 stopping = stopping or replicas.stopping
 
@@ -299,6 +301,9 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 log_rank0(f"asked to stop: ended after step {step}")
                 break
         if checkpointer:
+            if replicas and replicas.has_state_of_another and not is_last:  # the other has taken the last step
+                step = training.steps
+                checkpointer.save(step, model, optimizer, state_to_save())
             mark("waiting for the last checkpoint")
             checkpointer.finish()
             if checkpointer.unconfirmed:  # does the last step's model still give a finite loss?

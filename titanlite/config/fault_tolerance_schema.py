@@ -29,5 +29,9 @@ class FaultTolerance(Section):
     """Its momentum, which is Nesterov's."""
 
     @property
+    def uses_diloco(self) -> bool:
+        return self.enable and self.semi_sync_method == "diloco"
+
+    @property
     def n_groups(self) -> int:
         return self.group_size if self.enable else 1

@@ -138,9 +138,14 @@ def set_timeout(device: torch.device, seconds: int) -> None:
     if device.type == "cuda":  # collectives in flight keep the timeout that they were started with
         torch.cuda.synchronize()
         dist.barrier()
-    set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:
-        set_group_timeout(_backstop(seconds), group)
+        set_group_timeout(group, seconds)
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: int) -> None:
+    """Change how long the collectives of a process group may take."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(_backstop(seconds), group)
 
 
 def _backstop(seconds: int) -> timedelta:
