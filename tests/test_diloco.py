@@ -62,8 +62,9 @@ def take_round(dying_ranks: tuple[int, ...] = (), during: str = "") -> dict[str,
         if replicas.step % SYNC_STEPS == 0:
             break
     weights = run.trace_of_all_stages("weight", run.parameters)
-    batches, living = replicas.batches, replicas.living
-    return {"step": replicas.step, "contributed": contributed, "living": living, "batches": batches} | weights
+    (inner_steps,) = {state["step"].item() for state in run.optimizer.state.values()}
+    counts = {"step": replicas.step, "batches": replicas.batches, "inner_steps": inner_steps}
+    return counts | {"contributed": contributed, "living": replicas.living} | weights
 
 
 class Reference:
@@ -127,28 +128,63 @@ def test_every_synchronization_is_that_of_the_groups_that_trained(tmp_path, ligh
         groups.step()
     finally:
         groups.close()
-    first, second = groups.records
-    reference, seen = Reference(configs[0]), set()
+    seen = assert_as_one_process(groups)
+    assert {((0, 1), ()), ((0,), (1,)), ((1,), (0,)), ((0,), ())} <= seen
+
+
+def assert_as_one_process(groups: Groups) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Assert that groups have computed what the reference does. Return which ones were in an average, and which have
+    got their state from another, at any synchronization."""
+    (first, second), config, seen = groups.records, groups.configs[0], set()
+    reference = Reference(config)
     initial = copy.deepcopy(reference.model.state_dict())
     for step in sorted(first | second):
         records = {number: each[step] for number, each in enumerate(groups.records) if step in each}
         contributed = [number for number, record in records.items() if record["contributed"]]
         (living,) = {tuple(record["living"]) for record in records.values()}
-        healed = [number for number in living if number not in contributed]
+        for number in contributed:
+            if records[number]["inner_steps"] == step - reference.step:
+                reference.start(number)
         expected = reference.synchronize(step, contributed)
-        for number in healed:
+        healed = [number for number in living if number not in contributed]
+        for number in set(healed) & records.keys():  # it has trained a step from the initial weights
             reference.start(number)
-            if number in records:  # it has trained a step of its own
-                model, inner = reference.inner[number]
-                model.load_state_dict(initial)
-                plain_step(configs[0], model, inner, 3, [number])
+            model, inner = reference.inner[number]
+            model.load_state_dict(initial)
+            plain_step(config, model, inner, 3, [number])
         seen.add((tuple(contributed), tuple(healed)))
         print(step, contributed, healed)
         for record in records.values():
             assert_equal(record, expected)
         if len(records) == 2:
             assert_equal(first[step], {name: x for name, x in second[step].items() if "weight" in name}, 0.0)
-    assert {((0, 1), ()), ((0,), (1,)), ((1,), (0,)), ((0,), ())} <= seen
+    return seen
+
+
+@needs_torchft
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
+    """A group of two ranks that share a model dies and returns. Then the group that sends it its state dies before the
+    synchronization counts: the other goes on from that state, and from where the data was then."""
+    options = {**DILOCO, f"{axis}_parallel_degree": 2, "training__global_batch_size": 16, "optimizer__lr": 1e-4}
+    configs = [resolve(tmp_path, 2, {**options, "fault_tolerance__replica_id": number}) for number in (0, 1)]
+    groups = Groups(configs, lighthouse, take_round)
+    try:
+        groups.start(0, 1)
+        groups.both()
+        groups.step(dying=1, ranks=(0, 1), during="training")
+        groups.start(1)
+        groups.both()
+        groups.kill(1)
+        groups.step()
+        groups.start(1)
+        groups.step(dying=0, ranks=(0, 1), during="synchronizing")
+        groups.step()
+    finally:
+        groups.close()
+    seen = assert_as_one_process(groups)
+    assert {((0, 1), ()), ((0,), (1,)), ((1,), ())} <= seen
 
 
 class ManagerOfOneGroup:

@@ -67,8 +67,8 @@ class Checkpointer:
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
     `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
-    seed, data, dimensions. `further` has tensors to save beside those of the model and the optimizer, by name; they are
-    loaded if the checkpoint has any.
+    seed, data, dimensions. `further` has tensors to save beside those of the model and the optimizer, under names that
+    begin with "outer."; of a checkpoint that has none, they are left as they are.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Checkpointer:
         portable = {name: dequantized(state) for name, state in states.items()}
         further = {} if self.further.keys().isdisjoint(reader.shapes) else self.further
         tensors = model_tensors(model) | portable | further
-        prefixes = {f"{name.partition('.')[0]}." for name in further} | {"model.", "optimizer."}
         limits = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
-        problems = _load(reader, tensors, generators, tuple(prefixes), **limits)
+        prefixes = ("model.", "optimizer.", "outer.") if further else ("model.", "optimizer.")
+        problems = _load(reader, tensors, generators, prefixes, **limits)
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:

@@ -357,6 +357,8 @@ def _semi_sync(to: Conversion) -> None:
         return
     name = method.lower() if isinstance(method, str) else method
     is_local_sgd = name == "local_sgd"
+    to.notes.pop("fault_tolerance.enable", None)  # gradients are not summed over the groups
+    to.statuses.pop("fault_tolerance.enable", None)
     to.put(key, "diloco" if is_local_sgd else name, key)
     to.put("fault_tolerance.sync_steps", to.get("fault_tolerance.sync_steps"), "fault_tolerance.sync_steps")
     if is_local_sgd:
