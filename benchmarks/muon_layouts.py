@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from titanlite.config.optimizer_schema import Optimizer
-from titanlite.muon import build_muon
+from titanlite.optimizer import build_muon
 from titanlite.parity.process_pool import ProcessPool
 
 RANKS = 1, 2, 4

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from titanlite import muon
 from titanlite.config.optimizer_schema import Optimizer
-from titanlite.muon import Pieces, Unit, assign, build_muon, newton_schulz
-from titanlite.optimizer import clipped_step
+from titanlite.muon import Pieces, Unit, assign, newton_schulz
+from titanlite.optimizer import build_muon, clipped_step
 
 LR, DECAY = 0.01, 0.1
 

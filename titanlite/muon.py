@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanlite.config.optimizer_schema import Optimizer
-from titanlite.optimizer import build_adam, parameter_groups
 from titanlite.shards import local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -332,14 +331,3 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return dist.group.WORLD
     backend = "nccl" if mesh.device_type == "cuda" else None
     return dist.new_subgroups_by_enumeration(stages, backend=backend)[0]
-
-
-def build_muon(
-    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, group: dist.ProcessGroup | None
-) -> Muon:
-    """Build Muon for named parameters. `group`: see Muon."""
-    named = list(parameters)
-    matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
-    others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
-    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
-    return Muon(adamw, matrices, optimizer, group)

@@ -19,7 +19,7 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
     """Build Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (muon.py) with weight decay of matrices,
     embeddings included. `mesh`: that of the layout, for Muon; None: this rank alone."""
     if optimizer.name == "Muon":
-        from titanlite.muon import build_muon, stage_group  # here, since most runs do without
+        from titanlite.muon import stage_group  # here, since most runs do without
 
         return build_muon(model.named_parameters(), optimizer, stage_group(mesh) if mesh else None)
     groups = parameter_groups(model.parameters(), optimizer)
@@ -34,6 +34,19 @@ def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None 
 
         return OffloadedAdam(groups, optimizer)
     return build_adam(groups, optimizer, optimizer.name)
+
+
+def build_muon(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, group: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
+    """Build Muon for named parameters. `group`: see Muon."""
+    from titanlite.muon import Muon, is_orthogonalized
+
+    named = list(parameters)
+    matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
+    others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
+    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
+    return Muon(adamw, matrices, optimizer, group)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
