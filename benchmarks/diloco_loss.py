@@ -1,6 +1,7 @@
 """Compare the loss of two replica groups that synchronize by DiLoCo with that of summing gradients in every step.
 
     python benchmarks/diloco_loss.py [--steps N] [--runs NAME ...] [--plot FILE]
+    python benchmarks/diloco_loss.py --runs --log benchmarks/logs/diloco_loss.log       (plots the runs of a log)
 
 Each group is a run of train.py with one rank: the debug model on its real text, in float32 on a CPU. In each step the
 groups together train on the same 8 sequences of 256 tokens as the one process of the first run, which is what groups
@@ -20,14 +21,14 @@ from low_precision_loss import ROOT, VALIDATION, metrics_of
 from muon_loss import draw
 
 EVERY_STEP, ALONE = "every step", "one group alone"
+SETTINGS = [
+    *(("DiLoCo, outer lr 0.7, momentum 0.9", 0.7, 0.9, sync_steps) for sync_steps in (10, 50, 100)),
+    ("DiLoCo, outer lr 0.7, momentum 0.5", 0.7, 0.5, 50),
+    *(("local SGD", 1, 0, sync_steps) for sync_steps in (10, 50, 100)),
+]
 RUNS: dict[str, dict[str, float]] = {EVERY_STEP: {}, ALONE: {}} | {
     f"{name}, every {sync_steps} steps": {"sync_steps": sync_steps, "outer_lr": lr, "outer_momentum": momentum}
-    for name, lr, momentum in (
-        ("DiLoCo, outer lr 0.7, momentum 0.9", 0.7, 0.9),
-        ("DiLoCo, outer lr 0.7, momentum 0.5", 0.7, 0.5),
-        ("local SGD", 1, 0),
-    )
-    for sync_steps in (10, 50, 100)
+    for name, lr, momentum, sync_steps in SETTINGS
 }
 INTERVAL = 100
 """Steps between two validations."""
@@ -65,7 +66,8 @@ def run_groups(steps: int, folder: Path, **outer: object) -> list[dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
+    parser.add_argument("--log", type=Path, help="lines of earlier runs, which the table and the plot have, too")
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS), metavar="NAME")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "diloco_loss.png")
     arguments = parser.parse_args()
     from torchft.coordination import LighthouseServer
@@ -74,6 +76,9 @@ def main() -> None:
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     print(f"torch {torch.__version__}, {arguments.steps} steps of 2 x 4 x 256 tokens", flush=True)
     curves: dict[str, list[tuple[int, float]]] = {}
+    lines = arguments.log.read_text().splitlines() if arguments.log else []
+    for row in (json.loads(line) for line in lines if line.startswith("{")):
+        curves.setdefault(row["run"], []).append((row["step"], row["validation"]))
     for name in arguments.runs:
         with tempfile.TemporaryDirectory() as folder:
             if RUNS[name]:
