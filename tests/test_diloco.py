@@ -32,7 +32,8 @@ from tests.test_train import SMALL
 from titanlite import build
 from titanlite.config import Config, ConfigError
 from titanlite.config.fault_tolerance_schema import FaultTolerance
-from titanlite.diloco import OuterOptimizer
+from titanlite.diloco import DiLoCo, OuterOptimizer
+from titanlite.errors import TrainingError
 from titanlite.optimizer import gradient_norm
 from titanlite.parity.reference import trace_of
 
@@ -213,7 +214,7 @@ class ManagerOfOneGroup:
 def test_the_outer_step_is_that_of_torchft():
     """Twelve steps of AdamW in float64, synchronized every third: torchft's DiLoCo with torch's SGD has the same
     weights."""
-    from torchft.local_sgd import DiLoCo
+    from torchft import local_sgd
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
@@ -224,7 +225,7 @@ def test_the_outer_step_is_that_of_torchft():
     outer.begin()
     sgd = torch.optim.SGD(theirs.parameters(), 0.6, momentum=0.8, nesterov=True)
     changes = []
-    with DiLoCo(ManagerOfOneGroup(), [theirs], inner_of_theirs, sgd, sync_every=3):
+    with local_sgd.DiLoCo(ManagerOfOneGroup(), [theirs], inner_of_theirs, sgd, sync_every=3):
         for step in range(1, 13):
             inputs = torch.randn(4, 5, dtype=torch.float64)
             for each, optimizer in ((model, inner), (theirs, inner_of_theirs)):
@@ -317,6 +318,24 @@ def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     same = {name for name in one if torch.equal(one[name], other[name])}
     assert {name for name in one if name[1].startswith(("model.", "outer."))} <= same
     assert any(name[1].endswith("exp_avg") for name in one.keys() - same)
+
+
+def test_what_must_not_be_synchronized_ends_the_group():
+    diloco = object.__new__(DiLoCo)  # without a lighthouse
+    diloco.step, diloco._synchronized = 7, 5
+    assert diloco._common_step(6.0, counts=False) == 6
+    with pytest.raises(TrainingError, match="step 7: other replica groups synchronize after another step"):
+        diloco._common_step(6.5, counts=True)
+    with pytest.raises(TrainingError, match=r"since step 5; raise training\.steps"):
+        next(diloco.steps(7))
+    diloco.section, diloco._last = FaultTolerance(sync_steps=5), 100
+    assert diloco.updated(10, stopping=True)  # left to the next start
+    weight = nn.Parameter(torch.ones(3))
+    diloco.outer = OuterOptimizer({"weight": weight}, FaultTolerance())
+    diloco.outer.begin()
+    weight.data[1] = torch.nan
+    with pytest.raises(TrainingError, match="step 7: the weights are not finite"):
+        diloco._summed_gradients(counts=True)
 
 
 def test_options_of_diloco_are_checked(tmp_path):
