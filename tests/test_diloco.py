@@ -328,14 +328,14 @@ def test_what_must_not_be_synchronized_ends_the_group():
         diloco._common_step(6.5, counts=True)
     with pytest.raises(TrainingError, match=r"since step 5; raise training\.steps"):
         next(diloco.steps(7))
-    diloco.section, diloco._last = FaultTolerance(sync_steps=5), 100
-    assert diloco.updated(10, stopping=True)  # left to the next start
     weight = nn.Parameter(torch.ones(3))
     diloco.outer = OuterOptimizer({"weight": weight}, FaultTolerance())
     diloco.outer.begin()
     weight.data[1] = torch.nan
     with pytest.raises(TrainingError, match="step 7: the weights are not finite"):
         diloco._summed_gradients(counts=True)
+    diloco.section, diloco._last = FaultTolerance(sync_steps=5), 100
+    assert diloco.updated(10, stopping=True)  # left to the next start
 
 
 def test_options_of_diloco_are_checked(tmp_path):
