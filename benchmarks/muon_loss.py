@@ -64,11 +64,11 @@ def draw(curves: dict[str, list[tuple[int, float]]], file: Path, title: str) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 
