@@ -283,6 +283,7 @@ def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
 
 
 @needs_torchft
+@pytest.mark.nightly
 def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     """kill -9 of a group: the other goes on. The group, started again, gets the weights and the outer state; both save
     the same ones after the same synchronization, with inner optimizer states of their own. SIGTERM then ends both with
