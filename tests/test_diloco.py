@@ -271,10 +271,10 @@ def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
     assert all(torch.equal(first[name], again[name]) for name in first)
     whole = {name: tensor for (_, name), tensor in first.items() if name.startswith(("model.", "outer."))}
     assert sum(name.startswith("outer.momentum.") and tensor.any().item() for name, tensor in whole.items()) > 10
-    parts = [{name: tensor for (file, name), tensor in sharded.items() if f"0000{rank}" in file} for rank in (0, 1)]
+    of_ranks = [{name: tensor for (file, name), tensor in sharded.items() if f"0000{rank}" in file} for rank in (0, 1)]
     compared = 0
     for name, tensor in whole.items():
-        shards = [part[name] for part in parts if name in part]
+        shards = [saved[name] for saved in of_ranks if name in saved]
         sharded_dims = [dim for dim, size in enumerate(tensor.shape) if shards[0].shape[dim] != size]
         together = torch.cat(shards, *sharded_dims) if sharded_dims else shards[0]
         torch.testing.assert_close(together, tensor, rtol=0, atol=1e-12)

@@ -220,17 +220,17 @@ class DiLoCo(Replicas):
         """Return the shards of the outer optimizer's state: nothing else is the same in all groups."""
         return plain_tensors(self.outer.tensors())
 
+    _sent_tensors = _shared_tensors
+
     def _saved(self) -> dict[str, Any]:
         """Return this rank's outer state, and where the data was at the last synchronization. Inner optimizer states
         are not sent: torchft sends each rank of a group the state of another group, and they would not fit together."""
         position = self._state()["data"]["next_sequence"]
         position -= (self.step - self._synchronized) * self._global_batch_size
-        return {"tensors": self._shared_tensors(), "position": position, **self.state()}
+        return {"tensors": self._sent_tensors(), "position": position, **self.state()}
 
     def _replace_state(self, saved: dict[str, Any]) -> None:
-        """Set the weights to those of the last synchronization, as another group has sent them."""
-        for tensor, other in zip(self._shared_tensors(), saved["tensors"], strict=True):
-            tensor.copy_(other)
+        """Set the weights to those of the last synchronization, which another group has sent."""
         self.outer.restore()
         self._load_counts(saved)
         self._position = saved["position"]

@@ -251,17 +251,17 @@ class Replicas:
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
         """Sum plain tensors over the living groups, in place."""
-        parts = [part for shard in shards for part in _pieces(shard)]
-        while parts:
-            bucket = [parts.pop()]
+        chunks = [chunk for shard in shards for chunk in _chunks(shard)]
+        while chunks:
+            bucket = [chunks.pop()]
             n = bucket[0].numel()
-            while parts and parts[-1].dtype == bucket[0].dtype and n + parts[-1].numel() <= BUCKET_ELEMENTS:
-                bucket.append(parts.pop())
+            while chunks and chunks[-1].dtype == bucket[0].dtype and n + chunks[-1].numel() <= BUCKET_ELEMENTS:
+                bucket.append(chunks.pop())
                 n += bucket[-1].numel()
-            flat = torch.cat([shard.reshape(-1) for shard in bucket]).to(self.device)
+            flat = torch.cat([chunk.reshape(-1) for chunk in bucket]).to(self.device)
             self.sum(flat)
-            for shard, part in zip(bucket, flat.split([shard.numel() for shard in bucket]), strict=True):
-                shard.copy_(part.view_as(shard))
+            for chunk, summed in zip(bucket, flat.split([chunk.numel() for chunk in bucket]), strict=True):
+                chunk.copy_(summed.view_as(chunk))
             alive()
 
     def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,8 +346,7 @@ class Replicas:
         return {"tensors": self._sent_tensors(), "random": random_states(), "state": self._state()}
 
     def _replace_state(self, saved: dict[str, Any]) -> None:
-        for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
-            tensor.copy_(other)
+        """Continue from what another group has sent beside tensors."""
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
         self._load_state(saved["state"])
@@ -356,6 +355,8 @@ class Replicas:
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
         self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
+        for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
+            tensor.copy_(other)
         self._replace_state(saved)
         self._is_loading, self._healed, self.has_state_of_another = False, True, True
 
@@ -366,18 +367,18 @@ def _hash_of(values: list[Any]) -> int:
     return int.from_bytes(digest[:8], "big") % MODULUS
 
 
-def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+def _chunks(tensor: Tensor) -> Iterable[Tensor]:
     """Return views of a tensor that have BUCKET_ELEMENTS at most. One that has holes is not divided."""
     return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]
 
 
 def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
     """Return this rank's shards, as plain tensors that share their memory."""
-    return [plain for tensor in tensors.values() for plain in _parts(local_shard(tensor))]
+    return [plain for tensor in tensors.values() for plain in _plain(local_shard(tensor))]
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _plain(tensor: Tensor) -> list[Tensor]:
     """Return a tensor, or those that a quantized optimizer state consists of."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor.detach()]
-    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _parts(getattr(tensor, name))]
+    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain(getattr(tensor, name))]

@@ -68,11 +68,11 @@ class StageCost:
         computation = [event for event in events if not isinstance(event, Communication)]
         model = self.cost_model
         if model.offload is None and self.offloads_optimizer:
-            parts: dict[bool, list] = {True: [], False: []}
+            by_kind: dict[bool, list] = {True: [], False: []}
             for event in computation:
-                parts[isinstance(event, Work) and "fused_adam" in event.name].append(event)
-            cost.add(model.offloaded_step(parts[True]), self.dry_run.scale)
-            computation = parts[False]
+                by_kind[isinstance(event, Work) and "fused_adam" in event.name].append(event)
+            cost.add(model.offloaded_step(by_kind[True]), self.dry_run.scale)
+            computation = by_kind[False]
         own = model.host_update(computation) if model.offload is not None else model.cost([computation])
         cost.add(own, self.dry_run.scale)
         for key in self.dry_run.phases:

@@ -349,16 +349,17 @@ def _experts(to: Conversion) -> None:
 def _semi_sync(to: Conversion) -> None:
     """Convert torchft's DiLoCo, with the outer optimizer that torchtitan gives it, and its LocalSGD, which is DiLoCo
     whose outer step takes the average of the weights."""
-    key, names = "fault_tolerance.semi_sync_method", ("should_quantize", "fragment_sync_delay", "fragment_update_alpha")
-    method, enabled = to.values.get(key), to.get("fault_tolerance.enable") is True
+    on, key = "fault_tolerance.enable", "fault_tolerance.semi_sync_method"
+    names = ("should_quantize", "fragment_sync_delay", "fragment_update_alpha")
+    method, enabled = to.values.get(key), to.get(on) is True
     if not method or not enabled:
-        reason = f"{key} is not set" if enabled else "fault_tolerance.enable is not true"
+        if on in to.values:
+            to.note(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
+        reason = f"{key} is not set" if enabled else f"{on} is not true"
         to.unread([key, *(f"fault_tolerance.{name}" for name in ("sync_steps", *names))], reason)
         return
     name = method.lower() if isinstance(method, str) else method
     is_local_sgd = name == "local_sgd"
-    to.notes.pop("fault_tolerance.enable", None)  # gradients are not summed over the groups
-    to.statuses.pop("fault_tolerance.enable", None)
     to.put(key, "diloco" if is_local_sgd else name, key)
     to.put("fault_tolerance.sync_steps", to.get("fault_tolerance.sync_steps"), "fault_tolerance.sync_steps")
     if is_local_sgd:

@@ -32,7 +32,6 @@ SAME: list[str] = [
 
 CHANGED: dict[str, str] = {
     "optimizer.weight_decay": "of weight matrices and embeddings only; torchtitan's acts on norms too",
-    "fault_tolerance.enable": "gradients and tokens of the groups are summed, where torchtitan averages groups",
     "debug.seed": "other weights are drawn from the same seed",
     "comm.init_timeout_seconds": "also ends a run whose ranks give no sign of life or make no progress",
     "comm.train_timeout_seconds": "also ends a run whose ranks give no sign of life or make no progress",
