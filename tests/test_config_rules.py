@@ -59,7 +59,6 @@ REJECTED = [
     ({REPLICAS: True, REPLICA_GROUPS: 2, EXPERTS: 8}, {EXPERTS: "the load of experts is balanced in one group"}),
     ({REPLICAS: True, REPLICA_GROUPS: 2, "debug.sdc_check_freq": 5},
      {"debug.sdc_check_freq": "a step is computed again in one group only"}),
-    ({REPLICAS: True, REPLICA_GROUPS: 2, "plan.compare": True}, {"plan.compare": "a plan has no replica groups"}),
     ({REPLICAS: True, REPLICA_GROUPS: 2, FLOAT8: True, GATHER: True, PRECOMPUTE: True},
      {PRECOMPUTE: "the scales of weights that another group sends are not known"}),
     # data
@@ -134,7 +133,6 @@ REJECTED = [
     ({FLOAT8: True, INT8: True}, {INT8: "float8.enable = true converts the same layers"}),
     ({INT8: True, COMPILE: True, TENSOR: 2, ASYNC: True}, {ASYNC: "no collective with INT8 products"}),
     ({FLOAT8: True, RECIPE: "mxfp8", COMPILE: True, TENSOR: 2, ASYNC: True}, {ASYNC: "with MXFP8 products"}),
-    ({INT8: True, "plan.compare": True}, {"plan.compare": "the plan has no rates of INT8 products"}),
     ({INT8: True, BATCH: 2, SEQ_LEN: 131072}, {BATCH: "sum 262144 tokens in 32 bits"}),
     ({INT8: True, PIPELINE: 2, MICROBATCH: 2, BATCH: 4, SEQ_LEN: 131072}, {MICROBATCH: "sum 262144 tokens"}),
     ({FLOAT8: True, PRECOMPUTE: True}, {PRECOMPUTE: "the scales are for weights gathered in float8"}),

@@ -43,7 +43,6 @@ WRONG_VALUES = {
         "model.mlp_bias = 0",
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
-        "plan.compare = 1",
         "training.change_mixture_on_resume = 1", "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
         "validation.enable = 1", "profiling.enable_profiling = 1", "profiling.enable_memory_snapshot = 1",
         "debug.deterministic = 1", "training.document_mask = 1", 'parallelism.disable_loss_parallel = "true"',

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ import pytest
 from rich.table import Table
 
 from tests.data_helpers import rejection
-from tests.test_train import folder, runs  # noqa: F401
 from titanlite import config
 from titanlite.plan import command
 from titanlite.plan.comparison import comparison_table
@@ -103,33 +99,6 @@ def test_the_command_prints_the_comparison(tmp_path, capsys, plan):
     assert "-50.0%" in capsys.readouterr().out
     assert command.main([*arguments, str(tmp_path / "nowhere.jsonl")]) == 2
     assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read: No such file" in capsys.readouterr().err
-
-
-def test_a_run_does_not_log_a_plan_unless_asked(runs):  # noqa: F811
-    assert not any(tag.startswith("plan/") for line in runs(1, "run", "--training.steps=2") for tag in line)
-
-
-INTERLEAVED = ["--model.n_layers=4", "--parallelism.pipeline_parallel_degree=2"]
-INTERLEAVED += ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
-
-
-def test_a_run_logs_its_plan_beside_its_metrics(folder):  # noqa: F811
-    options = [str(folder / "small.toml"), "--plan.device=cpu", "--training.steps=2", *INTERLEAVED]
-    command_line = [sys.executable, "-m", "titanlite", "train", *options, "--plan.compare=true"]
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    done = subprocess.run(command_line, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    logged = [line for line in lines if "time_metrics/end_to_end(s)" in line]
-    expected = make_plan(config.load(options), world_size=2)
-    assert len(logged) == 2
-    for line in logged:
-        assert {tag for tag in line if tag.startswith("plan/")} == {
-            *("plan/end_to_end(s)", "plan/shortest(s)", "plan/longest(s)", "plan/max_active(GiB)"),
-        }
-        assert line["plan/end_to_end(s)"] == pytest.approx(expected.step_seconds)
-        assert (line["plan/shortest(s)"], line["plan/longest(s)"]) == pytest.approx(expected.step_range)
-        assert line["plan/max_active(GiB)"] == expected.ranks[0].peak.total / 2**30
 
 
 def test_the_range_adds_the_squares_of_what_is_uncertain(plan):

@@ -59,11 +59,6 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             print(message, flush=True)
 
     # Build the run.
-    planned = {}
-    if config.plan.compare and rank == 0:
-        from titanlite.plan.comparison import planned_metrics  # here, since most runs do without
-
-        planned = planned_metrics(config, launch.world_size)
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
@@ -258,7 +253,6 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                     "n_tokens_seen": loader.position * training.seq_len,
                     **(replicas.metrics(config.tokens_per_step) if replicas else {}),
                     **meter.read(),
-                    **planned,
                 }
                 if dataset_losses:
                     values |= loader.mixture.metrics(loader.position) | dataset_losses.metrics()

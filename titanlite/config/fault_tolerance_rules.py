@@ -27,7 +27,6 @@ def fault_tolerance_rules(config: Config, reject: Rejections) -> None:
         "training.datasets": (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
         "model.moe.n_experts": (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
         "debug.sdc_check_freq": (config.debug.sdc_check_freq, "a step is computed again in one group only; set 0"),
-        "plan.compare": (config.plan.compare, "a plan has no replica groups; set false"),
         "float8.precompute_float8_dynamic_scale_for_fsdp": (
             config.float8.precompute_float8_dynamic_scale_for_fsdp,
             "the scales of weights that another group sends are not known; set false",

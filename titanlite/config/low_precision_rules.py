@@ -27,8 +27,6 @@ def low_precision_rules(config: Config, reject: Rejections) -> None:
         products = "INT8" if int8.enable else "MXFP8"
         message = f"torch.compile overlaps no collective with {products} products; set false"
         reject(ASYNC_TENSOR, message, section, "float8.recipe", TENSOR)
-    if int8.enable and config.plan.compare:
-        reject("plan.compare", "the plan has no rates of INT8 products; set false", "int8.enable")
     _int8_range_rules(config, reject)
 
 

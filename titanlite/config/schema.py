@@ -345,10 +345,8 @@ class Comm(Section):
 
 
 class Plan(Section):
-    """Of this section training reads only `compare`; the rest is for `titanlite plan` and `titanlite advise`."""
+    """This section is for `titanlite plan` and `titanlite advise`; training does not read it."""
 
-    compare: bool = False
-    """Training plans its config first, for plan.device, and logs the planned step time and memory beside its own."""
     device: str = "h100"
     """A name in titanlite/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
     devices_per_node: Union[Literal[-1], Count] = -1

@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from titanlite.config import Config
 from titanlite.config.loader import ConfigError
-from titanlite.plan.find_device import find_device
-from titanlite.plan.planner import plan_resolved
 from titanlite.plan.report import GIB, empty_table
 from titanlite.plan.result import Plan
 
@@ -51,19 +48,6 @@ def read_measurement(file: Path) -> Measurement:
     seconds, tokens, rates, memory = zip(*after_first, strict=True)
     ranks = round(tokens[-1] / rates[-1] / seconds[-1])
     return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
-
-
-def planned_metrics(config: Config, world_size: int) -> dict[str, float]:
-    """Plan a run from its resolved config, and return by tag what is logged beside its metrics: the seconds of a step,
-    the shortest and the longest to expect, and the peak memory of rank 0 in tensors."""
-    plan = plan_resolved(config, find_device(config.plan.device), world_size)
-    shortest, longest = plan.step_range
-    return {
-        "plan/end_to_end(s)": plan.step_seconds,
-        "plan/shortest(s)": shortest,
-        "plan/longest(s)": longest,
-        "plan/max_active(GiB)": plan.ranks[0].peak.total / GIB,
-    }
 
 
 def comparison_table(plan: Plan, file: Path) -> Table:
