@@ -27,6 +27,7 @@ from titanlite.loss import chunked_cross_entropy
 from titanlite.low_bit_adam import LowBitAdam, _float32
 from titanlite.optimizer import build_optimizer, clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import mesh
+from titanlite.parallel.fsdp import NothingToReduce
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.plan.op_trace import Work, fake_world, recording
 
@@ -87,6 +88,21 @@ def test_one_rank_in_one_type_does_not_keep_a_second_copy(alone):
     job = resolve("--training.dtype=bfloat16", "--training.mixed_precision_reduce=bfloat16", "--training.seq_len=16")
     assert job.parallelism.fsdp_reshard_after_forward == "always"
     assert bytes_of_fsdp(job) == pytest.approx(3 * (2 + 2), rel=0.03)
+
+
+def test_the_allocator_knows_which_stream_reads_the_gradients_of_one_rank(monkeypatch):
+    """fully_shard asks for the input on the compute stream, and for the output on the reduce-scatter stream."""
+    stream = "compute"
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: mock.Mock(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    reduce_scatter = NothingToReduce()
+    for _ in range(2):
+        stream = "compute"
+        read = reduce_scatter.allocate((4,), dtype=torch.float32, device=CPU)
+        read.record_stream.assert_not_called()
+        stream = "reduce-scatter"
+        assert reduce_scatter.allocate((4,), dtype=torch.float32, device=CPU) is read
+        read.record_stream.assert_called_once_with("reduce-scatter")
 
 
 def test_chunks_of_the_loss_read_and_write_the_heads_gradient_once_more_each():

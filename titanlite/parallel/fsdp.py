@@ -114,7 +114,12 @@ def _gather_with(block: nn.Module, module: nn.Module) -> None:
 
 class NothingToReduce:
     """Stands for the reduce-scatter of one rank, where fully_shard copies the gradients from a buffer to another. It
-    takes both from here in turn, and gets the same one twice, so that there is nothing to copy."""
+    takes both from here in turn, and gets the same one twice, so that there is nothing to copy.
+
+    fully_shard asks for the input on the compute stream, whose allocator then owns the buffer, and for the output on
+    the reduce-scatter stream. It lets go of the buffer before that stream has read it (torch 2.11 and 2.13), so the
+    allocator is told of that stream, or the compute stream could overwrite gradients that are still to be accumulated.
+    """
 
     buffer: Tensor | None = None
 
@@ -123,6 +128,8 @@ class NothingToReduce:
             self.buffer = torch.empty(*size, dtype=dtype, device=device)
             return self.buffer
         output, self.buffer = self.buffer, None
+        if output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
         return output
 
 
