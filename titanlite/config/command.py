@@ -2,7 +2,7 @@
 
 titanlite config CONFIG [--section.key=value ...]     the config with every default filled in, as TOML
 titanlite config --reference [FILE]                   every option as Markdown, into docs/reference/config.md or FILE
-titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 0.2.2 or earlier as a config; what
+titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 0.2 as a config; what
                                                       became of each key is listed on standard error
 """
 

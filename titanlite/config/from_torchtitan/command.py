@@ -1,4 +1,4 @@
-"""Convert a TOML file of torchtitan, of release 0.2.2 or an earlier one, and list what became of each key."""
+"""Convert a TOML file of torchtitan, of its releases 0.2, and list what became of each key."""
 
 import sys
 from pathlib import Path

@@ -10,11 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.config.from_torchtitan.keys import (
     DEFAULTS,
     DETAIL,
-    EARLIER,
-    EARLIER_ONLY,
-    EARLIER_VALUES,
     NOT_OFFERED,
-    OF_0_1,
     OF_0_2,
     SAME,
 )
@@ -45,10 +41,6 @@ class Conversion:
 
     def __init__(self, values: dict[str, Any]):
         pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
-        self.is_early = any(key in EARLIER or key in EARLIER_ONLY for key, _ in pairs)
-        """Whether the file has a key that no 0.2 release reads."""
-        self.is_of_2024 = any(key in EARLIER.keys() | EARLIER_ONLY and key not in OF_0_1 for key, _ in pairs)
-        """Whether the file has a key of 2024, or early 2025, that release 0.1.0 does not read."""
         self.values: dict[str, Any] = {}
         self.written: dict[str, tuple[str, Any]] = {}
         """By a key of 0.2.2, the key and the value that the file has."""
@@ -57,13 +49,12 @@ class Conversion:
         self.statuses: dict[str, str] = {}
         self.rows: list[Row] = []
         for key, value in pairs:
-            name = EARLIER.get(key) or OF_0_2.get(key) or key
+            name = OF_0_2.get(key, key)
             if name in self.written:
                 other = " = ".join((plain(self.written[name][0]), shown(self.written[name][1])))
                 self.rows.append(Row(NOT_READ, other, "", f"{plain(key)} is set, too", matters=False))
             self.written[name] = key, value
-            known = EARLIER_VALUES.get(key, {})
-            self.values[name] = known[value] if isinstance(value, (bool, str)) and value in known else value
+            self.values[name] = value
 
     def get(self, key: str) -> Any:
         """Return the value of a key of 0.2.2, or torchtitan's default."""
@@ -77,10 +68,10 @@ class Conversion:
         return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
 
     def names(self, key: str) -> list[str]:
-        """Return a list of names, which earlier releases also wrote as one string with commas."""
-        value = self.get(key) or []
-        value = value.split(",") if isinstance(value, str) else value
-        return [name.strip() for name in value if isinstance(name, str)] if isinstance(value, list) else []
+        """Return a list of names."""
+        value = self.get(key)
+        value = [value] if isinstance(value, str) else value
+        return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
     def put(self, option: str, value: Any, key: str) -> None:
         """Set an option, and record the key that says so."""
@@ -146,7 +137,7 @@ def _precedence(key: str, value: Any) -> int:
     """Return a number that is larger for the key that counts where two have one meaning, as in torchtitan."""
     if key == "model.tokenizer_path":
         return 2 if value else 0
-    return 0 if key in EARLIER or key in OF_0_2 else 1
+    return 0 if key in OF_0_2 else 1
 
 
 def plain(text: str) -> str:
@@ -171,5 +162,5 @@ def shown(value: Any) -> str:
 
 def hint(key: str) -> str:
     """Return a known key that is spelled alike."""
-    near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *EARLIER, *OF_0_2], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *OF_0_2], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 from titanlite.config.from_torchtitan.conversion import (
     MISSING,
-    NOT_READ,
     OPTIONS,
     RENAMED,
     TAKEN,
@@ -16,13 +15,10 @@ from titanlite.config.from_torchtitan.conversion import (
 from titanlite.config.from_torchtitan.keys import CHANGED, DEEPSEEK_ORIGINAL_SEQ_LEN, MODELS, SAME
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names
+from titanlite.config.stage_split import ONE_STAGE, Schedule
 
 MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
-FLOAT8 = "quantize.linear.float8"
-CONVERTERS = ("quantize.linear.float8", "quantize.dense.float8", "float8")
-MX, MX_CONVERTERS = "quantize.linear.mx", ("quantize.linear.mx", "quantize.dense.mx", "mx")
-SPLIT_POINTS, MICROBATCHES = "parallelism.pipeline_parallel_split_points", "parallelism.pipeline_parallel_microbatches"
+FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 PIPELINE = "parallelism.pipeline_parallel_degree"
 HUB_C4 = {"c4": "train", "c4_validation": "validation"}
 """Split of allenai/c4 that is read, by the name of the dataset."""
@@ -52,14 +48,10 @@ def _model(to: Conversion) -> None:
         to.note(ASSETS, "titanlite does not read this format: name a tokenizer.json, or its folder")
     elif isinstance(path, str) and not Path(path).is_absolute():
         to.note(ASSETS, "relative to the folder that the run is started in", "")
-    norm = to.values.get("model.norm_type", "rmsnorm")
-    has_rms_norm = norm in ("rmsnorm", "fused_rmsnorm")
-    if "model.norm_type" in to.values:
-        to.note("model.norm_type", "norms are RMSNorm", TAKEN if has_rms_norm else MISSING)
     key = FLAVOR if FLAVOR in to.values or MODEL not in to.values else MODEL
     ours, changes = MODELS.get((str(name), str(flavor)), ("", {}))
-    if not ours or not has_rms_norm:
-        to.put(FLAVOR, f"{name} {flavor}" if has_rms_norm else f"{name} {flavor} with {norm}", key)
+    if not ours:
+        to.put(FLAVOR, f"{name} {flavor}", key)
         models = ", ".join(sorted({name for name, _ in MODELS}))
         to.note(key, f"titanlite has no such model; of {models} it has torchtitan's flavors", MISSING)
         if MODEL in to.values and key != MODEL:
@@ -71,15 +63,9 @@ def _model(to: Conversion) -> None:
     changes = dict(changes)
     if changes.pop("document_mask", False):
         to.put("training.document_mask", True, key)
-    if name == "llama3" and to.is_early:
-        changes["rope_scaling_factor"] = 1.0
-        text = "the file has keys from before October 2025, when torchtitan began to scale the rotary embedding"
-        to.note(key, f"{text}: check model.rope_scaling_factor")
     if name == "deepseek_v3" and to.number("training.seq_len", 2048) <= DEEPSEEK_ORIGINAL_SEQ_LEN:
         changes |= {"rope_scaling_factor": 1.0, "mla.mscale_all_dim": 0.0}
         to.note(key, f"without YaRN, which torchtitan has above {DEEPSEEK_ORIGINAL_SEQ_LEN} tokens only")
-    if flavor.startswith("debugmodel") and to.is_early:
-        to.note(key, "earlier releases took the tokenizer's vocabulary size: check model.vocab_size")
     for option, value in changes.items():
         to.put(f"model.{option}", value, key)
     if MODEL in to.values and key != MODEL:
@@ -88,20 +74,16 @@ def _model(to: Conversion) -> None:
 
 def _schedule(to: Conversion) -> None:
     """Convert the warmup and the decay to the same learning rate in every step. torchtitan shortens a warmup, or a
-    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it. When
-    the warmup was in [training], in 2024, it reached the peak one step later, and was not shortened."""
+    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it."""
     warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
     steps = to.number("training.steps", 10_000)
     total = to.number("lr_scheduler.total_steps", steps)
     total = steps if total == -1 else total
-    warmup, later = to.get(warmup_key), 0
-    if type(warmup) is int and to.written.get(warmup_key, ("",))[0] == "training.warmup_steps":
-        later = 1
-        to.note(warmup_key, "torchtitan of 2024 was at the peak one step after its warmup")
-    elif type(warmup) is int and warmup > total:
+    warmup = to.get(warmup_key)
+    if type(warmup) is int and warmup > total:
         to.note(warmup_key, f"torchtitan shortens it to the {total} steps of the schedule")
         warmup = total
-    to.put(warmup_key, warmup + later if later else warmup, warmup_key)
+    to.put(warmup_key, warmup, warmup_key)
     ratio = to.values.get(ratio_key)
     is_ratio = ratio is None or (type(ratio) in (int, float) and 0 <= ratio <= 1)
     if type(warmup) is not int or type(total) is not int or total < 1 or not is_ratio:
@@ -234,10 +216,10 @@ def _activation_checkpoint(to: Conversion) -> None:
 
 
 def _float8(to: Conversion) -> None:
-    converters, switch, early = to.names("model.converters"), "model.converters", f"{FLOAT8}.enable_float8_linear"
-    enabled = any(name in CONVERTERS for name in converters)
-    is_mx = not enabled and any(name in MX_CONVERTERS for name in converters)
-    others = [name for name in converters if name not in (MX_CONVERTERS if is_mx else CONVERTERS)]
+    converters, switch = to.names("model.converters"), "model.converters"
+    enabled = FLOAT8 in converters
+    is_mx = not enabled and MX in converters
+    others = [name for name in converters if name != (MX if is_mx else FLOAT8)]
     _mxfp8(to, switch, enabled=is_mx)
     if enabled:
         to.put("float8.enable", True, switch)
@@ -245,11 +227,6 @@ def _float8(to: Conversion) -> None:
         to.note(switch, "none", TAKEN)
     if others:
         to.note(switch, f"titanlite has no {', '.join(others)}", MISSING)
-    if early in to.values and not enabled and not is_mx:
-        enabled, switch = to.values[early] is True, early
-        to.put("float8.enable", to.values[early], switch)
-    elif early in to.values:
-        to.note(early, "model.converters turns float8 on", NOT_READ)
     keys = {name: f"{FLOAT8}.{name}" for name in ("recipe_name", "filter_fqns", "emulate")}
     gathers = [f"{FLOAT8}.enable_fsdp_float8_all_gather", f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"]
     if not enabled:
@@ -300,22 +277,11 @@ def _pipeline(to: Conversion) -> None:
     if degree > 1:
         text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"
         to.note(PIPELINE if PIPELINE in to.values else schedule_key, f"{text}; titanlite divides them")
-    batch, number = to.number("training.local_batch_size", 8), to.values.get(MICROBATCHES)
     to.put(size_key, to.get(size_key), size_key)
-    if type(number) is int and number > 0:
-        to.put(size_key, max(batch // number, 1), MICROBATCHES)
-    elif MICROBATCHES in to.values:
-        to.note(MICROBATCHES, "the number of stages: microbatches are of one sequence instead")
     flavor = SIZES.get(to.options[FLAVOR][0], {})
     n_layers = to.options.get("model.n_layers", (flavor.get("n_layers", 0), ""))[0]
-    modules = to.values.get(modules_key)
     if modules_key in to.values:
-        to.put(modules_key, modules, modules_key)
-    points = to.names(SPLIT_POINTS)
-    if points and not modules and degree > 1 and n_layers:
-        to.put(modules_key, _split_at(points, module_names(n_layers)), SPLIT_POINTS)
-    else:
-        to.unread([SPLIT_POINTS], "there is no pipeline, or no point")
+        to.put(modules_key, to.values[modules_key], modules_key)
     per_stage = to.values.get(layers_key)
     if per_stage is None or degree == 1:
         to.unread([layers_key], f"{PIPELINE} is 1")
@@ -326,16 +292,6 @@ def _pipeline(to: Conversion) -> None:
         to.put("parallelism.pipeline_parallel_stages_per_rank", n_stages // degree, layers_key)
     else:
         to.note(layers_key, f"no number of stages per rank under {show(schedule)}; torchtitan rejects it, too", MISSING)
-
-
-def _split_at(points: list[str], names: list[str]) -> list[list[str]]:
-    """Return the modules of each stage, where a stage begins at each of the points."""
-    stages: list[list[str]] = [[]]
-    for name in names:
-        if name in points and stages[-1]:
-            stages.append([])
-        stages[-1].append(name)
-    return stages
 
 
 def _experts(to: Conversion) -> None:
@@ -372,23 +328,12 @@ def _semi_sync(to: Conversion) -> None:
 def _checkpoint(to: Conversion) -> None:
     path_key, hf_key, only_key = (f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only"))
     quantized_key, mode_key = "checkpoint.initial_load_in_hf_quantized", "checkpoint.async_mode"
-    last_key, export_key, type_key = (
-        f"checkpoint.{key}" for key in ("last_save_in_hf", "export_dtype", "interval_type")
-    )
+    last_key, export_key = "checkpoint.last_save_in_hf", "checkpoint.export_dtype"
     mode = to.get(mode_key)
     mode = mode.lower() if isinstance(mode, str) else mode
     to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
     if mode == "async_with_pinned_mem":
         to.note(mode_key, "the state is copied to host memory, and written without a process of its own")
-    if to.is_of_2024 and to.get("checkpoint.enable") is True and "checkpoint.keep_latest_k" not in to.values:
-        to.put("checkpoint.keep_latest_k", 0, "checkpoint.keep_latest_k")
-        to.note("checkpoint.keep_latest_k", "all are kept, as in 2024; 0.1.0 and later keep 10")
-    if type_key in to.values and to.values[type_key] in ("step", "steps"):
-        to.note(type_key, "intervals are in steps, as here", TAKEN)
-    elif type_key in to.values:
-        to.options.pop("checkpoint.interval", None)
-        to.note(type_key, "intervals are in steps, and not in seconds: set checkpoint.interval", MISSING)
-        to.note("checkpoint.interval", "seconds, which is not offered: set a number of steps", MISSING)
     whole_key = "checkpoint.last_save_model_only"
     if whole_key in to.values and to.values[whole_key] is False:
         to.note(whole_key, "the last checkpoint is a full one, as here", TAKEN)

@@ -1,5 +1,5 @@
-"""The keys, defaults and models of torchtitan 0.2.2, and the keys of earlier releases, as conversion.py and groups.py
-read them. Read in the sources of the releases 0.1.0, 0.2.0, 0.2.1 and 0.2.2, and for 2024 in the repository's history.
+"""The keys, defaults and models of torchtitan 0.2.2, as conversion.py and groups.py read them. They were read in the
+sources of the releases 0.2.0, 0.2.1 and 0.2.2.
 """
 
 from typing import Any, NamedTuple
@@ -150,68 +150,6 @@ NOT_OFFERED: dict[str, Missing] = {
     "debug.moe_force_load_balance": Missing(False, "the router always chooses the experts"),
 }
 
-_FLOAT8 = (
-    "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate "
-    "force_recompute_fp8_weight_in_bwd scaling_type_input scaling_type_weight scaling_type_grad_output"
-)
-_PIPELINE = (
-    "enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_schedule_csv "
-    "pipeline_parallel_split_points pipeline_parallel_microbatches context_parallel_degree "
-    "context_parallel_rotate_method enable_compiled_autograd"
-)
-_DEGREES = (
-    "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree pipeline_parallel_degree "
-    "fsdp_reshard_after_forward disable_loss_parallel enable_compiled_autograd"
-)
-
-EARLIER: dict[str, str] = {
-    "job.print_args": "job.print_config",
-    "optimizer.fused": "optimizer.implementation",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "training.batch_size": "training.local_batch_size",
-    "training.warmup_steps": "lr_scheduler.warmup_steps",
-    "training.compile": "compile.enable",
-    "training.fp8_linear": "quantize.linear.float8.enable_float8_linear",
-    "float8.enable_float8_linear": "quantize.linear.float8.enable_float8_linear",
-    "training.enable_loss_parallel": "parallelism.disable_loss_parallel",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.sequence_parallel_degree": "parallelism.tensor_parallel_degree",
-    **{key: key.replace("training", "parallelism") for key in _keys("training", _DEGREES)},
-    **{key: key.replace("experimental", "parallelism") for key in _keys("experimental", _PIPELINE)},
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "checkpoint.initial_load_dequantize": "checkpoint.initial_load_in_hf_quantized",
-    **{f"float8.{name}": f"quantize.linear.float8.{name}" for name in _FLOAT8.split()},
-    **{f"quantize.dense.float8.{name}": f"quantize.linear.float8.{name}" for name in _FLOAT8.split()},
-    **{f"float8.{name}": "quantize.grouped_mm.float8.fqns" for name in ("moe_fqns", "moe_fqns_prototype")},
-    "quantize.moe.float8.fqns": "quantize.grouped_mm.float8.fqns",
-    "quantize.moe.mx.fqns": "quantize.grouped_mm.mx.fqns",
-    **{f"{section}.{name}": f"{_MX[0]}.{name}" for section in ("mx", "quantize.dense.mx") for name in _MX[1].split()},
-    "memory_estimation.enabled": "memory_estimation.enable",
-    "validation.enabled": "validation.enable",
-}
-"""Keys that no 0.2 release reads, and the later key, or the one that stands for it here."""
-EARLIER_VALUES: dict[str, dict[Any, Any]] = {
-    "optimizer.fused": {True: "fused", False: "foreach"},
-    "training.enable_loss_parallel": {True: False, False: True},
-    "training.fp8_linear": {"dynamic": True, "": False},
-}
-"""Their values, where the later key has others."""
-EARLIER_ONLY = {
-    *("job.use_for_integration_test", "metrics.enable_color_printing", "metrics.rank_0_only", "model.norm_type"),
-    *("checkpoint.interval_type", "parallelism.pipeline_parallel_split_points"),
-}
-"""Keys that no 0.2 release reads, and that have no later key."""
-OF_0_1 = {
-    *("job.print_args", "job.use_for_integration_test", "lr_scheduler.lr_min", "training.compile"),
-    *("checkpoint.enable_checkpoint", "checkpoint.initial_load_model_weights_only", "memory_estimation.enabled"),
-    *("checkpoint.last_save_model_weights_only", "parallelism.pipeline_parallel_split_points"),
-    *(key for key in EARLIER if key.startswith(("float8.", "mx.", "quantize.")) and "enable_float8" not in key),
-    *("checkpoint.initial_load_dequantize", "validation.enabled"),
-}
-"""Those of them that release 0.1.0 reads, or that came between it and 0.2.0."""
 OF_0_2: dict[str, str] = {
     "model.tokenizer_path": "model.hf_assets_path",
     "training.seed": "debug.seed",
