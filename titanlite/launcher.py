@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import count_from_environment, plan_command, quantity, raise_open_file_limit
 from titanlite.config.loader import print_problems, show
@@ -131,12 +132,14 @@ def main(argv: list[str]) -> int:
         loaded = load(argv)
         ranks = ranks_per_node(loaded, os.environ, count_devices())
         require_place(os.environ)
-        if loaded.config.fault_tolerance.enable:
+        config = loaded.config
+        check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
+        if config.fault_tolerance.enable:
             from titanlite.config.fault_tolerance_rules import require_torchft
 
             require_torchft()
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
-        environment = environment_of_ranks(ranks) | launch_variables(loaded.config.job.dump_folder)
+        environment = environment_of_ranks(ranks) | launch_variables(config.job.dump_folder)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank
         from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 

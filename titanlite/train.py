@@ -25,6 +25,7 @@ from torch import Tensor
 
 from titanlite import build, metrics, provenance
 from titanlite.config import USAGE, Config, Launch, check, load
+from titanlite.config.schema import SEEDED
 from titanlite.data.loader import Batch
 from titanlite.errors import TrainingError
 from titanlite.loss import count_valid
@@ -101,7 +102,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             loader.close()
             loader.start(state["data"])
 
-    if config.checkpoint.enable or config.checkpoint.initial_load_path:
+    initial_weights, weights = config.checkpoint.initial_load_path, f"initial, by debug.seed = {config.debug.seed}"
+    if config.checkpoint.enable or initial_weights != SEEDED:
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
         identity = {"seed": config.debug.seed, "data": data_identity, **config.model.identity()}
@@ -115,10 +117,11 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         if saved:
             last_step, data_state = saved["step"], saved["data"]
             load_state(saved)
-            log_rank0(f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}")
-    if not last_step and config.checkpoint.initial_load_path:
-        checkpoints.load_weights(Path(config.checkpoint.initial_load_path), model, config.model)
-        log_rank0(f"loaded weights from {config.checkpoint.initial_load_path}")
+            weights = f"resumed after step {last_step} of {training.steps} from {checkpointer.folder}"
+    if not last_step and initial_weights != SEEDED:
+        checkpoints.load_weights(Path(initial_weights), model, config.model)
+        weights = f"loaded from {initial_weights}"
+    log_rank0(f"weights    {weights}")
 
     corruption = None
     if config.debug.sdc_check_freq:
@@ -345,10 +348,15 @@ def main(argv: list[str]) -> None:
     heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
-        config = check(load(argv), launch)
+        loaded = load(argv)
+        config = check(loaded, launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
             if launch.local_rank == 0:
+                if config.checkpoint.initial_load_path != SEEDED:
+                    from titanlite.checkpoint.initial_weights import check_initial_weights
+
+                    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
                 check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))
             if launch.rank == 0:
                 lock_run(config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))

@@ -33,8 +33,8 @@ from titanlite.checkpoint.folder import (
     CheckpointFolder,
     complete_steps,
     state_of,
-    why_not_read,
 )
+from titanlite.checkpoint.initial_weights import is_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.ranks import collected_problems, with_all_ranks
 from titanlite.checkpoint.reader import CheckpointReader
@@ -419,18 +419,14 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
-        state = state_of(path)
-        if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
-            expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
-            raise ConfigError([f"checkpoint.initial_load_path = {show(str(path))}: {expected}"])
-        is_hugging_face = (path / "config.json").exists()
-        if is_hugging_face:
+        is_hf = is_hugging_face(path)
+        if is_hf:
             from titanlite.hf.load import load_hf_weights
 
             load_hf_weights(path, model, options)
         else:
             reader = CheckpointReader(path)
-    if not problems and not is_hugging_face:
+    if not problems and not is_hf:
         problems = _load(reader, model_tensors(model), {}, ("model.",))
     if problems:
         raise ConfigError(problems)

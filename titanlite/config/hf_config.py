@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Union
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""The file of all weights, or the index of several; a folder has one of the two."""
 LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 """Bytes of a config.json, and the largest integer in one."""
 

@@ -137,6 +137,7 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=muon_dtype,
+        checkpoint__initial_load_path=config.checkpoint.starts_from(config.model),
         training__global_batch_size=batch_size,
         training__attention_backend=backend,
         training__loss_chunks=chunks,

@@ -19,7 +19,7 @@ class Model(Section):
 
     flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
     """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
-    hf_assets_path."""
+    hf_assets_path, whose weights the run starts from (checkpoint.initial_load_path)."""
     hf_assets_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count

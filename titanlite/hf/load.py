@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from titanlite.config.hf_config import read_json_object
+from titanlite.config.hf_config import WEIGHTS, read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, named_weights, tensor_shapes
 from titanlite.progress import progress
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = WEIGHTS
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtype that is read, as safetensors name it: its name in torch."""
 EMBEDDING = "tok_embeddings.weight"

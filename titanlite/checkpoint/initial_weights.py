@@ -1,0 +1,46 @@
+"""The weights that a run starts from if it has no checkpoint to resume from, checked before any rank starts."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from titanlite.checkpoint.folder import REPLACED, UNCONFIRMED, checkpoints, state_of, why_not_read
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
+
+KEY = "checkpoint.initial_load_path"
+SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "moe.n_experts"}
+"""Options of which weights cannot have another value, even if it is set."""
+
+
+def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
+    """Raise ConfigError if a run that has nothing to resume from is to start from a folder that lacks weights, or whose
+    config.json is of another model. Options in `is_set` may differ from it: the user has chosen them."""
+    place = checkpoint.starts_from(model)
+    saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
+    if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
+        return
+    from titanlite.config.hf_config import WEIGHTS, model_options  # here, since most runs read no such folder
+
+    option = f"{KEY if checkpoint.initial_load_path else 'model.hf_assets_path'} = {show(place)}"
+    if not any((Path(place) / name).is_file() for name in WEIGHTS):
+        problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
+        raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])
+    own, other = model.identity(), Model.model_validate(model_options(Path(place))).identity()
+    differences = [
+        f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
+        for key in {**own, **other}
+        if own.get(key) != other.get(key) and (key in SIZES or f"model.{key}" not in is_set)
+    ]
+    if differences:
+        problem = f"{option}: its config.json has {', '.join(differences)}; set [model] to the options of its weights"
+        raise ConfigError([f'{problem}, or {KEY} = "{SEEDED}" to train from initial weights'])
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Return whether a folder with weights is a Hugging Face folder, and not a checkpoint. Raises ConfigError if there
+    is no folder, or it is a checkpoint that is not read."""
+    state = state_of(path)
+    if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
+        expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
+        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}"])
+    return (path / "config.json").exists()
