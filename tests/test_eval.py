@@ -69,6 +69,24 @@ def test_the_loss_is_that_of_transformers(family: str, document_mask: bool, rank
         assert results == [(pytest.approx(loss, rel=1e-12), n_sequences)] * 2
 
 
+def test_a_loss_that_is_not_finite_is_one_line(ranks, tmp_path: Path):
+    """The weights are finite, and their products are not."""
+    hf = build_hf("llama", **FAMILY)
+    with torch.no_grad():
+        hf.lm_head.weight.fill_(3e38)
+    hf.save_pretrained(tmp_path / "hf")
+    options = {"dataset": "json", "dataset_path": str(write(tmp_path / "a.jsonl", some_texts(3))), "seq_len": SEQ_LEN}
+    (line,) = ranks(1).run(problem_on_a_rank, folder=tmp_path / "hf", cache=tmp_path / "cache", **options)
+    problem = f"{tmp_path / 'hf'}: the loss is nan; expected a finite number"
+    assert line == f"{problem}; take undamaged weights, or another --dtype"
+
+
+def problem_on_a_rank(**arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        evaluate_on_a_rank(**arguments, dtype="float32")
+    return str(caught.value)
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 PROMPTS, N_TOKENS, STEPS = ["The ", "A list of ", "x"], 6, 4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint_helpers import write_checkpoint
-from tests.config_helpers import python
+from tests.config_helpers import problems, python
 from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.tensors import model_tensors
@@ -98,6 +98,20 @@ def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path):
             compared += len(text) > 8  # beyond mistral's window
             assert text == [token for token in theirs.sequences[0, len(prompt) :].tolist() if token != EOS]
     assert compared >= 2
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "random"])
+def test_logits_that_are_not_finite_are_one_line(sampling: Sampling, tmp_path: Path):
+    """The weights are finite, and their products are not."""
+    hf, prompts = build_hf(), draw_prompts((3, 5))
+    with torch.no_grad():
+        hf.lm_head.weight.fill_(3e38)
+    hf.save_pretrained(tmp_path)
+    generator = build(open_folder(tmp_path), prompts, 2, dtype=torch.float32)
+    chosen = generator.generate(prompts, {EOS}, lambda logits, batch: choose(logits, sampling, [torch.Generator()] * 2))
+    (line,) = problems(lambda: list(chosen))
+    expected = "the logits are NaN or infinite; expected finite ones; take undamaged weights, or another --dtype"
+    assert line == f"{tmp_path}: {expected}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -428,6 +428,25 @@ def test_a_wrong_folder_is_one_line_and_changes_no_weight(case: str, tmp_path: P
     assert all((parameter == 7).all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+def test_a_number_that_is_not_finite_is_one_line(family: str, number: float, tmp_path: Path):
+    """The line names the tensor, an expert's and a bias's too, and its file among several."""
+    save_hf(tmp_path, family, max_shard_size="20KB")
+    options, files = model_options(family), json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    expert = "model.layers.2.block_sparse_moe.experts.3.w2.weight"
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    name = {"mixtral": expert, "deepseek_v3": bias}.get(family, DOWN)
+    changed = load_file(tmp_path / files[name])[name]
+    changed.flatten()[-1] = number
+    change(tmp_path / files[name], {name: changed})
+    with pytest.raises(ConfigError) as caught:
+        load_hf_weights(tmp_path, empty_model(options), options)
+    (line,) = caught.value.problems
+    problem = f"{tmp_path / files[name]}: {name} has a number that is NaN or infinite; expected finite ones; "
+    assert line == f"{problem}download the file again, or take another model"
+
+
 def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, capsys):
     """Released files of DeepSeek-V3 have a layer behind the last one, with tensors of its own besides a block's."""
     hf, options = save_hf(tmp_path, "deepseek_v3"), model_options("deepseek_v3")

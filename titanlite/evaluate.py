@@ -96,7 +96,7 @@ def run(arguments: Any, overrides: list[str]) -> None:
 
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
     """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
-    rank must call it. Raises ConfigError if the weights or the data cannot be read."""
+    rank must call it. Raises ConfigError if the weights or the data cannot be read, or the loss is not finite."""
     from titanlite import build
     from titanlite.parallel import mesh
     from titanlite.progress import progress
@@ -110,7 +110,11 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     train_step = build.build_train_step(config, layout, model, {0: model}, device)
     batches, total = build.build_validation_batches(config, layout, sequences)
     with progress("evaluation", total=total, unit="batches", enabled=launch.rank == 0) as advance:
-        return train_step.validate(batches, advance), sequences.n_sequences
+        loss = train_step.validate(batches, advance)
+    if not math.isfinite(loss):
+        problem = f"{folder.path}: the loss is {loss}; expected a finite number"
+        raise ConfigError([f"{problem}; take undamaged weights, or another --dtype"])
+    return loss, sequences.n_sequences
 
 
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:

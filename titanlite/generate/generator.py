@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.config.loader import ConfigError
 from titanlite.generate.cache import attach_cache
 from titanlite.generate.folder import ModelFolder
 from titanlite.generate.sampling import logits_at
@@ -40,6 +41,7 @@ class Generator:
         max_new_tokens: int,
     ):
         self.device, self.window, self.max_new_tokens = device, folder.options.sliding_window, max_new_tokens
+        self.path = folder.path
         self.degree = 1 if mesh is None else mesh.size()
         self.n_sequences, length = self._padded(batch_size), self._padded(longest + max_new_tokens)
         with torch.device("meta"):
@@ -76,6 +78,9 @@ class Generator:
         texts: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(prompts)))
         for remaining in range(self.max_new_tokens, 0, -1):
+            if not logits_BV.isfinite().all():
+                problem = f"{self.path}: the logits are NaN or infinite; expected finite ones"
+                raise ConfigError([f"{problem}; take undamaged weights, or another --dtype"])
             tokens = choose(logits_BV, indices)
             running -= {sequence for sequence in running if tokens[sequence] in stop}
             for sequence in running:

@@ -52,8 +52,8 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     be a pipeline stage of it. No rank communicates: whoever calls this has the ranks agree on whether it raised.
 
     Raises:
-        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read. No weight
-            has changed then.
+        ConfigError: if the folder is not one of this model, or a file that this rank needs cannot be read: no weight
+            has changed then. Or if a number is NaN or infinite.
     """
     parameters, files = named_weights(model), tensor_files(folder)
     names = {tensor for name in tensor_shapes(options) for tensor in hf_names(name, options)}
@@ -222,7 +222,11 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
         for file, group in itertools.groupby(targets, lambda target: files[target[0]]):
             with _open(file) as tensors:
                 for tensor, shard in group:
-                    shard.copy_(_read(tensors.get_slice(tensor), ranges))
+                    numbers = _read(tensors.get_slice(tensor), ranges)
+                    if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made
+                        problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
+                        raise ConfigError([f"{problem}; download the file again, or take another model"])
+                    shard.copy_(numbers)
 
 
 Range = tuple[slice, Tensor | None]
