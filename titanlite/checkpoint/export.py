@@ -1,13 +1,15 @@
 """Write a checkpoint as a Hugging Face folder that transformers, vLLM and others load.
 
-    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--max-seq-len N]
+    titanlite export CHECKPOINT OUT [--dtype bfloat16] [--tokenizer FOLDER] [--source FOLDER] [--max-seq-len N]
 
 CHECKPOINT is a step-N folder, or the folder of a run's checkpoints, of which the newest is exported. OUT must not
 exist. It gets the weights as safetensors of at most 5 GB, config.json, generation_config.json and the tokenizer's
 files. One process with the memory of one tensor is enough, without a GPU.
 
-The tokenizer and the sequence length are those of the run's config.toml, beside the folder of its checkpoints, unless
---tokenizer and --max-seq-len name others.
+The run's config.toml, beside the folder of its checkpoints, names the tokenizer and the folder whose weights the run
+started from, if any; --tokenizer and --source name others. What the config.json and generation_config.json of that
+folder say stays, but for what the run changed, the dtype, and --max-seq-len. Without such a folder, config.json states
+the training's sequence length.
 
 Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
 """
@@ -19,25 +21,30 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titanlite.checkpoint.folder import state_of
+from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, print_problems, read_toml, show
-from titanlite.config.schema import Model
+from titanlite.config.schema import SEEDED, Model
 
 DTYPES = ("bfloat16", "float32", "float16")
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite export`. Returns the exit status."""
-    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--max-seq-len N]"
+    usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
+    usage += " [--max-seq-len N]"
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the checkpoint's)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
+    text = "folder of the model that the run started from; none: a new config.json"
+    parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="positions that config.json states")
     arguments = parser.parse_args(argv)
     try:
-        run(arguments.checkpoint, arguments.out, arguments.dtype, arguments.tokenizer, arguments.max_seq_len)
+        run(**vars(arguments))
     except ConfigError as error:
         print_problems(error)
         return 2
@@ -47,7 +54,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, max_seq_len: int | None) -> None:
+def run(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None,
+    tokenizer: Path | None = None,
+    source: str | None = None,
+    max_seq_len: int | None = None,
+) -> None:
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
@@ -61,12 +75,13 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
     options = model_options(path, reader.state)
     config_file = config_file_of_run(path)
     config = read_config(config_file)
-    max_seq_len = max_seq_len or value_of_run(config, "training", "seq_len")
+    released = folder_of_source(source, config)
+    max_seq_len = max_seq_len or _max_seq_len(config, released)
     if type(max_seq_len) is not int or max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     if isinstance(assets, str):
-        built, source = build_tokenizer(assets), assets or "bytes, so there are no files of it"
+        built, origin = build_tokenizer(assets), assets or "bytes, so there are no files of it"
         if built.vocab_size > options.vocab_size:
             problem = (
                 f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of the "
@@ -74,13 +89,17 @@ def run(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, 
             raise ConfigError([f"{problem}tokenizer; name that of the run with --tokenizer"])
         bos, eos = built.bos, built.eos
     else:
-        bos, eos, source = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
+        bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
     kind = getattr(torch, dtype) if dtype else reader.dtypes["model.tok_embeddings.weight"]
     files = Path(assets).expanduser() if assets else None
-    tokens = {"tokenizer": files, "bos": bos, "eos": eos}
-    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **tokens)
+    origins = {"source": released, "tokenizer": files, "bos": bos, "eos": eos}
+    n_files = export(reader, options, out, dtype=kind, max_seq_len=max_seq_len, **origins)
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
-    print(f"tokenizer: {source}")
+    print(f"tokenizer: {origin}")
+    if released:
+        before, after = (read_json_object(folder / "config.json") for folder in (released, out))
+        changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+        print(f"config.json: that of {released}, but for {', '.join(changed) or 'nothing'}")
 
 
 def export_last_step(folder: Path, step: int, dtype: str) -> None:
@@ -88,7 +107,29 @@ def export_last_step(folder: Path, step: int, dtype: str) -> None:
     folder of checkpoints. Raises ConfigError if it cannot be exported."""
     checkpoint, out = folder / f"step-{step}", folder / f"step-{step}-hf"
     if checkpoint.exists() and not out.exists():
-        run(checkpoint, out, None if dtype == "auto" else dtype, tokenizer=None, max_seq_len=None)
+        run(checkpoint, out, None if dtype == "auto" else dtype)
+
+
+def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
+    """Return the folder of the released model that a run started from; None if there is none. `choice` is the argument
+    --source, None without it. Raises ConfigError if the folder is gone."""
+    path = choice or value_of_run(config, "checkpoint", "initial_load_path")
+    if choice is None and isinstance(path, str) and state_of(Path(path)):  # another run's checkpoint
+        from_hf = value_of_run(config, "model", "flavor") == "from_hf"
+        path = value_of_run(config, "model", "hf_assets_path") if from_hf else SEEDED
+    if not isinstance(path, str) or path in ("", SEEDED):
+        return None
+    if not (Path(path) / "config.json").is_file():
+        problem = f"{path}: has no config.json, and the exported one has its keys"
+        raise ConfigError([f"{problem}; name that folder with --source, or --source {SEEDED} for a new config.json"])
+    return Path(path)
+
+
+def _max_seq_len(config: dict[str, Any], released: Path | None) -> Any:
+    """Return the larger of the run's sequence length and the positions that a released model has; None without."""
+    lengths = [value_of_run(config, "training", "seq_len")]
+    lengths += [read_json_object(released / "config.json").get("max_position_embeddings")] if released else []
+    return max((length for length in lengths if type(length) is int), default=None)
 
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:

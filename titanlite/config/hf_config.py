@@ -146,6 +146,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     raise ConfigError([f"{file}: {problem}"])
 
 
+def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
+    """Return the token ids that a key of config.json or generation_config.json has: one, several, or none (null)."""
+    ids = values.get(key)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(type(each) is not int for each in ids):
+        raise ConfigError([f"{file}: {key} = {_shown(values[key])}: expected token ids"])
+    return ids
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 

@@ -12,7 +12,7 @@ from titanlite.checkpoint.command import step_folders
 from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import hf_config
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer
 from titanlite.hf.load import DTYPES, EMBEDDING, tensor_files
@@ -66,11 +66,7 @@ class ModelFolder:
         file = self.path / "generation_config.json"
         if not self.is_hugging_face or not file.exists():
             return {tokenizer.eos}
-        named = hf_config.read_json_object(file).get("eos_token_id")
-        tokens = named if isinstance(named, list) else [] if named is None else [named]
-        if any(type(token) is not int for token in tokens):
-            raise ConfigError([f"{file}: eos_token_id = {show(named)}: expected token ids"])
-        return {tokenizer.eos, *tokens}
+        return {tokenizer.eos, *hf_config.token_ids(hf_config.read_json_object(file), "eos_token_id", file)}
 
     def load(self, model: Llama) -> None:
         """Fill the parameters, plain tensors or this rank's shards, each cast to its dtype. Every rank must call it.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.hf_config import hf_config
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
+from titanlite.hf.config_files import config_files
 from titanlite.hf.load import DTYPES, INDEX, SINGLE
 from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
 from titanlite.progress import progress
@@ -45,6 +45,7 @@ def export(
     *,
     dtype: torch.dtype,
     max_seq_len: int,
+    source: Path | None = None,
     tokenizer: Path | None = None,
     bos: int | None = None,
     eos: int | None = None,
@@ -58,7 +59,8 @@ def export(
         reader: a titanlite.checkpoint.reader.CheckpointReader: `shapes` by name, and `read(name)`.
         options: the [model] section of the checkpoint.
         dtype: of the written weights.
-        max_seq_len: positions that the model was trained for.
+        max_seq_len: positions that config.json states.
+        source: folder of the released model that the run started from; None: there is none.
         tokenizer: tokenizer.json, or the folder with it, to copy; None: no tokenizer files.
         bos: token id of BOS; None: the model has none.
         eos: token id of EOS; None: it is not known.
@@ -67,7 +69,8 @@ def export(
     Raises:
         ConfigError: if `out` exists, or the checkpoint is damaged or not of this model, or a weight exceeds the dtype.
     """
-    config = hf_config(options, max_seq_len=max_seq_len, torch_dtype=_name(dtype), bos=bos, eos=eos)
+    special_tokens = {"bos": bos, "eos": eos}
+    configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)
     _check_shapes(reader, options, dtype)
     options = _with_biases(options)
     folder = out.with_name(f"{out.name}.tmp")
@@ -76,10 +79,8 @@ def export(
             raise ConfigError([f"{path}: exists; {what}"])
     folder.mkdir(parents=True)
     try:
-        _write_json(folder / "config.json", config)
-        special_tokens = {"bos_token_id": bos, "eos_token_id": eos}
-        generation = {key: token for key, token in special_tokens.items() if token is not None}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
+        for name, content in zip(("config.json", "generation_config.json"), configs, strict=True):
+            _write_json(folder / name, content)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
         n_files = _write_weights(reader, options, folder, dtype, max_file_bytes)

@@ -1,0 +1,65 @@
+"""config.json and generation_config.json of an exported folder. Where the run started from a released model, all that
+the model's own files say stays, but for what the run changed and what describes the files themselves."""
+
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.hf_config import hf_config, model_options, read_json_object, token_ids
+from titanlite.config.schema import Model
+
+TOGETHER = (
+    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
+)
+"""Keys that say the same thing: where one has changed, all are written as for a model without such files."""
+OF_FILES = ("max_position_embeddings", "num_nextn_predict_layers")
+"""Keys of which the exported value is compared with that of the file: no option of the model has it."""
+LEFT_OUT = ("auto_map",)
+"""Keys that name code beside the released files, which is not copied."""
+
+
+def config_files(
+    options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of config.json and generation_config.json of a model.
+
+    Args:
+        source: folder of the released model that the run started from; None: there is none.
+        max_seq_len: positions that config.json states.
+        bos, eos: as for hf_config. Ids of the source stay if the tokenizer's is one of them.
+
+    Raises:
+        ConfigError: if transformers has no such model, or a file of the source is wrong.
+    """
+    arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
+    if source is None:
+        config = hf_config(options, **arguments, bos=bos, eos=eos)
+        return config, _generation(config)
+    released, file = read_json_object(source / "config.json"), source / "generation_config.json"
+    generation = read_json_object(file) if file.is_file() else {}
+    special_tokens = {"bos_token_id": bos, "eos_token_id": eos}
+    for key, own in list(special_tokens.items()):
+        known = token_ids(released, key, source / "config.json") + token_ids(generation, key, file)
+        if own is None or own in known:
+            del special_tokens[key]
+    after = hf_config(options, **arguments, bos=None, eos=None)
+    before = hf_config(Model.model_validate(model_options(source)), **arguments, bos=None, eos=None)
+    before |= {key: released.get(key) for key in OF_FILES if key in before}
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
+    if "max_position_embeddings" in changed and after["rope_scaling"]:
+        changed.add("rope_scaling")  # which may lack the original length, and then means the length that was there
+    if "model_type" in changed:  # whose defaults of missing keys are others
+        changed |= after.keys() - released.keys()
+    for keys in TOGETHER:
+        changed |= keys if changed & keys else set()
+    dtype = [key for key in ("dtype", "torch_dtype") if key in released] or ["torch_dtype"]
+    config = {key: value for key, value in released.items() if key not in changed and key not in LEFT_OUT}
+    config |= {key: value for key, value in after.items() if key in changed} | special_tokens
+    config |= dict.fromkeys(dtype, torch_dtype)
+    return config, generation | special_tokens if generation else _generation(config)
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the generation_config.json that says no more than config.json does."""
+    special_tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    return {"_from_model_config": True, **{key: ids for key, ids in special_tokens.items() if ids is not None}}
