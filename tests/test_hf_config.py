@@ -254,6 +254,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
 
 # What is rejected ----------------------------------------------------------------------------------------------------
 
+SUPPORTED = 'supported: "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"'
 ONE_OF = 'expected one of "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"'
 INTEGER = "expected an integer from 1 to 2147483647"
 
@@ -265,7 +266,9 @@ def scaled(**values: Any) -> dict[str, Any]:
 # fmt: off
 REJECTED: list[tuple[Any, list[str]]] = [
     ({}, [f"model_type is missing: {ONE_OF}"]),
-    ({**LLAMA, "model_type": "qwen2_moe"}, [f'model_type = "qwen2_moe": {ONE_OF}']),
+    ({**LLAMA, "model_type": "qwen2_moe"}, [f'model_type = "qwen2_moe": unsupported; {SUPPORTED}']),
+    ({**LLAMA, "model_type": "\n\u001b[2J", "rope_parameters": {"partial_rotary_factor": ["x"] * 9 + [{}]}},
+     [r'model_type = "\n\u001b[2J": unsupported: it has rotary embedding of some channels only']),
     ({**LLAMA, "model_type": ["llama"]}, [f"model_type = a list: {ONE_OF}"]),
     ({"model_type": "llama"}, [f"{key} is missing: {INTEGER}" for key in (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")]),
@@ -310,7 +313,12 @@ REJECTED: list[tuple[Any, list[str]]] = [
         "num_experts", "num_experts_per_tok", "moe_intermediate_size")]),
     ({**LLAMA, "model_type": "mixtral"}, [f"{key} is missing: {INTEGER}" for key in (
         "num_local_experts", "num_experts_per_tok")]),
-    ({**QWEN3_MOE, "num_experts": 0}, [f"num_experts = 0: {INTEGER}", "num_experts_per_tok = 2: expected at most"]),
+    ({**QWEN3_MOE, "num_experts": 0}, [f"num_experts = 0: {INTEGER}"]),
+    ({**OLMOE, "hidden_size": "64", "head_dim": 16}, [f'hidden_size = "64": {INTEGER}']),
+    ({**QWEN3, "num_hidden_layers": None, "layer_types": FULL}, [f"num_hidden_layers = null: {INTEGER}"]),
+    ({**DEEPSEEK, "num_attention_heads": 0}, [f"num_attention_heads = 0: {INTEGER}"]),
+    ({**DEEPSEEK, "n_routed_experts": 0}, [f"n_routed_experts = 0: {INTEGER}"]),
+    ({**DEEPSEEK, "n_group": 0, "topk_group": 4}, [f"n_group = 0: {INTEGER}"]),
     ({**OLMOE, "num_experts_per_tok": 9},
      ["num_experts_per_tok = 9: expected at most the number of experts, 8"]),
     ({**OLMOE, "num_local_experts": 4}, ["num_local_experts = 4: expected the same as num_experts; remove one"]),
@@ -360,8 +368,10 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, ["rope_scaling.mscale = 1: the"]),
     # the rotary embedding
     (scaled(type="dynamic", factor=2.0),
-     ['rope_scaling.type = "dynamic": expected one of "default", "linear", "llama3", "yarn"',
-      "rope_scaling.factor = 2.0: the rotary embedding of type"]),
+     ['rope_scaling.type = "dynamic": expected one of "default", "linear", "llama3", "yarn"']),
+    ({**scaled(type="su", short_factor=[1.0], long_factor=[2.0]), "original_max_position_embeddings": "x",
+      "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+     ['rope_scaling.type = "su": expected one of']),
     (scaled(rope_type="longrope"), ['rope_scaling.rope_type = "longrope": expected one of']),
     (scaled(rope_type="linear"), ["rope_scaling.factor is missing: expected a finite number >= 1"]),
     (scaled(rope_type="linear", factor=0.5), ["rope_scaling.factor = 0.5: expected a finite number >= 1"]),
@@ -390,6 +400,54 @@ def test_rejected_in_one_line_each(tmp_path: Path, content: Any, expected: list[
         assert line.startswith(f"{tmp_path / 'config.json'}: {text}"), (line, text)
         assert "\n" not in line
         assert len(line) < len(str(tmp_path)) + 300
+
+
+UNSUPPORTED = {
+    "gemma": "norms that multiply by 1 + weight",
+    "gemma2": "layers of several kinds (layer_types), another activation than silu (hidden_activation), "
+    "capped scores or logits (attn_logit_softcapping), a factor on scores of attention (query_pre_attn_scalar)",
+    "gemma3_text": "layers of several kinds (layer_types)",
+    "phi": "rotary embedding of some channels only (partial_rotary_factor), LayerNorm (layer_norm_eps)",
+    "phi3": "queries, keys and values in one tensor",
+    "olmo2": "norms behind layers",
+    "glm": "rotary embedding of some channels only (partial_rotary_factor)",
+    "starcoder2": "LayerNorm (norm_epsilon), another activation than silu (hidden_act)",
+    "gpt2": "other positions than rotary ones (n_positions), LayerNorm (layer_norm_epsilon), another activation",
+    "gpt_neox": "attention beside the feed-forward layer (use_parallel_residual)",
+    "cohere": "a factor on logits (logit_scale)",
+    "falcon": "attention beside the feed-forward layer (parallel_attn)",
+    "mamba": "layers without attention (state_size)",
+    "smollm3": "layers without rotary embedding (no_rope_layers)",
+    "qwen2_moe": "gated shared experts (shared_expert_intermediate_size), experts (num_experts)",
+    "qwen3_next": "layers without attention (linear_conv_kernel_dim), layers of several kinds (layer_types), rotary",
+    "deepseek_v2": "experts (n_routed_experts), latent attention (kv_lora_rank)",
+    "t5": "an encoder (is_encoder_decoder)",
+    "qwen2_vl": "inputs besides text (vision_config)",
+}
+"""Model types of transformers, and the features that the line about their config.json names in this order."""
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_model_type_names_its_features(name: str, tmp_path: Path):
+    from transformers import AutoConfig
+
+    (line,) = problems(lambda: options(tmp_path, json.dumps(AutoConfig.for_model(name).to_dict())))
+    before, _, after = line.partition(": unsupported: it has ")
+    assert before == f'{tmp_path / "config.json"}: model_type = "{name}"'
+    features, _, supported = after.partition("; ")
+    assert UNSUPPORTED[name] in features
+    assert supported == SUPPORTED
+
+
+def test_features_that_a_file_turns_off_are_not_named(tmp_path: Path):
+    """Granite's multipliers of 1 are none; a released one has others, and old files have keys of their own."""
+    granite = {**LLAMA, "model_type": "granite", "logits_scaling": 1.0, "embedding_multiplier": 1, "hidden_act": "silu"}
+    (line,) = problems(lambda: options(tmp_path, granite))
+    assert 'model_type = "granite": unsupported; ' in line
+    released = {**granite, "logits_scaling": 8.0, "embedding_multiplier": 12.0, "rotary_pct": 0.25}
+    (line,) = problems(lambda: options(tmp_path, released))
+    expected = "rotary embedding of some channels only (rotary_pct), a factor on embeddings (embedding_multiplier), "
+    assert f"unsupported: it has {expected}a factor on logits (logits_scaling); " in line
 
 
 DEEP = '{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"

@@ -83,7 +83,14 @@ def model_options(folder: Path) -> dict[str, Any]:
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
     problems: list[str] = []
     config = _Object(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
-    model_type = config.choice("model_type", tuple(FAMILIES))
+    model_type = config.values.get("model_type")
+    if isinstance(model_type, str) and model_type not in FAMILIES:
+        from titanlite.config.hf_unsupported import features  # here, since few files need it
+
+        has, supported = ", ".join(features(config.values)), ", ".join(map(show, FAMILIES))
+        config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
+    else:
+        config.choice("model_type", tuple(FAMILIES))
     if problems:  # what the other keys mean depends on it
         raise ConfigError(problems)
     family = FAMILIES[model_type]
@@ -119,7 +126,8 @@ def model_options(folder: Path) -> dict[str, Any]:
     elif family.experts:
         options["moe"] = _expert_options(config, model_type)
     if model_type == "olmoe":
-        config.only("head_dim", dim // n_heads, "the norm of all heads together is as wide as the model")
+        reads = ("hidden_size", "num_attention_heads")
+        config.only("head_dim", dim // n_heads, "the norm of all heads together is as wide as the model", *reads)
     if problems:
         raise ConfigError(problems)
     return options
@@ -170,18 +178,23 @@ def _shown(value: Any) -> str:
 class _Object:
     """The values of a JSON object, by type. Each wrong one adds a line to `problems`, and a right one stands in."""
 
-    def __init__(self, where: str, values: dict[str, Any], problems: list[str]):
+    def __init__(self, where: str, values: dict[str, Any], problems: list[str], rejected: set[str] | None = None):
         self.where, self.values, self.problems = where, values, problems
+        self.rejected = set() if rejected is None else rejected
 
-    def reject(self, key: str, message: str) -> None:
+    def reject(self, key: str, message: str, *reads: str) -> None:
+        """Add a line for a key. There is none if another key that the rule reads has one: it stands in for a value."""
+        if not self.rejected.isdisjoint(reads):
+            return
+        self.rejected.add(key)
         value = f" = {_shown(self.values[key])}" if key in self.values else " is missing"
         self.problems.append(f"{self.where}{_shown(key)[1:-1]}{value}: {message}")
 
-    def only(self, key: str, value: Any, reason: str) -> None:
-        """Reject every other value of a key. 1 is also 1.0, but not true."""
+    def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
+        """Reject every other value of a key. 1 is also 1.0, but not true. For `reads` see `reject`."""
         actual = self.values.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
-            self.reject(key, f"expected {show(value)}; {reason}")
+            self.reject(key, f"expected {show(value)}; {reason}", *reads)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return an integer; the default where it is missing or null, without which it must be there."""
@@ -224,7 +237,7 @@ class _Object:
         value = self.values.get(key)
         if not (value is None or isinstance(value, dict)):
             self.reject(key, "expected an object")
-        return _Object(f"{self.where}{key}.", value if isinstance(value, dict) else {}, self.problems)
+        return _Object(f"{self.where}{key}.", value if isinstance(value, dict) else {}, self.problems, self.rejected)
 
 
 def _bias_options(config: _Object, model_type: str) -> dict[str, Any]:
@@ -257,12 +270,11 @@ def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
     if types is not None:
         kind = "sliding_attention" if window else "full_attention"
         if not isinstance(types, list) or len(types) != n_layers or any(each != kind for each in types):
-            config.reject(
-                "layer_types", f"expected {show(kind)} for each of the {n_layers} layers: all layers are alike"
-            )
+            message = f"expected {show(kind)} for each of the {n_layers} layers: all layers are alike"
+            config.reject("layer_types", message, "num_hidden_layers", "sliding_window", "use_sliding_window")
     elif windowed not in (0, n_layers):
         message = f"expected 0, or at least the {n_layers} layers: all have the same window"
-        config.reject("max_window_layers", message)
+        config.reject("max_window_layers", message, "num_hidden_layers")
     return window if types is not None or windowed else 0
 
 
@@ -274,7 +286,7 @@ def _expert_options(config: _Object, model_type: str) -> dict[str, Any]:
         config.reject("num_local_experts", "expected the same as num_experts; remove one of the two")
     moe = {"n_experts": numbers[0], "n_experts_per_token": config.integer("num_experts_per_tok")}
     if moe["n_experts_per_token"] > moe["n_experts"]:
-        config.reject("num_experts_per_tok", f"expected at most the number of experts, {moe['n_experts']}")
+        config.reject("num_experts_per_tok", f"expected at most the number of experts, {moe['n_experts']}", *both)
     if model_type == "qwen3_moe":
         moe["expert_dim"] = config.integer("moe_intermediate_size")
         moe["every_n_layers"] = config.integer("decoder_sparse_step", 1)
@@ -304,10 +316,11 @@ def _first_dense_layers(config: _Object) -> int:
 def _rope_options(config: _Object, theta: float) -> dict[str, Any]:
     """Return the options of the rotary embedding, in either spelling; where a file has both, they must agree."""
     spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
-    options = [_rope_options_at(config, key, theta) for key in spellings or ["rope_scaling"]]
-    if options[0] != options[-1]:
+    first, *second = spellings or ["rope_scaling"]
+    options = _rope_options_at(config, first, theta)
+    if second and not config.problems and _rope_options_at(config, *second, theta) != options:
         config.reject("rope_parameters", "expected the same as rope_scaling and rope_theta; remove one of the two")
-    return options[0]
+    return options
 
 
 def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
@@ -316,11 +329,13 @@ def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
     options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
     name = "rope_type" if "rope_type" in rope.values else "type"
     kind = rope.choice(name, tuple(ROPE_KEYS_OF_TYPE), "default")
+    if name in rope.rejected:  # the other keys are of that type
+        return options
     has_mscale = kind == "yarn" and config.values["model_type"] == "deepseek_v3"
     known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind] | ({"mscale", "mscale_all_dim"} if has_mscale else set())
     for other in sorted(rope.values.keys() - known):
         if rope.values[other] is not None:
-            rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; remove it")
+            rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; unsupported")
     if kind == "default":
         return options
     options |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor", least=1.0)}

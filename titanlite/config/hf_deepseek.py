@@ -30,7 +30,8 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
     type, as hf_config.py reads them, and collects what is wrong."""
     for key, (value, reason) in ONLY.items():
         config.only(key, value, reason)
-    config.only("num_key_value_heads", n_heads, "latent attention has keys and values of every head")
+    reason = "latent attention has keys and values of every head"
+    config.only("num_key_value_heads", n_heads, reason, "num_attention_heads")
     mla = {key: config.integer(key, default) for key, default in WIDTHS.items()}
     has_no_q_latent = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     mla["q_lora_rank"] = 0 if has_no_q_latent else config.integer("q_lora_rank", 1536)
@@ -50,18 +51,17 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
 def _expert_options(config: Any, n_dense: int) -> dict[str, Any]:
     """Return the section [model.moe]."""
     n_experts, n_chosen = config.integer("n_routed_experts", 256), config.integer("num_experts_per_tok", 8)
-    config.only("num_local_experts", n_experts, "it is another name of n_routed_experts")
+    config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
     n_groups, n_groups_chosen = config.integer("n_group", 8), config.integer("topk_group", 4)
     size, rest = divmod(n_experts, n_groups)
     if rest or size < 2:
         message = f"expected a divisor of the number of experts, {n_experts}, with at least 2 of them in a group"
-        config.reject("n_group", message)
+        config.reject("n_group", message, "n_routed_experts")
     elif n_groups_chosen > n_groups:
-        config.reject("topk_group", f"expected at most the number of groups, {n_groups}")
+        config.reject("topk_group", f"expected at most the number of groups, {n_groups}", "n_group")
     elif n_chosen > n_groups_chosen * size:
-        config.reject(
-            "num_experts_per_tok", f"expected at most the {n_groups_chosen * size} experts of topk_group groups"
-        )
+        message = f"expected at most the {n_groups_chosen * size} experts of topk_group groups"
+        config.reject("num_experts_per_tok", message, "n_group", "topk_group", "n_routed_experts")
     return {
         "n_experts": n_experts,
         "n_experts_per_token": n_chosen,
