@@ -76,8 +76,10 @@ def run(
     config_file = config_file_of_run(path)
     config = read_config(config_file)
     released = folder_of_source(source, config)
-    max_seq_len = max_seq_len or _max_seq_len(config, released)
-    if type(max_seq_len) is not int or max_seq_len < 1:
+    before = read_json_object(released / "config.json") if released else {}
+    lengths = [value_of_run(config, "training", "seq_len"), before.get("max_position_embeddings")]
+    max_seq_len = max_seq_len or max((length for length in lengths if type(length) is int), default=0)
+    if max_seq_len < 1:
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     if isinstance(assets, str):
@@ -97,7 +99,7 @@ def run(
     print(f"wrote {out}: {path.name}, {str(kind).removeprefix('torch.')}, safetensors files: {n_files}")
     print(f"tokenizer: {origin}")
     if released:
-        before, after = (read_json_object(folder / "config.json") for folder in (released, out))
+        after = read_json_object(out / "config.json")
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         print(f"config.json: that of {released}, but for {', '.join(changed) or 'nothing'}")
 
@@ -123,13 +125,6 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
         problem = f"{path}: has no config.json, and the exported one has its keys"
         raise ConfigError([f"{problem}; name that folder with --source, or --source {SEEDED} for a new config.json"])
     return Path(path)
-
-
-def _max_seq_len(config: dict[str, Any], released: Path | None) -> Any:
-    """Return the larger of the run's sequence length and the positions that a released model has; None without."""
-    lengths = [value_of_run(config, "training", "seq_len")]
-    lengths += [read_json_object(released / "config.json").get("max_position_embeddings")] if released else []
-    return max((length for length in lengths if type(length) is int), default=None)
 
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:

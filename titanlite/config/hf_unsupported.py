@@ -24,13 +24,8 @@ FEATURES = {
 """Keys of each feature. Some types have supported features in combinations that no supported type has."""
 NEUTRAL = (0, 1, "silu", "swish")
 """Values of these keys, besides null and false, with which a model does without the feature."""
-OF_TYPE = {
-    "gemma": ["norms that multiply by 1 + weight", "a factor on embeddings"],
-    "glm4": ["norms behind layers"],
-    "olmo": ["norms without weights"],
-    "olmo2": ["norms behind layers"],
-    "phi3": ["queries, keys and values in one tensor"],
-}
+OF_TYPE = {"gemma": ["norms that multiply by 1 + weight"], "phi3": ["queries, keys and values in one tensor"]}
+OF_TYPE |= {"olmo": ["norms without weights"], "olmo2": ["norms behind layers"], "glm4": ["norms behind layers"]}
 """What types have that no key says."""
 
 

@@ -12,25 +12,16 @@ TOGETHER = (
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
 )
 """Keys that say the same thing: where one has changed, all are written as for a model without such files."""
-OF_FILES = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys of which the exported value is compared with that of the file: no option of the model has it."""
-LEFT_OUT = ("auto_map",)
-"""Keys that name code beside the released files, which is not copied."""
+NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
+"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
 
 
 def config_files(
     options: Model, source: Path | None, *, torch_dtype: str, max_seq_len: int, bos: int | None, eos: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json of a model.
-
-    Args:
-        source: folder of the released model that the run started from; None: there is none.
-        max_seq_len: positions that config.json states.
-        bos, eos: as for hf_config. Ids of the source stay if the tokenizer's is one of them.
-
-    Raises:
-        ConfigError: if transformers has no such model, or a file of the source is wrong.
-    """
+    """Return the contents of config.json and generation_config.json of a model whose run started from the released one
+    in the folder `source`, if any. Its ids of BOS and EOS stay if the tokenizer's is one of them. Raises ConfigError if
+    transformers has no such model, or a file of the source is wrong. The other arguments are those of hf_config."""
     arguments: dict[str, Any] = {"max_seq_len": max_seq_len, "torch_dtype": torch_dtype}
     if source is None:
         config = hf_config(options, **arguments, bos=bos, eos=eos)
@@ -44,7 +35,7 @@ def config_files(
             del special_tokens[key]
     after = hf_config(options, **arguments, bos=None, eos=None)
     before = hf_config(Model.model_validate(model_options(source)), **arguments, bos=None, eos=None)
-    before |= {key: released.get(key) for key in OF_FILES if key in before}
+    before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
         changed.add("rope_scaling")  # which may lack the original length, and then means the length that was there
@@ -53,7 +44,8 @@ def config_files(
     for keys in TOGETHER:
         changed |= keys if changed & keys else set()
     dtype = [key for key in ("dtype", "torch_dtype") if key in released] or ["torch_dtype"]
-    config = {key: value for key, value in released.items() if key not in changed and key not in LEFT_OUT}
+    changed.add("auto_map")  # names code beside the released files, which is not copied
+    config = {key: value for key, value in released.items() if key not in changed}
     config |= {key: value for key, value in after.items() if key in changed} | special_tokens
     config |= dict.fromkeys(dtype, torch_dtype)
     return config, generation | special_tokens if generation else _generation(config)
