@@ -58,8 +58,8 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         n_devices: accelerators of a node.
 
     Raises:
-        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, or nodes without devices
-            have too little memory for weights and optimizer states.
+        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, nodes without devices have
+            too little memory for weights and optimizer states, or the folder of initial weights is wrong.
     """
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
@@ -76,7 +76,8 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
     ranks = wanted // nodes
     for number in {least, nodes}:
-        check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
+        config = check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
+    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
     return ranks
 
 
@@ -132,14 +133,12 @@ def main(argv: list[str]) -> int:
         loaded = load(argv)
         ranks = ranks_per_node(loaded, os.environ, count_devices())
         require_place(os.environ)
-        config = loaded.config
-        check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
-        if config.fault_tolerance.enable:
+        if loaded.config.fault_tolerance.enable:
             from titanlite.config.fault_tolerance_rules import require_torchft
 
             require_torchft()
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
-        environment = environment_of_ranks(ranks) | launch_variables(config.job.dump_folder)
+        environment = environment_of_ranks(ranks) | launch_variables(loaded.config.job.dump_folder)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank
         from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 

@@ -348,13 +348,12 @@ def main(argv: list[str]) -> None:
     heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
-        loaded = load(argv)
-        config = check(loaded, launch)
+        config = check(loaded := load(argv), launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
             if launch.local_rank == 0:
                 if config.checkpoint.initial_load_path != SEEDED:
-                    from titanlite.checkpoint.initial_weights import check_initial_weights
+                    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, as few runs need it
 
                     check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
                 check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))

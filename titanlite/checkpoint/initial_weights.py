@@ -15,13 +15,13 @@ SIZES = {"dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set: Collection[str]) -> None:
     """Raise ConfigError if a run that has nothing to resume from is to start from a folder that lacks weights, or whose
     config.json is of another model. Options in `is_set` may differ from it: the user has chosen them."""
-    place = checkpoint.starts_from(model)
+    place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
         return
     from titanlite.config.hf_config import WEIGHTS, model_options  # here, since most runs read no such folder
 
-    option = f"{KEY if checkpoint.initial_load_path else 'model.hf_assets_path'} = {show(place)}"
+    option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
     if not any((Path(place) / name).is_file() for name in WEIGHTS):
         problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
         raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])

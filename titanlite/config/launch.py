@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
 from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, EXPERT, PIPELINE, REPLICATE, RESHARD, TENSOR
-from titanlite.config.schema import Config
+from titanlite.config.schema import SEEDED, Config
 from titanlite.config.torch_versions import torch_version_rules
 
 ATTENTION_BACKENDS_ON_CUDA = {
@@ -123,6 +123,7 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
     tiled = training.document_mask or config.windowed
     if backend == "auto" and (parallelism.context_parallel_degree > 1 or tiled):
         backend = ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
+    folder = config.model.hf_assets_path if config.model.flavor == "from_hf" else SEEDED
     muon_dtype = config.optimizer.muon_dtype
     if config.optimizer.name == "Muon" and muon_dtype == "auto":
         muon_dtype = "float32" if param == "float16" else param
@@ -137,7 +138,7 @@ def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=muon_dtype,
-        checkpoint__initial_load_path=config.checkpoint.starts_from(config.model),
+        checkpoint__initial_load_path=config.checkpoint.initial_load_path or folder,
         training__global_batch_size=batch_size,
         training__attention_backend=backend,
         training__loss_chunks=chunks,

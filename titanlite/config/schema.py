@@ -263,8 +263,7 @@ class Compile(Section):
     """inductor: generated kernels; aot_eager: traced, but run with torch's own kernels (fast to compile, for tests)."""
 
 
-SEEDED = "none"
-"""The value of checkpoint.initial_load_path with which the initial weights are drawn by debug.seed."""
+SEEDED = "none"  # of checkpoint.initial_load_path: initial weights, by debug.seed
 
 
 class Checkpoint(Section):
@@ -280,8 +279,7 @@ class Checkpoint(Section):
     """Step to resume from; -1: the newest."""
     initial_load_path: str = ""
     """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), whose weights the run starts
-    from if there is nothing to resume; none: initial weights, by debug.seed; empty: with model.flavor = "from_hf" those
-    in model.hf_assets_path, else none."""
+    from if there is nothing to resume; none: initial weights; empty: hf_assets_path of flavor from_hf, else none."""
     last_save_in_hf: bool = False
     """After the last step, also write the weights as a Hugging Face folder, step-N-hf in the folder of checkpoints."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -294,10 +292,6 @@ class Checkpoint(Section):
     on_error: Literal["fail", "continue"] = "fail"
     """What to do if a checkpoint cannot be written. fail: end with status 1. continue: print it, and train on to the
     next save; if the run's last save cannot be written, it still ends with status 1."""
-
-    def starts_from(self, model: Model) -> str:
-        """Return the folder of the weights that a run starts from if there is nothing to resume, or SEEDED."""
-        return self.initial_load_path or (model.hf_assets_path if model.flavor == "from_hf" else SEEDED)
 
 
 class Metrics(Section):
