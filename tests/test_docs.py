@@ -216,6 +216,12 @@ def test_a_long_line_is_found():
     assert long_lines(f"```text\nx\n```\n\n{long}\n") == [long]
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_line_of_a_run_on_a_cpu_has_no_mfu(path: Path):
+    """Every run that the pages show was on a CPU, which has none."""
+    assert [line for line in path.read_text().splitlines() if " tok/s " in line and "MFU" in line] == []
+
+
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) < README_LINES
 

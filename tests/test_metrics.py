@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlite import metrics
@@ -167,3 +168,33 @@ def test_earlier_files_that_cannot_be_changed_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="files of an earlier run cannot be changed: "):
         open_logger(tmp_path, last_step=1)
+
+
+# MFU ------------------------------------------------------------------------------------------------------------------
+
+
+def metrics_of_a_step(folder: Path, peak: metrics.PeakFlops, capsys: pytest.CaptureFixture[str]) -> tuple[dict, str]:
+    """Return the values of a step by tag, and its line on the console."""
+    meter = metrics.ThroughputMeter(torch.device("cpu"), tokens_per_step=1e6, flops_per_token=10**9, peak=peak)
+    meter.step_done()
+    values = {"loss_metrics/global_avg_loss": 5.0, "grad_norm": 1.0, "lr": 0.1, **meter.read()}
+    capsys.readouterr()
+    open_logger(folder, enable_tensorboard=False).log(1, values, meter.seconds_per_step)
+    return values, capsys.readouterr().out
+
+
+def test_a_cpu_has_no_mfu(tmp_path, capsys):
+    peak = metrics.PeakFlops(torch.device("cpu"), torch.float32)
+    values, line = metrics_of_a_step(tmp_path, peak, capsys)
+    assert "mfu(%)" not in values and "MFU" not in line and "tflops" in values
+    assert peak.source == "none on a CPU"
+
+
+def test_a_gpu_has_one_peak_in_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    peak = metrics.PeakFlops(torch.device("cuda"), torch.bfloat16)
+    assert peak.source.startswith("of 989 TFLOP/s, dense bfloat16, NVIDIA H100 data sheet")
+    for _ in range(2):  # at rates above the peak too
+        values, line = metrics_of_a_step(tmp_path, peak, capsys)
+        assert values["mfu(%)"] == pytest.approx(values["tflops"] / 989 * 100)
+        assert f"MFU {values['mfu(%)']:5.1f} %" in line

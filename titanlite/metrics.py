@@ -24,40 +24,28 @@ VALIDATION_LOSS = "validation_metrics/global_avg_loss"
 
 
 class PeakFlops:
-    """Finds the peak FLOP/s of one device, which model FLOPs utilization (MFU) is relative to: for bfloat16 on a known
-    GPU the data sheet's, otherwise that of the fastest product of two square matrices, measured with the same threads.
-    `source` says in words where `flops` is from."""
+    """Finds the peak FLOP/s of one GPU, which model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
+    the data sheet's, otherwise that of the fastest of ten products of two square matrices. A CPU has none, since its
+    rate depends on what else its cores do. `source` says in words where `flops` is from."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        known = find_by_gpu_name(name) if dtype == torch.bfloat16 else None
-        if known:
-            self.flops, self._factors = known.bf16, None
-            self.source = f"{self.flops / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
+        self.flops, self.source = 0.0, "none on a CPU"
+        if device.type != "cuda":
             return
-        n = 8192 if device.type == "cuda" else 1024
-        self._factors = [torch.randn(n, n, device=device).to(dtype) for _ in range(2)]
-        self.flops = 0.0
-        self._measure(seconds=1 / 10)
-        product = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
-        self.source = f"{self.flops / 1e12:.3g} TFLOP/s, measured: {product}"
-
-    def _measure(self, seconds: float) -> None:
-        a, b = self._factors
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds:
+        name, n = torch.cuda.get_device_name(device), 8192
+        if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):
+            self.flops = known.bf16
+            self.source = f"of {self.flops / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
+            return
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        for _ in range(10):
+            torch.cuda.synchronize(device)
             start = time.perf_counter()
             a @ b
-            if a.device.type == "cuda":
-                torch.cuda.synchronize(a.device)
-            self.flops = max(self.flops, 2 * a.shape[0] ** 3 / (time.perf_counter() - start))
-
-    def utilization(self, flops: float) -> float:
-        """Return the fraction of the peak that a rate in FLOP/s is. A rate too close to a measured peak shows that the
-        machine was slower then, as shared machines are at times: the peak is measured again, and the best counts."""
-        if self._factors and flops > 0.8 * self.flops:
-            self._measure(seconds=1 / 10)
-        return flops / self.flops
+            torch.cuda.synchronize(device)
+            self.flops = max(self.flops, 2 * n**3 / (time.perf_counter() - start))
+        product = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
+        self.source = f"of {self.flops / 1e12:.3g} TFLOP/s, measured: {product}"
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
@@ -112,7 +100,7 @@ class ThroughputMeter:
         values = {
             "throughput(tps)": tokens_per_second,
             "tflops": flops / 1e12,
-            "mfu(%)": 100 * self.peak.utilization(flops),
+            **({"mfu(%)": 100 * flops / self.peak.flops} if self.peak.flops else {}),
             "time_metrics/end_to_end(s)": self.seconds_per_step,
             "time_metrics/data_loading(%)": 100 * self._data_seconds / seconds,
             "memory/max_active(GiB)": active,
@@ -236,7 +224,7 @@ def _console_line(step: int, steps: int, values: dict[str, float], seconds_per_s
             f"lr {values['lr']:.3e}",
             f"{values['throughput(tps)']:8,.0f} tok/s",
             f"{values['tflops']:7.3f} TFLOP/s",
-            f"MFU {values['mfu(%)']:5.1f} %",
+            *([f"MFU {values['mfu(%)']:5.1f} %"] if "mfu(%)" in values else []),
             f"{values['memory/max_reserved(GiB)']:6.2f} GiB",
             f"data {values['time_metrics/data_loading(%)']:4.1f} %",
             f"ETA {timedelta(seconds=round((steps - step) * seconds_per_step))}",

@@ -35,7 +35,7 @@ def run_summary(
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
         f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
-        f"MFU        of {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
+        f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
 
