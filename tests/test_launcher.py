@@ -1,16 +1,19 @@
 """The launcher and its ranks: signals, exit statuses, restarts, output. The ranks here do not train."""
 
 import contextlib
+import os
 import resource
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launches import finish, launched, wait_until
+from tests.launches import ROOT, finish, launched, wait_until
 
 RANK = """
 import os, resource, sys, time
@@ -97,26 +100,60 @@ def test_a_stop_before_there_are_ranks_ends_the_launcher(launch: Launch):
 
 
 def test_the_status_of_a_rank_is_the_launchers(launch: Launch, tmp_path: Path):
-    """Lines of ranks that are not shown are in files."""
+    """Lines of all ranks are in files, and those of rank 0 on the console too."""
     script = "process.print_to_console(f'from {rank}')\nif rank == 1: sys.exit(2)\ntime.sleep(60)"
     status, out, error = finish(launch(script, max_restarts=3))
     assert status == 2
     assert out == "".join(FIRST_LINES), "a wrong config is not started again"
     assert sorted(error.splitlines()) == ["from 0", "from 1"]
-    assert (tmp_path / "logs" / "rank-00001.log").read_text() == "rank 1 started True\n"
+    for rank in (0, 1):
+        assert (tmp_path / "logs" / f"rank-0000{rank}.log").read_text() == f"rank {rank} started True\nfrom {rank}\n"
 
 
-def test_a_killed_rank_is_named(launch: Launch):
-    status, _, error = finish(launch("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(1)"))
+LATER = "time.sleep(0.5)\nprint('checkpoint step-3 was not finished', file=sys.stderr, flush=True)\nsys.exit(1)"
+
+
+def test_a_killed_rank_is_named_in_the_last_line(launch: Launch, tmp_path: Path):
+    """Another rank prints lines until it ends, as when it saves."""
+    status, _, error = finish(launch(f"if rank == 1: os.kill(os.getpid(), 9)\n{LATER}"))
     assert status == 1
-    assert error.startswith("error: rank 1 on ")
-    assert "was killed by SIGKILL" in error
-    assert error.count("\n") == 1
+    first, last = error.splitlines()
+    assert first == "checkpoint step-3 was not finished"
+    assert last.startswith("error: rank 1 on ")
+    assert "was killed by SIGKILL" in last
+    assert (tmp_path / "logs" / "rank-00001.log").read_text().splitlines()[-1] == last
+
+
+def test_a_rank_that_fails_at_its_start_is_named_in_the_last_line(launch: Launch, tmp_path: Path):
+    """Before it has a watchdog, as by an import. Its traceback is in its file, since its lines are not shown."""
+    status, _, error = finish(launch(f"if rank == 1: import no_such_module\n{LATER}"))
+    assert status == 1
+    log = tmp_path / "logs" / "rank-00001.log"
+    last = error.splitlines()[-1]
+    assert last == f"error: rank 1 on {socket.gethostname()} ended with status 1; logs/{log.name} says why"
+    assert log.read_text().splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_rank_0s_lines_are_in_its_file_though_it_is_killed(launch: Launch, tmp_path: Path):
+    _, _, error = finish(launch("print('a\\nb') or os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)"))
+    assert (tmp_path / "logs" / "rank-00000.log").read_text() == f"{FIRST_LINES[1]}a\nb\n{error}"
+
+
+def test_under_torchrun_a_rank_keeps_its_lines_when_it_knows_its_folder(tmp_path: Path):
+    script = "from titanlite.reliability import process\nprocess.start_rank()\n"
+    script += "process.keep_log('run/logs')\nprint('a line')\nprocess.print_to_console('the error')\n"
+    script += "process.print_to_console('the error of another rank', hidden=True)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "3"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("a line\n", "the error\n")
+    expected = "a line\nthe error\nthe error of another rank\n"
+    assert (tmp_path / "run" / "logs" / "rank-00003.log").read_text() == expected
 
 
 def test_ranks_are_started_again(launch: Launch):
     status, out, error = finish(launch("sys.exit(1 if attempt < 1 and rank == 0 else 0)", max_restarts=1))
-    assert (status, out, error) == (0, "".join([*FIRST_LINES, FIRST_LINES[1]]), "")
+    assert (status, out) == (0, "".join([*FIRST_LINES, FIRST_LINES[1]]))
+    assert error == f"error: rank 0 on {socket.gethostname()} ended with status 1; logs/rank-00000.log says why\n"
 
 
 def test_ranks_are_not_started_again_too_often(launch: Launch):

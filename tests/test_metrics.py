@@ -1,10 +1,14 @@
 """The files of a run's metrics, when they are damaged and when the disk is full."""
 
 import contextlib
+import errno
+import gc
 import json
 import os
+import re
 import resource
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +16,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titanlite import metrics
+from tests.launches import ROOT
+from titanlite import metrics, profiling, progress
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
 from titanlite.reliability.appended_file import AppendedFile
@@ -186,7 +191,7 @@ def metrics_of_a_step(folder: Path, peak: metrics.PeakFlops, capsys: pytest.Capt
 def test_a_cpu_has_no_mfu(tmp_path, capsys):
     peak = metrics.PeakFlops(torch.device("cpu"), torch.float32)
     values, line = metrics_of_a_step(tmp_path, peak, capsys)
-    assert "mfu(%)" not in values and "MFU" not in line and "tflops" in values
+    assert ("mfu(%)" in values, "MFU" in line, "tflops" in values) == (False, False, True)
     assert peak.source == "none on a CPU"
 
 
@@ -198,3 +203,66 @@ def test_a_gpu_has_one_peak_in_a_run(tmp_path, capsys, monkeypatch):
         values, line = metrics_of_a_step(tmp_path, peak, capsys)
         assert values["mfu(%)"] == pytest.approx(values["tflops"] / 989 * 100)
         assert f"MFU {values['mfu(%)']:5.1f} %" in line
+
+
+# Memory that is used up -----------------------------------------------------------------------------------------------
+
+OF_CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+OF_CPU += "allocate 201326592 bytes. Error code 12 (Cannot allocate memory)"
+OF_CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is"
+OUT_OF_MEMORY = {
+    "CPU": (RuntimeError(OF_CPU), ", where it tried to allocate 201326592 bytes"),
+    "CUDA": (torch.OutOfMemoryError(OF_CUDA), ", where it tried to allocate 2.00 GiB"),
+    "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+    "Python": (MemoryError(), ""),
+    "system": (OSError(errno.ENOMEM, "Cannot allocate memory"), ""),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_MEMORY)
+def test_an_out_of_memory_error_is_a_line_with_the_largest_consumers(monkeypatch, case):
+    def gib(name: str) -> float:
+        line = str(profiling.explain_out_of_memory(error))
+        assert line.startswith(f"rank 3 is out of memory at 'step 7: forward and backward'{wanted}: ")
+        assert "`titanlite plan CONFIG`" in line
+        sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", line.rpartition(": ")[2])]
+        assert sizes == sorted(sizes, reverse=True)
+        return float(re.search(rf"[:,] {name} ([\d.]+) GiB", line)[1])
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(progress, "current", progress.Activity("forward and backward", 7))
+    error, wanted = OUT_OF_MEMORY[case]
+    names = ("weights", "gradients", "optimizer states", "the rest, such as activations")
+    before = {name: gib(name) for name in names}
+    layer = torch.nn.Linear(2048, 8192, bias=False)  # 1/16 GiB
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    gc.freeze()  # as the training loop does
+    after = {name: gib(name) for name in names}
+    assert [round(16 * (after[name] - before[name])) for name in names[:3]] == [1, 1, 2]
+    assert after[names[3]] > 0.1
+
+
+@pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("a bug"), ConfigError(["out of memory"])])
+def test_another_error_stays_as_it_is(error):
+    assert profiling.explain_out_of_memory(error) is error
+
+
+def test_a_run_without_memory_ends_with_one_line(tmp_path):
+    """It asks for 32 GiB of logits, and may have 8 GiB of addresses."""
+    options = [
+        f"--job.dump_folder={tmp_path}/run",
+        f"--training.cache_folder={tmp_path}/cache",
+        "--training.seq_len=64",
+    ]
+    options += ["--model.n_layers=1", "--model.dim=32", "--model.n_heads=2", "--model.n_kv_heads=1"]
+    options += ["--training.local_batch_size=131072", "--training.global_batch_size=131072"]
+    command = ["prlimit", f"--as={8 * 2**30}", sys.executable, str(ROOT / "train.py"), "debug", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith("error: rank 0 is out of memory at 'step 1: forward and backward', where it tried to ")
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert log.endswith(f"{line}\n")
+    assert "Traceback (most recent call last):" in log

@@ -149,14 +149,18 @@ def test_limits_of_activities(monkeypatch):
 
 
 def test_the_first_error_is_the_last_line(tmp_path: Path):
-    """The other rank, which hangs because of it, ends within seconds and prints nothing."""
+    """The other rank, which hangs because of it, ends within seconds. What it prints until then comes before."""
     body = f"{BEGIN}if rank == 1: raise ValueError('broken')\n"
-    body += "time.sleep(2)\nraise RuntimeError('gloo: Connection closed by peer')"
+    body += "for _ in range(20): time.sleep(0.1), print('step', file=sys.stderr, flush=True)\n"
+    body += "\nraise RuntimeError('gloo: Connection closed by peer')"
     status, out, errors, seconds = run(tmp_path, body, timeout=20)
     assert (status, errors[-1]) == (1, "ValueError: broken")
     assert len(out.splitlines()) == 1
+    assert "step" in errors
+    errors = [line for line in errors if line != "step"]
     assert errors[0].startswith("error: rank 1 on ")
     assert "Traceback" in errors[1]
+    assert (tmp_path / "logs" / "rank-00000.log").read_text().endswith("\n".join(errors) + "\n")
     assert seconds < 20
 
 

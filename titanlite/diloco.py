@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.errors import TrainingError
-from titanlite.fault_tolerance import AskedToStop, Replicas, plain_tensors
+from titanlite.fault_tolerance import AskedToStop, Replicas
 from titanlite.progress import mark
-from titanlite.shards import local_shard
+from titanlite.shards import local_shard, plain_tensors
 
 
 class OuterOptimizer:

@@ -31,7 +31,7 @@ from titanlite.parallel import mesh
 from titanlite.progress import alive, mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
-from titanlite.shards import local_shard
+from titanlite.shards import local_shard, plain_tensors
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -370,15 +370,3 @@ def _hash_of(values: list[Any]) -> int:
 def _chunks(tensor: Tensor) -> Iterable[Tensor]:
     """Return views of a tensor that have BUCKET_ELEMENTS at most. One that has holes is not divided."""
     return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]
-
-
-def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's shards, as plain tensors that share their memory."""
-    return [plain for tensor in tensors.values() for plain in _plain(local_shard(tensor))]
-
-
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor, or those that a quantized optimizer state consists of."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return [tensor.detach()]
-    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain(getattr(tensor, name))]

@@ -32,7 +32,7 @@ from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
-from titanlite.profiling import build_profilers
+from titanlite.profiling import build_profilers, explain_out_of_memory
 from titanlite.progress import first_step_done, mark, progress
 from titanlite.reliability import process, watchdog
 from titanlite.reliability.process import Signals
@@ -359,6 +359,7 @@ def main(argv: list[str]) -> None:
                 check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))
             if launch.rank == 0:
                 lock_run(config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
+            process.keep_log(os.path.join(config.job.dump_folder, "logs"))
             with mesh.process_group(launch, config.comm, config.job.dump_folder):
                 train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
@@ -367,7 +368,7 @@ def main(argv: list[str]) -> None:
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
             export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
     except Exception as error:
-        watchdog.fail(error, heartbeat)
+        watchdog.fail(explain_out_of_memory(error), heartbeat)
     process.exit_process(0)
 
 

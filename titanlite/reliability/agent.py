@@ -27,10 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from titanlite.config.loader import ConfigError
 from titanlite.progress import progress
 from titanlite.reliability.process import (
+    LOG_FOLDER,
     SIGNALS,
     STOPPED,
     LauncherSignals,
     children,
+    log_file,
     print_to_console,
     send,
 )
@@ -67,21 +69,20 @@ class Agent(LocalElasticAgent):
         statuses = {rank: status_of(process) for rank, process in processes.items()}
         failed = {rank: status for rank, status in statuses.items() if status}
         if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
-            for rank, status in failed.items():
-                if status < 0 or status == STOPPED:
-                    self._report(rank, status)
+            messages = [self._record(rank, status) for rank, status in failed.items()]
             deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
             while time.monotonic() < deadline and None in map(status_of, processes.values()):
                 time.sleep(0.05)
             statuses = {rank: status_of(process) for rank, process in processes.items()}
             failed = {rank: status for rank, status in statuses.items() if status}
             send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
+            for message in filter(None, messages):
+                print_to_console(message)
         result = super()._monitor_workers(worker_group)
         if not failed:  # they failed just now, or the system cannot tell before
             failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            for rank, status in failed.items():
-                if status < 0:
-                    self._report(rank, status)
+            for message in filter(None, [self._record(rank, status) for rank, status in failed.items()]):
+                print_to_console(message)
         self.statuses = failed
         if 2 in failed.values() or STOPPED in failed.values() or self.signals.stopping:
             self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
@@ -106,20 +107,26 @@ class Agent(LocalElasticAgent):
         """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
         return ranks_store(self._worker_group.master_addr, self._worker_group.master_port, timeout_seconds=3)
 
-    def _report(self, rank: int, status: int) -> None:
-        """Record in the launch's store that a signal has ended a rank, which could not do so itself, so that all ranks
-        end; print it if the rank was killed, and is the first that failed."""
-        message = ""
+    def _record(self, rank: int, status: int) -> str:
+        """Record in the launch's store that a rank has ended which could not do so itself, so that all ranks end.
+        Return what to print when they have: nothing if it was to stop, or is not the first that failed."""
+        if status == 2 or (status == 1 and self._worker_group.workers[0].world_size == 1):
+            return ""
+        message, log = "", log_file(os.environ[LOG_FOLDER], rank)
         if status < 0:
             name = signal.Signals(-status).name
             hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
             message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
+        elif status != STOPPED:
+            message = f"error: rank {rank} on {socket.gethostname()} ended with status {status}; {log} says why"
         record = failure(rank, message, 1 if message else STOPPED)
         with contextlib.suppress(dist.DistError):
             if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
-                return
-        if message:
-            print_to_console(message)
+                return ""
+        if status < 0:
+            with contextlib.suppress(OSError), open(log, "a") as file:
+                print(message, file=file)
+        return message
 
 
 def run_ranks(

@@ -27,7 +27,7 @@ STARTED_BY = "TITANLITE_LAUNCHER"
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
-"""Environment variable: the folder where a rank that LOG_RANK does not name writes its lines."""
+"""Environment variable: the folder where each rank writes its lines, to the console too if LOG_RANK names it."""
 
 
 def attempt() -> str:
@@ -91,8 +91,8 @@ class Signals:
         """End the process from any thread."""
         begin_to_end()
         if os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):
-                os.write(2, f"{message}\n".encode())
+            for file in {2, log}:
+                append(file, f"{message}\n")
         self.stopped()
         clean_up()
         os._exit(status)
@@ -191,6 +191,8 @@ signals = Signals()
 """The signals of this process."""
 console = 2
 """File descriptor of the terminal's, or the launcher's, standard error: also of a rank whose lines are hidden."""
+log = 2
+"""File descriptor of this rank's file in logs/: that of standard error if its lines are hidden, or it has none."""
 
 
 def start_rank() -> None:
@@ -201,7 +203,7 @@ def start_rank() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
         _end_with_parent()
     if folder := os.environ.get(LOG_FOLDER):
-        _hide_output(folder)
+        keep_log(folder)
     sys.stdout, sys.stderr = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
 
 
@@ -222,32 +224,49 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hide_output(folder: str) -> None:
-    """Write this process's output to a file, unless LOG_RANK names the rank; keep `console`."""
-    global console
-    if os.environ.get("LOCAL_RANK") in (os.environ.get("LOG_RANK") or "0").split(","):
+def keep_log(folder: str) -> None:
+    """Write this rank's lines to its file in a folder from now on, and to the console only if LOG_RANK names the rank,
+    or torchrun itself has started it. A second call does nothing."""
+    global console, log
+    if log != 2 or console != 2:
         return
-    console = os.dup(2)
     try:
-        path = os.path.join(folder, f"rank-{int(os.environ['RANK']):05d}.log")
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.makedirs(folder, exist_ok=True)
+        log = os.open(log_file(folder, int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
-        file = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+        log = os.open(os.devnull, os.O_WRONLY)
+    shown = (os.environ.get("LOG_RANK") or "0").split(",")
+    if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
+        console = os.dup(2)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        log = 2
 
 
-def print_to_console(text: str) -> None:
-    """Write a line where the user sees it, also from a rank whose output is hidden."""
+def log_file(folder: str, rank: int) -> str:
+    """Return the path of the file that has a rank's lines."""
+    return os.path.join(folder, f"rank-{rank:05d}.log")
+
+
+def append(file: int, text: str) -> None:
+    """Write to a file descriptor; errors are ignored, as those of a full disk."""
+    with contextlib.suppress(OSError):
+        os.write(file, text.encode(errors="backslashreplace"))
+
+
+def print_to_console(text: str, *, hidden: bool = False) -> None:
+    """Write a line where the user sees it, also from a rank whose lines are hidden, and to the rank's file. With
+    `hidden`, only to the file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        os.write(console, f"{text}\n".encode())
+    for file in {console, log} - ({console} if hidden else set()):
+        append(file, f"{text}\n")
 
 
 class UnfailingStream:
-    """A stream whose errors are ignored: a full disk behind the console's redirection must not end a run."""
+    """A stream that also writes to the rank's file, and whose errors are ignored: a full disk behind the console's
+    redirection must not end a run."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream
@@ -256,6 +275,8 @@ class UnfailingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        if log != 2:
+            append(log, text)
         with contextlib.suppress(OSError):
             return self._stream.write(text)
         return 0
@@ -263,6 +284,23 @@ class UnfailingStream:
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self._stream.flush()
+
+
+def wait_for_other_ranks(seconds: float) -> None:
+    """Wait until the other ranks of this node have ended, so that what this one prints then is the last line. Only
+    where there is /proc."""
+    others = set(children(os.getppid())) - {os.getpid()} if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else set()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(map(_has_ended, others)):
+        time.sleep(0.05)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process is gone, or waits for its parent to read its status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def exit_process(status: int) -> NoReturn:

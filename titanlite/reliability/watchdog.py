@@ -107,13 +107,16 @@ class Watchdog:
         process.begin_to_end()
         own = record["rank"] == self.launch.rank
         speaks = own or (record["machine"] != self.machine and self.launch.local_rank == 0)
-        if speaks and record["message"]:
-            process.print_to_console(record["message"])
         if record["kind"] == "hang":
             process.with_deadline(self._dump_stacks)
             hanging = record["hanging"]
             if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
                 process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
+        process.clean_up()
+        if record["message"]:
+            if speaks:
+                process.wait_for_other_ranks(RECORD_SECONDS)
+            process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
 
     def _dump_stacks(self) -> None:
