@@ -23,12 +23,13 @@ from safetensors import safe_open
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
 from tests.test_step_costs import no_value_is_read
-from titanlite import config, metrics, summary, train
+from titanlite import config, metrics, progress, summary, train
 from titanlite.build import meta_model
 from titanlite.checkpoint import checkpointer, convert
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
+from titanlite.data.loader import Loader
 from titanlite.optimizer import LossScale, build_optimizer
 from titanlite.parity.training_run import TrainingRun
 from titanlite.reliability.process import Signals, children
@@ -190,6 +191,91 @@ def test_no_value_is_read_between_backward_and_optimizer_step(runs, folder):
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}"]
     assert runs.ranks(2).run(train_without_reading, argv=argv) == ["", ""]
     assert len(read_metrics(folder / "run")) == 6
+
+
+# The last step's loss -------------------------------------------------------------------------------------------------
+
+
+def lines_of_a_run(argv: list[str], not_finite: Steps = ()) -> list[str]:
+    """Train as run_train, and return what rank 0 prints."""
+    lines: list[str] = []
+    with mock.patch.object(train, "print", lambda line, **keywords: lines.append(line), create=True):
+        assert run_train(argv, not_finite=not_finite) == ""
+    return lines
+
+
+def test_a_run_that_ends_worse_than_a_uniform_guess_says_so(runs, folder):
+    """Its loss is finite, so that nothing else tells it."""
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", "--training.nonfinite_steps_allowed=1"]
+    ends = "is above 6.606, 1 more than a uniform guess has, log(model.vocab_size = 272): the training has diverged, "
+    ends += "or the data is wrong"
+    (lines,) = runs.ranks(1).run(lines_of_a_run, argv=[*argv, "--optimizer.lr=3"])
+    loss = read_metrics(folder / "run")[-1][LOSS]
+    assert loss > 20
+    assert lines[-1] == f"the loss of the last step, {loss:,.4g}, {ends}"
+    (lines,) = runs.ranks(1).run(lines_of_a_run, argv=argv, not_finite=((0, 6),))
+    assert lines[-1] == f"the loss of the last step, inf, {ends}"
+    (lines,) = runs.ranks(1).run(lines_of_a_run, argv=argv)
+    assert "uniform guess" not in lines[-1]
+
+
+# Activities -----------------------------------------------------------------------------------------------------------
+
+ACTIVITIES = {
+    "build.build_data": "building the run",
+    "build.build_model": "building the model",
+    "build.build_loader": "starting the loop",
+    "MetricsLogger.__init__": "starting the loop",
+    "Checkpointer.resume": "loading a checkpoint",
+    "Loader.next": "waiting for data",
+    "TrainStep.forward_backward": "forward and backward",
+    "gradient_norm": "updating the weights",
+    "clipped_step": "updating the weights",
+    "explain_nonfinite": "updating the weights",
+    "largest_loss": "logging",
+    "MetricsLogger.log": "logging",
+    "build.build_validation_batches": "validation",
+    "Checkpointer.save": "saving a checkpoint",
+    "Checkpointer.finish": "waiting for the last checkpoint",
+    "Checkpointer.confirm_last": "testing the last checkpoint",
+    "Checkpointer.close": "ending the run",
+}
+"""What a rank does, as the watchdog names it, when it calls a function."""
+
+
+def activities(argv: list[str]) -> dict[str, list[str]]:
+    """Train as run_train, where a step is not finite, and return what the rank was doing at each call."""
+    places = {"": train, "build": train.build, "MetricsLogger": metrics.MetricsLogger}
+    places |= {"Checkpointer": checkpointer.Checkpointer, "TrainStep": TrainStep, "Loader": Loader}
+    seen: dict[str, list[str]] = {name: [] for name in ACTIVITIES}
+
+    def watched(name: str, real: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            seen[name].append(progress.current.name)
+            return real(*arguments, **keywords)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ACTIVITIES:
+            place, _, attribute = name.rpartition(".")
+            watch = watched(name, getattr(places[place], attribute))
+            stack.enter_context(mock.patch.object(places[place], attribute, watch))
+        assert run_train(argv, not_finite=((0, 2),)) == ""
+    return {name: [*dict.fromkeys(names)] for name, names in seen.items()}
+
+
+def test_what_a_rank_does_has_its_name(runs, folder):
+    """The watchdog would name another activity otherwise."""
+    argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", "--checkpoint.enable"]
+    argv += ["--validation.enable", "--validation.freq=2", "--validation.fraction=0.1"]
+    (seen,) = runs.ranks(1).run(activities, argv=[*argv, "--training.nonfinite_steps_allowed=1"])
+    expected = {name: [activity] for name, activity in ACTIVITIES.items()}
+    for name in ("Loader.next", "TrainStep.forward_backward"):
+        expected[name].append("testing the last checkpoint")
+    for name in ("gradient_norm", "clipped_step"):  # in the first step, other ranks may compile
+        expected[name].insert(0, "forward and backward")
+    assert seen == expected
 
 
 # Files and metrics of a run -------------------------------------------------------------------------------------------
@@ -675,7 +761,8 @@ def test_resume_rejects_another_run(runs, arguments, message):
 
 def test_a_loss_that_is_not_finite_stops_every_rank(runs, folder):
     message = error_message(runs, 2, "run", not_finite=((1, 3),))
-    assert message == "step 3: the loss is inf because of rank 1 (training.nonfinite_steps_allowed = 0, all used)"
+    option = "training.nonfinite_steps_allowed = N skips N such steps"
+    assert message == f"step 3: the loss is inf because of rank 1 ({option})"
     assert [values["step"] for values in read_metrics(folder / "run")] == [1, 2]
 
 

@@ -65,7 +65,8 @@ def test_a_stopped_rank_is_named(tmp_path: Path):
     status, _, errors, seconds = run(tmp_path, body + "mark('waiting', limited=False)\ntime.sleep(60)", ranks=3)
     assert (status, len(errors)) == (1, 1)
     assert errors[0].startswith("error: rank 1 on ")
-    assert "has given no sign of life for 4 s; its last activity was 'step 7: forward'" in errors[0]
+    place = "its last heartbeat came from 'step 7: forward'"
+    assert f" has given no sign of life for 4 s; {place}; Python stacks: " in errors[0]
     assert seconds < 1.5 + 4 + 10
     assert "in body" in (tmp_path / "run" / "stacks" / "rank-00000.txt").read_text()
 

@@ -63,6 +63,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
     sequences, validation, data_identity = build.build_data(config, builds_cache=launch.local_rank == 0)
+    mark("building the model")
     model, stages = build.build_model(config, layout, device)
     train_step = build.build_train_step(config, layout, model, stages, device)
     optimizer = build.build_optimizer(config, model, stages.values(), layout)
@@ -84,7 +85,6 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     log_rank0(run_summary(config, sum(sizes.values()), sequences, validation, peak.source))
 
     # Load the newest checkpoint, or given weights, or keep the initial ones.
-    mark("loading a checkpoint")
     last_step, n_skipped, n_saves_asked, data_state, checkpointer, replicas, saved = 0, 0, 0, None, None, None, {}
 
     def state_to_save() -> dict[str, Any]:
@@ -104,6 +104,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
     initial_weights, weights = config.checkpoint.initial_load_path, f"initial, by debug.seed = {config.debug.seed}"
     if config.checkpoint.enable or initial_weights != SEEDED:
+        mark("loading a checkpoint")
         from titanlite.checkpoint import checkpointer as checkpoints  # here: half a second, and a run may do without
     if config.checkpoint.enable:
         identity = {"seed": config.debug.seed, "data": data_identity, **config.model.identity()}
@@ -128,6 +129,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         from titanlite.sdc import CorruptionCheck  # here, since most runs do without
 
         corruption = CorruptionCheck(model, optimizer, checkpointer)
+    mark("starting the loop")
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
     if config.fault_tolerance.enable:
         from titanlite.config.fault_tolerance_rules import numerics  # here, since most runs are one group
@@ -139,6 +141,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         size = config.training.global_batch_size
         replicas = DiLoCo(outer, size, *arguments) if outer else Replicas(*arguments)
         replicas.continue_from(last_step, saved, state_to_save, load_state)
+        mark("starting the loop")
         train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
     if loader.mixture:
@@ -170,7 +173,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         gc.freeze()
         gc.disable()
         stack.callback(gc.enable)
-        step, is_first, is_last = last_step, True, False
+        step, is_first, is_last, loss = last_step, True, False, 0.0
         for step in replicas.steps(training.steps) if replicas else range(last_step + 1, training.steps + 1):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -189,6 +192,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 if corruption and step % config.debug.sdc_check_freq == 0:
                     again = functools.partial(train_step.forward_backward, batches, loss_scale.value)
                     corruption.check(step, loss_sum, again)
+            if not is_first:  # then, a rank that is done waits for those that compile, and none is behind
+                mark("updating the weights")
             if replicas:
                 replicas.sum_gradients(parameters)
             norm = gradient_norm(parameters, device)
@@ -220,7 +225,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             elif not (math.isfinite(loss) and math.isfinite(norm_value)):
                 reason = explain_nonfinite(step, loss, norm_value, loss_sum)
                 if n_skipped == training.nonfinite_steps_allowed:
-                    reason += f" (training.nonfinite_steps_allowed = {n_skipped}, all used)"
+                    used = f"{n_skipped}, all used" if n_skipped else "N skips N such steps"
+                    reason += f" (training.nonfinite_steps_allowed = {used})"
                     raise TrainingError(reason + (checkpointer.after_divergence() if checkpointer else ""))
                 n_skipped += 1
                 allowed = training.nonfinite_steps_allowed
@@ -248,6 +254,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             is_last = step == training.steps or stopping > 0
             values = {}
             if step % config.metrics.log_freq == 0 or is_first or is_last:
+                mark("logging")
                 values = {
                     "loss_metrics/global_avg_loss": loss,
                     "loss_metrics/global_max_loss": largest_loss(loss_sum, batches, train_step.contributes_loss),
@@ -279,12 +286,13 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                         texts = samples.generate(model, device)
                         if logger:
                             logger.log_samples(step, samples.prompts, texts)
-                mark("saving a checkpoint")
+                    mark("logging")
                 if logger and values:
                     logger.log(step, values, meter.seconds_per_step)
                     if train_step.balance:
                         logger.log_histogram(step, "moe/tokens_per_expert", train_step.balance.relative_loads())
                 if checkpointer:
+                    mark("saving a checkpoint")
                     checkpointer.poll()
                     if step % config.checkpoint.interval == 0 or is_last or saving:
                         n_saves_asked = signals.saves
@@ -292,6 +300,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                             log_rank0(f"asked to save: checkpoint step-{step}")
                         checkpointer.save(step, model, optimizer, state_to_save(), is_last=is_last)
             for step_done in profilers:
+                mark("profiling")
                 step_done(step)
             is_first = False
             if stopping:
@@ -300,10 +309,12 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         if checkpointer:
             if replicas and replicas.has_state_of_another and not is_last:  # the other has taken the last step
                 step = training.steps
+                mark("saving a checkpoint")
                 checkpointer.save(step, model, optimizer, state_to_save())
             mark("waiting for the last checkpoint")
             checkpointer.finish()
-            if checkpointer.unconfirmed:  # does the last step's model still give a finite loss?
+            if checkpointer.unconfirmed:
+                mark("testing the last checkpoint")  # does the last step's model still give a finite loss?
                 batches = loader.next()
                 loss_sum, n_valid = train_step.forward_backward(batches, loss_scale.value)
                 if corruption:
@@ -312,11 +323,17 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 dist.all_reduce(loss_sum)
                 may_fail = n_skipped < training.nonfinite_steps_allowed
                 checkpointer.confirm_last(step, (loss_sum / n_valid).item(), may_fail=may_fail)
+    mark("ending the run")
     loader.close()
     if logger:
         logger.close()
     if checkpointer:
         checkpointer.close()
+    if not loss <= (highest := math.log(config.model.vocab_size) + 1):  # also if it is nan
+        log_rank0(
+            f"the loss of the last step, {loss:,.4g}, is above {highest:.4g}, 1 more than a uniform guess has, "
+            f"log(model.vocab_size = {config.model.vocab_size}): the training has diverged, or the data is wrong"
+        )
 
 
 def largest_loss(loss_sum: Tensor, batches: list[Batch], contributes_loss: bool) -> float:

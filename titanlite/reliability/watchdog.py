@@ -217,8 +217,8 @@ class Watchdog:
         hanging: dict[str, Any] = {}
         if silent is not None and silent in beats:
             hanging = {"rank": silent, "silent": True, **beats[silent]}
-            text = f"{_where(silent, beats[silent])} has given no sign of life for {self.timeout} s; its last activity "
-            text += f"was {beats[silent]['activity']!r}"
+            text = f"{_where(silent, beats[silent])} has given no sign of life for {self.timeout} s; "
+            text += f"its last heartbeat came from {beats[silent]['activity']!r}"
         elif missing:
             text = f"rank {', '.join(map(str, missing))} has not started within {self.timeout} s"
         else:
