@@ -4,7 +4,7 @@
 #   ./run_train.sh CONFIG [--section.key=value ...]     CONFIG: a TOML file, or a name in configs/, as in debug
 #
 #   NGPU=N          ranks on this node, instead of what the config's degrees ask for
-#   LOG_RANK=0,1    ranks of this node whose output is shown (default 0); that of the others is in DUMP_FOLDER/logs
+#   LOG_RANK=0,1    ranks of this node whose output is shown (default 0); that of all is in DUMP_FOLDER/logs
 #   MAX_RESTARTS=N  how often the ranks are started anew after a failure (default 0)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   multi-node: run it on each node (see slurm.sh)
 #   PYTHON          the Python interpreter (default python)

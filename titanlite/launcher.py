@@ -4,7 +4,7 @@
 
 Environment:
     NGPU=N          ranks on this node, instead of what the config's degrees ask for
-    LOG_RANK=0,1    ranks of this node whose lines are shown (default 0); the others' are in DUMP_FOLDER/logs
+    LOG_RANK=0,1    ranks of this node whose lines are shown (default 0); those of all ranks are in DUMP_FOLDER/logs
     MAX_RESTARTS=N  how often all ranks are started anew after one has failed, to resume from the newest checkpoint
                     (default 0)
     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   for a multi-node run; run the command on each node.
