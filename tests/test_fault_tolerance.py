@@ -338,6 +338,28 @@ def test_groups_that_must_not_train_together_say_so(tmp_path, lighthouse):
             pool.close()
 
 
+# Pasts ----------------------------------------------------------------------------------------------------------------
+
+BOTH = (1, 5, [0, 1])
+"""Two groups take step 1 in torchft's quorum 5."""
+PASTS = {
+    "the same": ([BOTH], [BOTH], None),
+    "this one was away": ([BOTH], [BOTH, (9, 6, [1])], 8),
+    "they died in turns": ([BOTH, (6, 7, [0])], [BOTH, (9, 6, [1])], 5),
+    "nothing is shared": ([(1, 2, [0])], [(1, 3, [1]), (4, 5, [0, 1])], 0),
+    "a new group": ([], [BOTH], 0),
+}
+
+
+@needs_torchft
+@pytest.mark.parametrize("case", PASTS)
+def test_the_last_step_that_two_groups_share(case):
+    from titanlite.fault_tolerance import last_shared_step
+
+    own, other, step = PASTS[case]
+    assert last_shared_step(own, other) == last_shared_step(other, own) == step
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +468,33 @@ importlib.util.find_spec = lambda name, *rest: None if name == "torchft" else fi
 from titanlite import MODULE
 sys.exit(MODULE.main(sys.argv[1:]))
 """
+
+
+@needs_torchft
+@pytest.mark.nightly
+def test_groups_that_die_in_turns_have_the_metrics_of_their_weights(tmp_path, lighthouse):
+    """Each trains alone while the other is dead. Then the one that is behind gets the state of the other, and the steps
+    that it has taken alone are no longer the past of its weights."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    first, second = groups = [Launch(tmp_path, number, "--checkpoint.interval=5") for number in (0, 1)]
+    try:
+        wait_until(lambda: min(group.step(groups=2) for group in groups) > 15, "both train", 200)
+        second.kill()
+        died = second.step()
+        wait_until(lambda: first.step(groups=1) > died + 12, "the first trains alone", 100)
+        first.kill()
+        second.start()
+        wait_until(lambda: second.step(groups=1) > died + 25, "the second trains alone", 100)
+        last = second.step()
+        first.start()
+        wait_until(lambda: min(group.step(groups=2) for group in groups) > last, "both train again", 200)
+    finally:
+        for group in groups:
+            group.kill()
+    losses = [{line["step"]: line["loss_metrics/global_avg_loss"] for line in group.lines()} for group in groups]
+    shared = losses[0].keys() & losses[1].keys()
+    assert [step for step in sorted(shared) if losses[0][step] != losses[1][step]] == []
+    assert min(shared) <= 15 < last < max(shared)
 
 
 @pytest.mark.parametrize("module", ["launcher", "train"])

@@ -175,6 +175,21 @@ def test_earlier_files_that_cannot_be_changed_are_one_line(tmp_path):
         open_logger(tmp_path, last_step=1)
 
 
+def test_the_steps_of_an_abandoned_past_are_removed(tmp_path):
+    """A replica group has got the state of another one, which has gone on from step 2 by itself."""
+    logger = open_logger(tmp_path)
+    for step in (1, 2, 3, 4):
+        logger.tensorboard.add_scalars({"loss": float(step)}, step)
+        logger.file.append(line_of(step))
+    logger.remove_after(2)
+    logger.tensorboard.add_scalars({"loss": 9.0}, 9)
+    logger.file.append(line_of(9))
+    logger.close()
+    assert steps_of(tmp_path) == [1, 2, 9]
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 9]
+
+
 # MFU ------------------------------------------------------------------------------------------------------------------
 
 

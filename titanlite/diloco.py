@@ -108,7 +108,8 @@ class DiLoCo(Replicas):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has of the groups, as plain JSON."""
-        return {"batches_of_groups": self._batches, "synchronized_step": self._synchronized}
+        counts = {"batches_of_groups": self._batches, "synchronized_step": self._synchronized}
+        return {**counts, "history": self._history}
 
     @property
     def batches(self) -> int:
@@ -232,5 +233,6 @@ class DiLoCo(Replicas):
     def _replace_state(self, saved: dict[str, Any]) -> None:
         """Set the weights to those of the last synchronization, which another group has sent."""
         self.outer.restore()
+        self.abandon(self._synchronized)
         self._load_counts(saved)
         self._position = saved["position"]

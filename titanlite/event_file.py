@@ -29,6 +29,10 @@ class EventFile:
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
         self.file = AppendedFile(folder / name)
         self._write(Event(file_version="brain.Event:2"))
+        self.begin(first_step)
+
+    def begin(self, first_step: int) -> None:
+        """Begin at a step, anew: what was written for it and later ones before is no longer shown."""
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:

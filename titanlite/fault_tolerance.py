@@ -7,6 +7,7 @@ one from its memory, and goes on at its step.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -77,6 +78,10 @@ class Replicas:
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
         self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
         self._state_hash: int | None = None
+        self._history: list[tuple[int, int, list[int]]] = []
+        """Which groups took the steps that the weights are of: first step, torchft's quorum, numbers of groups."""
+        self.abandon: Callable[[int], None] = lambda step: None
+        """Called with the last step that this group has shared with the one whose state it has got."""
         self.has_state_of_another = False
         """Whether the state was another group's once. A run may then end without a step of its own."""
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
@@ -137,11 +142,11 @@ class Replicas:
         batches = saved.get("batches_of_groups")
         batches = last_step * self.section.group_size if batches is None else batches
         self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
-        self._state, self._load_state = state, load_state
+        self._state, self._load_state, self._history = state, load_state, saved.get("history", [])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has of the groups, as plain JSON."""
-        return {"batches_of_groups": self.batches}
+        return {"batches_of_groups": self.batches, "history": self._history}
 
     def steps(self, last: int) -> Iterator[int]:
         """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
@@ -297,6 +302,8 @@ class Replicas:
             healed = "; this one has got its state from another" * self._healed
             living = ", ".join(map(str, self.living))
             self._print(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
+        if not self._history or self._history[-1][1:] != (self._quorum, self.living):
+            self._history = [*self._history, (step, self._quorum, self.living)]
         self._is_member, self._healed, self._lived = True, False, self.living
         return True
 
@@ -343,7 +350,8 @@ class Replicas:
         """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"tensors": self._sent_tensors(), "random": random_states(), "state": self._state()}
+        state = {"state": self._state(), "history": self._history}
+        return {"tensors": self._sent_tensors(), "random": random_states(), **state}
 
     def _replace_state(self, saved: dict[str, Any]) -> None:
         """Continue from what another group has sent beside tensors."""
@@ -357,8 +365,17 @@ class Replicas:
         self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
         for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
+        shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
+        if shared is not None:
+            self.abandon(shared)
         self._replace_state(saved)
         self._is_loading, self._healed, self.has_state_of_another = False, True, True
+
+
+def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> int | None:
+    """Return the last step that two groups, by their histories, have the same past up to; None if both are the same."""
+    n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
+    return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
 
 
 def _hash_of(values: list[Any]) -> int:

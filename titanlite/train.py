@@ -157,6 +157,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         logger = metrics.MetricsLogger(
             dump_folder, config.metrics, last_step=last_step, steps=training.steps, config=resolved
         )
+        if replicas:
+            replicas.abandon = logger.remove_after
     meter = metrics.ThroughputMeter(
         device,
         tokens_per_step=config.tokens_per_step / config.fault_tolerance.n_groups / launch.world_size,
