@@ -88,13 +88,8 @@ def explain_out_of_memory(error: Exception) -> Exception:
     gc.unfreeze()  # what is frozen is not found
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-    tensors = {
-        "weights": weights,
-        "gradients": [weight.grad for weight in weights if weight.grad is not None],
-        "optimizer states": [
-            state for each in optimizers for states in each.state.values() for state in states.values()
-        ],
-    }
+    states = [state for optimizer in optimizers for each in optimizer.state.values() for state in each.values()]
+    tensors = {"weights": weights, "gradients": [weight.grad for weight in weights], "optimizer states": states}
     sizes = {name: _bytes_on(device, values) for name, values in tensors.items()}
     sizes["the rest, such as activations"] = max(peak_memory(device)[1] * 2**30 - sum(sizes.values()), 0)
     largest = sorted(sizes.items(), key=lambda item: -item[1])
