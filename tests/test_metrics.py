@@ -17,7 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.launches import ROOT
-from titanlite import metrics, profiling, progress
+from titanlite import metrics, out_of_memory, progress
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
 from titanlite.reliability.appended_file import AppendedFile
@@ -237,7 +237,7 @@ OUT_OF_MEMORY = {
 @pytest.mark.parametrize("case", OUT_OF_MEMORY)
 def test_an_out_of_memory_error_is_a_line_with_the_largest_consumers(monkeypatch, case):
     def gib(name: str) -> float:
-        line = str(profiling.explain_out_of_memory(error))
+        line = str(out_of_memory.explain_out_of_memory(error))
         assert line.startswith(f"rank 3 is out of memory at 'step 7: forward and backward'{wanted}: ")
         assert "`titanlite plan CONFIG`" in line
         sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", line.rpartition(": ")[2])]
@@ -261,7 +261,7 @@ def test_an_out_of_memory_error_is_a_line_with_the_largest_consumers(monkeypatch
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("a bug"), ConfigError(["out of memory"])])
 def test_another_error_stays_as_it_is(error):
-    assert profiling.explain_out_of_memory(error) is error
+    assert out_of_memory.explain_out_of_memory(error) is error
 
 
 @pytest.mark.nightly

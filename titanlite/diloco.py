@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.checkpoint.tensors import plain_tensors
 from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.errors import TrainingError
 from titanlite.fault_tolerance import AskedToStop, Replicas
 from titanlite.progress import mark
-from titanlite.shards import local_shard, plain_tensors
+from titanlite.shards import local_shard
 
 
 class OuterOptimizer:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, random_states
+from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
 from titanlite.config.fault_tolerance_rules import MAX_GROUPS, require_torchft
 from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.loader import ConfigError
@@ -32,7 +32,7 @@ from titanlite.parallel import mesh
 from titanlite.progress import alive, mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
-from titanlite.shards import local_shard, plain_tensors
+from titanlite.shards import local_shard
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -78,10 +78,8 @@ class Replicas:
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
         self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
         self._state_hash: int | None = None
-        self._history: list[tuple[int, int, list[int]]] = []
-        """Which groups took the steps that the weights are of: first step, torchft's quorum, numbers of groups."""
-        self.abandon: Callable[[int], None] = lambda step: None
-        """Called with the last step that this group has shared with the one whose state it has got."""
+        self._history: list[tuple[int, int, list[int]]] = []  # who took the steps: the first one, quorum, groups
+        self.abandon: Callable[[int], None] = lambda last_shared_step: None  # called before the state of another
         self.has_state_of_another = False
         """Whether the state was another group's once. A run may then end without a step of its own."""
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds

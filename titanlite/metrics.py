@@ -35,17 +35,15 @@ class PeakFlops:
         name, n = torch.cuda.get_device_name(device), 8192
         if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):
             self.flops = known.bf16
-            self.source = f"of {self.flops / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
+            self.source = f"of {known.bf16 / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
             return
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         for _ in range(10):
-            torch.cuda.synchronize(device)
             start = time.perf_counter()
             a @ b
             torch.cuda.synchronize(device)
             self.flops = max(self.flops, 2 * n**3 / (time.perf_counter() - start))
-        product = f"{str(dtype).removeprefix('torch.')} {n} x {n} product on {name}"
-        self.source = f"of {self.flops / 1e12:.3g} TFLOP/s, measured: {product}"
+        self.source = f"of {self.flops / 1e12:.3g} TFLOP/s, measured: {dtype} {n} x {n} product on {name}"
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -31,15 +31,3 @@ def n_replicas(tensor: Tensor) -> int:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, and a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Return this rank's shards, as plain tensors that share their memory."""
-    return [plain for tensor in tensors.values() for plain in _plain(local_shard(tensor))]
-
-
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor, or those that a quantized optimizer state consists of."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return [tensor.detach()]
-    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain(getattr(tensor, name))]

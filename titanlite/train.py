@@ -32,7 +32,7 @@ from titanlite.loss import count_valid
 from titanlite.model import flops_per_token
 from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
 from titanlite.parallel import mesh
-from titanlite.profiling import build_profilers, explain_out_of_memory
+from titanlite.profiling import build_profilers
 from titanlite.progress import first_step_done, mark, progress
 from titanlite.reliability import process, watchdog
 from titanlite.reliability.process import Signals
@@ -141,6 +141,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         size = config.training.global_batch_size
         replicas = DiLoCo(outer, size, *arguments) if outer else Replicas(*arguments)
         replicas.continue_from(last_step, saved, state_to_save, load_state)
+        replicas.abandon = lambda last_shared_step: logger.remove_after(last_shared_step) if logger else None
         mark("starting the loop")
         train_step = dataclasses.replace(train_step, count_over_groups=replicas.count)
     logger, samples, dataset_losses = None, None, None
@@ -157,8 +158,6 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         logger = metrics.MetricsLogger(
             dump_folder, config.metrics, last_step=last_step, steps=training.steps, config=resolved
         )
-        if replicas:
-            replicas.abandon = logger.remove_after
     meter = metrics.ThroughputMeter(
         device,
         tokens_per_step=config.tokens_per_step / config.fault_tolerance.n_groups / launch.world_size,
@@ -227,8 +226,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             elif not (math.isfinite(loss) and math.isfinite(norm_value)):
                 reason = explain_nonfinite(step, loss, norm_value, loss_sum)
                 if n_skipped == training.nonfinite_steps_allowed:
-                    used = f"{n_skipped}, all used" if n_skipped else "N skips N such steps"
-                    reason += f" (training.nonfinite_steps_allowed = {used})"
+                    allowed = f"{n_skipped}, all used" if n_skipped else "N skips N such steps"
+                    reason += f" (training.nonfinite_steps_allowed = {allowed})"
                     raise TrainingError(reason + (checkpointer.after_divergence() if checkpointer else ""))
                 n_skipped += 1
                 allowed = training.nonfinite_steps_allowed
@@ -331,11 +330,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         logger.close()
     if checkpointer:
         checkpointer.close()
-    if not loss <= (highest := math.log(config.model.vocab_size) + 1):  # also if it is nan
-        log_rank0(
-            f"the loss of the last step, {loss:,.4g}, is above {highest:.4g}, 1 more than a uniform guess has, "
-            f"log(model.vocab_size = {config.model.vocab_size}): the training has diverged, or the data is wrong"
-        )
+    if not loss <= (limit := math.log(config.model.vocab_size) + 1):  # also if it is nan
+        log_rank0(f"the last loss, {loss:,.4g}, is above {limit:.4g}, 1 more than a uniform guess has: it has diverged")
 
 
 def largest_loss(loss_sum: Tensor, batches: list[Batch], contributes_loss: bool) -> float:
@@ -387,6 +383,8 @@ def main(argv: list[str]) -> None:
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
             export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
     except Exception as error:
+        from titanlite.out_of_memory import explain_out_of_memory  # here, since most runs do without
+
         watchdog.fail(explain_out_of_memory(error), heartbeat)
     process.exit_process(0)
 

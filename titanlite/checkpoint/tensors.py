@@ -99,3 +99,15 @@ def random_states() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
     return states
+
+
+def plain_tensors(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Return this rank's shards, as plain tensors that share their memory."""
+    return [plain for tensor in tensors.values() for plain in _plain(local_shard(tensor))]
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor, or those that a quantized optimizer state consists of."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor.detach()]
+    return [inner for name in tensor.__tensor_flatten__()[0] for inner in _plain(getattr(tensor, name))]

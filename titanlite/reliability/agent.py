@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
     def _record(self, rank: int, status: int) -> str:
         """Record in the launch's store that a rank has ended which could not do so itself, so that all ranks end.
         Return what to print when they have: nothing if it was to stop, or is not the first that failed."""
-        if status == 2 or (status == 1 and self._worker_group.workers[0].world_size == 1):
+        if status == 2 or (status == 1 and (self.signals.stopping or self._worker_group.workers[0].world_size == 1)):
             return ""
         message, log = "", log_file(os.environ[LOG_FOLDER], rank)
         if status < 0:
