@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in slow:
             item.add_marker(pytest.mark.nightly)
     collected = {item.nodeid.partition("::")[0] for item in items}
-    if len(collected) == len(list(NIGHTLY.parent.glob("test_*.py"))):  # all of them
+    if len(collected) == len(list(NIGHTLY.parent.rglob("test_*.py"))):  # all of them
         unknown = sorted(line for line in slow - {item.nodeid for item in items} if not line.startswith("#"))
         if unknown:
             raise pytest.UsageError(f"{NIGHTLY}: no such tests: {unknown}")

@@ -127,8 +127,8 @@ class CheckedFile:
         the manifest differ."""
         (begin, end), blocks = content[name]["data_offsets"], self._checksums[name]
         n_bytes = math.prod(stored.size) * DTYPES[dtype].itemsize
-        inside = isinstance(begin, int) and begin >= 0 and end - begin == n_bytes
-        inside = inside and self._begin + end <= self._size
+        inside = type(begin) is type(end) is int and begin >= 0 and end - begin == n_bytes
+        inside = inside and self._begin + end <= self._size and isinstance(blocks, list)
         as_expected = content[name]["dtype"] == dtype and content[name]["shape"] == list(stored.size)
         if not inside or not as_expected or len(blocks) != math.ceil(n_bytes / BLOCK_BYTES):
             raise ValueError(name)

@@ -1,0 +1,104 @@
+"""Everything that titanlite reads, attacked with damaged inputs: each is accepted, or rejected in one line.
+
+    FUZZ_SECONDS=300 pytest -m nightly tests/fuzz           of the CPU per reader, 20 by default
+    FUZZ_SECONDS=60 pytest -m nightly tests/fuzz -k config_file
+
+targets.py has the readers, and what must be true of an accepted input; mutations.py damages valid inputs. An example
+may take 10 s of the CPU and 2 GiB, print no control character, and raise only ConfigError or TrainingError. Inputs that
+once failed are in found.py and run always.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import resource
+import signal
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.fuzz.found import FOUND
+from tests.fuzz.targets import TARGETS, Check
+from titanlite.config.loader import ConfigError
+from titanlite.errors import TrainingError
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
+CPU_SECONDS, BYTES = 10, 2 * 2**30
+
+
+class LimitExceeded(BaseException):
+    """An example takes too long; no `except Exception` of the package may catch it."""
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Limit the CPU time and the memory of the body; pytest-timeout limits the wall-clock time of a test."""
+
+    def stop(*_: Any) -> None:
+        raise LimitExceeded(f"more than {CPU_SECONDS} s of the CPU")
+
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def outcome(check: Check, data: Any) -> str:
+    """Return "accepted" or "rejected"; whatever else a reader does is raised."""
+    output, lines, result = io.TextIOWrapper(io.BytesIO(), "utf-8"), list[str](), "accepted"
+    with limits(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            check(data)
+        except (ConfigError, TrainingError) as error:
+            lines, result = getattr(error, "problems", [str(error)]), "rejected"
+    output.seek(0)
+    assert all(lines), "a rejection without a reason"
+    for line in [*lines, *output.read().split("\n"), *errors.getvalue().split("\n")]:
+        assert not [char for char in line if unicodedata.category(char) in ("Cc", "Zl", "Zp")], (
+            f"control characters in {line!r}"
+        )
+    return result
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(SECONDS + 400)  # hypothesis takes up to five minutes to make a failing input small
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_input_is_accepted_or_rejected_in_one_line(name, tmp_path):
+    strategy, check = TARGETS[name](tmp_path)
+    outcomes, failed, end = Counter[str](), list[Any](), time.process_time() + SECONDS
+
+    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def run(data: Any) -> None:
+        if failed or time.process_time() < end:  # after a failure the same input must fail again
+            try:
+                outcomes[outcome(check, data)] += 1
+            except BaseException as error:
+                failed.append(data)
+                raise error if isinstance(error, Exception) else AssertionError(str(error)) from error
+
+    for _ in itertools.takewhile(lambda _: time.process_time() < end, itertools.count()):
+        run()
+    print(name, dict(outcomes))
+    assert outcomes["accepted"]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_inputs_that_once_failed(name, tmp_path):
+    _, check = TARGETS[name](tmp_path)
+    for data, expected in FOUND[name]:
+        assert outcome(check, data) == expected, data
