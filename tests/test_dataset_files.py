@@ -115,6 +115,20 @@ def test_errors_name_the_file_and_the_row(tmp_path, content, problem):
     assert problem in line
 
 
+@pytest.mark.parametrize("bit", range(7))
+def test_a_parquet_file_that_lacks_rows_is_rejected(tmp_path, bit):
+    """pyarrow skips a page of an unknown type silently. A page's header begins with its type."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a", "b", "c", "d"]}), path, row_group_size=2, use_dictionary=False
+    )
+    data = bytearray(path.read_bytes())
+    data[5] ^= 2**bit
+    path.write_bytes(data)
+    problem = "says that it has 4 rows, and lacks some or has more: it is damaged"
+    assert rejection(lambda: texts("parquet", path)) == f"{path}: {problem}"
+
+
 def test_text_that_is_no_utf8_names_the_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ntwo\n\xff\n")

@@ -366,8 +366,8 @@ def test_a_users_own_device(tmp_path):
     with pytest.raises(config.ConfigError) as error:
         make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
-        "memory_bandwidth = -1.0: expected a finite number > 0",
-        "missing key watts: expected a finite number > 0",
+        "memory_bandwidth = -1.0: expected a finite number >= 1e-18 and <= 1e+30",
+        "missing key watts: expected a finite number >= 1e-18 and <= 1e+30",
         'devices_per_node = "4": expected an integer >= 1',
         f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",
     ]

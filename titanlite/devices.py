@@ -4,16 +4,33 @@ The plan and the MFU of a run read the same table. To add a device, add a line w
 TOML file with the keys of `Device`, named by `plan.device`.
 """
 
+import itertools
 from typing import Annotated, Literal, Union
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from titanlite.config.loader import Section
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # with these bounds no quotient is 0 or infinite
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
 ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
+
+
+def _ascending(points: list[list[float]]) -> list[list[float]]:
+    if any(one[0] >= other[0] for one, other in itertools.pairwise(points)):
+        raise ValueError("expected points from fewer bytes to more")
+    return points
+
+
+def _with_mul(operators: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    if "mul" not in operators:
+        raise ValueError('expected "mul", which stands for all operators that are not named')
+    return operators
+
+
+Points = Annotated[list[TwoRates], Field(min_length=1), AfterValidator(_ascending)]
+AttentionRates = Annotated[list[ThreeRates], Field(min_length=1)]
 
 
 class MeasuredCollective(Section):
@@ -24,7 +41,7 @@ class MeasuredCollective(Section):
     """Ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
     """Nodes that they are on."""
-    points: list[TwoRates]
+    points: Points
     """Bytes of the full tensor, and seconds; from fewer bytes to more."""
 
 
@@ -35,13 +52,13 @@ class Measured(Section):
     """Version of PyTorch."""
     ranks: Annotated[int, Field(ge=1)]
     """Ranks that measured at the same time. On a CPU they share its cores."""
-    matmul: dict[Literal["bf16", "fp8", "fp32"], list[FourRates]]
+    matmul: dict[Literal["bf16", "fp8", "fp32"], Annotated[list[FourRates], Field(min_length=1)]]
     """m, n and k of a product [m, k] x [k, n], and its FLOP/s, by data type."""
-    attention: list[ThreeRates]
+    attention: AttentionRates
     """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
-    attention_backward: list[ThreeRates]
+    attention_backward: AttentionRates
     """The same of the backward."""
-    operators: dict[str, list[TwoRates]]
+    operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
     """Bytes read and written, and seconds, by operator; "mul" stands for all that are not named."""
     operator_seconds: Rate
     """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""

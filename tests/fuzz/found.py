@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from tests.fuzz.mutations import to_json
+from tests.fuzz.targets import DEVICE
 
 
 def _tensors(**changes: Any) -> tuple[str, bytes]:
@@ -17,10 +18,19 @@ def _tensors(**changes: Any) -> tuple[str, bytes]:
 
 
 FLOATS = [b"@A", b"PA", b"`A", b"pA", b"\x80A", b"\x88A", b"\x90A", b"\x98A", b"\xa0A", b"\xa8A", b"\xb0A", b"\xb8A"]
+DEVICE_WITHOUT_MUL = DEVICE.replace("operators.mul", "operators.add")
+DEVICE_WITHOUT_POINTS = DEVICE.replace("points = [[1024, 1e-6], [1e6, 1e-4]]", "points = []")
+DEVICE_WITH_TINY_RATES = DEVICE.replace("[[1024, 1e-6]", "[[1e-320, 1e-6]")
 FOUND: dict[str, list[tuple[Any, str]]] = {
     "checkpoint": [
         (_tensors(), "accepted"),
         (_tensors(data_offsets=[48, 60.0]), "rejected"),  # TypeError when the tensor was read
         (_tensors(checksums={"x": "7aa0647176968355"}), "rejected"),  # KeyError when the tensor was read
+    ],
+    "device_file": [
+        (DEVICE.encode(), "accepted"),
+        (DEVICE_WITHOUT_MUL.encode(), "rejected"),  # KeyError in a plan
+        (DEVICE_WITHOUT_POINTS.encode(), "rejected"),  # IndexError in a plan
+        (DEVICE_WITH_TINY_RATES.encode(), "rejected"),  # infinite seconds in a plan
     ],
 }

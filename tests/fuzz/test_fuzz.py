@@ -14,6 +14,7 @@ import itertools
 import os
 import resource
 import signal
+import sys
 import time
 import unicodedata
 from collections import Counter
@@ -26,11 +27,13 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.fuzz.found import FOUND
 from tests.fuzz.targets import TARGETS, Check
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, print_problems
 from titanlite.errors import TrainingError
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
 CPU_SECONDS, BYTES = 10, 2 * 2**30
+CONTROLS = ("Cc", "Zl", "Zp")
+"""Categories of Unicode of line feeds and other characters that do not belong in a line."""
 
 
 class LimitExceeded(BaseException):
@@ -59,19 +62,21 @@ def limits() -> Iterator[None]:
 
 def outcome(check: Check, data: Any) -> str:
     """Return "accepted" or "rejected"; whatever else a reader does is raised."""
-    output, lines, result = io.TextIOWrapper(io.BytesIO(), "utf-8"), list[str](), "accepted"
-    with limits(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()) as errors:
+    output, errors, problems = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO(), None
+    with limits(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             check(data)
-        except (ConfigError, TrainingError) as error:
-            lines, result = getattr(error, "problems", [str(error)]), "rejected"
+        except ConfigError as error:
+            problems = error.problems
+            print_problems(error)
+        except TrainingError as error:
+            problems = [str(error)]
+            print(f"error: {error}", file=sys.stderr)
+    assert problems is None or (problems and all(problems)), "a rejection without a reason"
     output.seek(0)
-    assert all(lines), "a rejection without a reason"
-    for line in [*lines, *output.read().split("\n"), *errors.getvalue().split("\n")]:
-        assert not [char for char in line if unicodedata.category(char) in ("Cc", "Zl", "Zp")], (
-            f"control characters in {line!r}"
-        )
-    return result
+    for line in [*(problems or []), *output.read().split("\n"), *errors.getvalue().split("\n")]:
+        assert not [char for char in line if unicodedata.category(char) in CONTROLS], f"control characters in {line!r}"
+    return "accepted" if problems is None else "rejected"
 
 
 @pytest.mark.nightly

@@ -204,6 +204,11 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
                     raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
                 yield Row(index, index + 1, values)
             row += len(batch)
+        if row != end:
+            break
+    if row != file.metadata.num_rows:  # pyarrow skips a page whose type is damaged
+        problem = f"{path}: says that it has {file.metadata.num_rows:,} rows, and lacks some or has more: it is damaged"
+        raise ConfigError([problem])
 
 
 def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
