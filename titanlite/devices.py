@@ -4,7 +4,6 @@ The plan and the MFU of a run read the same table. To add a device, add a line w
 TOML file with the keys of `Device`, named by `plan.device`.
 """
 
-import itertools
 from typing import Annotated, Literal, Union
 
 from pydantic import AfterValidator, Field
@@ -17,20 +16,10 @@ ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
 
 
-def _ascending(points: list[list[float]]) -> list[list[float]]:
-    if any(one[0] >= other[0] for one, other in itertools.pairwise(points)):
-        raise ValueError("expected points from fewer bytes to more")
-    return points
-
-
 def _with_mul(operators: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    if "mul" not in operators:
-        raise ValueError('expected "mul", which stands for all operators that are not named')
-    return operators
-
-
-Points = Annotated[list[TwoRates], Field(min_length=1), AfterValidator(_ascending)]
-AttentionRates = Annotated[list[ThreeRates], Field(min_length=1)]
+    if "mul" in operators:
+        return operators
+    raise ValueError('expected "mul", which stands for all operators that are not named')
 
 
 class MeasuredCollective(Section):
@@ -41,7 +30,7 @@ class MeasuredCollective(Section):
     """Ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
     """Nodes that they are on."""
-    points: Points
+    points: Annotated[list[TwoRates], Field(min_length=1)]
     """Bytes of the full tensor, and seconds; from fewer bytes to more."""
 
 
@@ -54,11 +43,11 @@ class Measured(Section):
     """Ranks that measured at the same time. On a CPU they share its cores."""
     matmul: dict[Literal["bf16", "fp8", "fp32"], Annotated[list[FourRates], Field(min_length=1)]]
     """m, n and k of a product [m, k] x [k, n], and its FLOP/s, by data type."""
-    attention: AttentionRates
+    attention: Annotated[list[ThreeRates], Field(min_length=1)]
     """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
-    attention_backward: AttentionRates
+    attention_backward: Annotated[list[ThreeRates], Field(min_length=1)]
     """The same of the backward."""
-    operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
+    operators: Annotated[dict[str, Annotated[list[TwoRates], Field(min_length=1)]], AfterValidator(_with_mul)]
     """Bytes read and written, and seconds, by operator; "mul" stands for all that are not named."""
     operator_seconds: Rate
     """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""

@@ -46,6 +46,9 @@ def _places(container: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value)
 
 
+HOW = ["replace", "change", "change", "change", "exchange", "delete", "add", "add"]
+
+
 @st.composite
 def changed(draw: Any, value: Any) -> Any:
     """Return a JSON value in which some values are replaced, deleted, repeated, exchanged or a little wrong."""
@@ -54,9 +57,9 @@ def changed(draw: Any, value: Any) -> Any:
         places = list(_places(top))
         container, key = places[draw(st.integers(0, len(places) - 1))]
         other, other_key = places[draw(st.integers(0, len(places) - 1))]
-        how, old = draw(st.sampled_from(["replace", "change", "exchange", "delete", "add"])), container[key]
+        how, old = draw(st.sampled_from(HOW)), container[key]
         if how == "change" and type(old) in (int, float):
-            container[key] = draw(st.sampled_from([old + 1, old - 1, -old, 2 * old, float(old), str(old), [old]]))
+            container[key] = draw(st.sampled_from([old + 1, old - 1, -old, float(old), str(old)]))
         elif how == "change" and isinstance(old, list):
             container[key] = old[::-1]
         elif how == "exchange":
@@ -97,8 +100,9 @@ def json_files(value: Any) -> st.SearchStrategy[bytes]:
 
 
 def toml_files(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return files like a TOML file, in which some words, numbers and strings are others."""
-    words = [match.span() for match in re.finditer(rb'"[^"]*"|[-+.\w]+', data)]
+    """Return files like a TOML file, in which some words, numbers, strings and lists are others."""
+    patterns = (rb'"[^"]*"|[-+.\w]+', rb"\[.*\]")
+    words = [match.span() for pattern in patterns for match in re.finditer(pattern, data)]
 
     def replaced(items: list[tuple[tuple[int, int], bytes]]) -> bytes:
         text = data

@@ -70,12 +70,16 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 @target
 def config_file(folder: Path) -> Any:
     """A TOML file and overrides. What is accepted is the same when it is read from the config.toml of the run."""
-    sections = sorted({key.rpartition(".")[0] for key in OPTIONS})
-    keys = st.one_of(st.sampled_from([*OPTIONS]), st.sampled_from([*sections, "x", "training.x.y", ""]))
-    lines = st.lists(st.builds("{} = {}".format, keys, TOML.map(bytes.decode)), max_size=5).map("\n".join)
-    shipped = st.sampled_from(sorted((ROOT / "configs").glob("debug*.toml"))).map(Path.read_bytes)
-    texts = st.one_of(TOML.map(bytes.decode), st.text(max_size=12)).filter(lambda text: "\0" not in text)
-    arguments = st.lists(st.one_of(st.builds("--{}={}".format, keys, texts), texts.map("-{}".format)), max_size=2)
+    shipped = st.sampled_from(sorted((ROOT / "configs").glob("debug*.toml"))).map(Path.read_bytes).flatmap(toml_files)
+    values = TOML.map(bytes.decode)
+    texts = st.one_of(values, st.text(max_size=12)).filter(lambda text: "\0" not in text)
+
+    def about(options: list[str]) -> st.SearchStrategy[tuple[bytes, list[str]]]:
+        """Return files and arguments about a few options and their sections, so that they meet."""
+        keys = st.sampled_from([*options, *(key.rpartition(".")[0] for key in options), "x", f"{options[0]}.x"])
+        lines = st.lists(st.builds("{} = {}".format, keys, values), max_size=3).map("\n".join)
+        arguments = st.one_of(st.builds("--{}={}".format, keys, texts), texts.map("-{}".format))
+        return st.tuples(st.one_of(lines.map(str.encode), shipped), st.lists(arguments, max_size=2))
 
     def check(data: tuple[bytes, list[str]]) -> None:
         write_files(folder, {"run.toml": data[0]})
@@ -86,7 +90,7 @@ def config_file(folder: Path) -> Any:
             write_files(folder, {"config.toml": accepted.toml().encode()})
             assert config.load([str(folder / "config.toml")]).config == accepted
 
-    return st.tuples(st.one_of(lines.map(str.encode), shipped.flatmap(toml_files)), arguments), check
+    return st.lists(st.sampled_from([*OPTIONS]), min_size=1, max_size=3).flatmap(about), check
 
 
 @target
