@@ -205,9 +205,12 @@ def header_length(length: int) -> Callable[[Path], None]:
 
 # The first tensor's bytes follow the header; the last one's end the file.
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing file": (removed(FIRST), f"{FIRST}: missing"),
-    "missing second file": (removed(SECOND), f"{SECOND}: missing"),
-    "renamed file": (lambda step: (step / FIRST).rename(step / "rank-00009.safetensors"), f"{FIRST}: missing"),
+    "missing file": (removed(FIRST), f"{FIRST}: cannot be read: No such file"),
+    "missing second file": (removed(SECOND), f"{SECOND}: cannot be read: No such file"),
+    "renamed file": (
+        lambda step: (step / FIRST).rename(step / "rank-00009.safetensors"),
+        f"{FIRST}: cannot be read: No such file",
+    ),
     "truncated by one byte": (truncate(FIRST, -1), f"{FIRST}: "),
     "truncated by half": (truncate(SECOND, -2_000_000), f"{SECOND}: "),
     "empty file": (truncate(FIRST, -(10**9)), f"{FIRST}: 0 bytes"),
@@ -223,9 +226,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit in a checksum": (flipped(FIRST, 90), f"{FIRST}: the header's checksum differs"),
     "files swapped": (swap, f"{FIRST}: "),
     "file of another checkpoint": (from_another(SECOND), f"{SECOND}: the header's checksum differs"),
-    "a folder for a file": (as_folder, f"{FIRST}: missing, or not a regular file"),
-    "a pipe for a file": (as_fifo, f"{FIRST}: missing, or not a regular file"),
-    "a device for a file": (as_zeros, f"{FIRST}: missing, or not a regular file"),
+    "a folder for a file": (as_folder, f"{FIRST}: cannot be read: Is a directory"),
+    "a pipe for a file": (as_fifo, f"{FIRST}: cannot be read: expected a regular file"),
+    "a device for a file": (as_zeros, f"{FIRST}: cannot be read: expected a regular file"),
     "a header without end": (header_length(2**63), f"{FIRST}: no safetensors file"),
     "a header longer than the file": (header_length(20_000_000), f"{FIRST}: no safetensors file"),
     "a shorter header": (header_length(16), f"{FIRST}: the header's checksum differs"),
@@ -259,7 +262,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda step: change_manifest(step, lambda content: content.update(format="pt")),
         f'{MANIFEST}: format "pt", version 1: expected',
     ),
-    "missing state": (removed(STATE), f"{STATE}: missing"),
+    "missing state": (removed(STATE), f"{STATE}: cannot be read: No such file"),
     "truncated state": (truncate(STATE, -3), f"{STATE}: it is not the file that the manifest describes"),
     "flipped bit in the state": (flipped(STATE, 11), f"{STATE}: it is not the file that the manifest describes"),
     "state of another checkpoint": (from_another(STATE), f"{STATE}: it is not the file that the manifest describes"),

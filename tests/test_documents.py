@@ -68,6 +68,21 @@ def test_missing_files_are_rejected(tmp_path, dataset, path, reason):
         assert reason in line
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a good file"])
+@pytest.mark.parametrize("path", ["", "*", "bad.txt"], ids=["folder", "glob", "file"])
+@pytest.mark.parametrize("kind", ["/nowhere", "/dev/zero", "pipe"])
+def test_what_is_no_file_is_not_left_out(tmp_path, kind, path, alone):
+    bad = tmp_path / "bad.txt"
+    if kind == "pipe":
+        os.mkfifo(bad)
+    else:
+        bad.symlink_to(kind)
+    if not alone:
+        (tmp_path / "good.txt").write_text("good")
+    for line in rejections("text", tmp_path / path):
+        assert line.endswith(f": {bad}: expected a regular file, or a link to one")
+
+
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 @pytest.mark.parametrize(
     ("texts", "text_key", "reason"),

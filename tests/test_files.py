@@ -3,14 +3,24 @@
 import errno
 import gzip
 import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pyarrow.lib
 import pytest
 from pydantic import Field
 
+from tests.data_helpers import source
+from titanlite import config
+from titanlite.checkpoint.manifest import read_json
+from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError
+from titanlite.data.documents import open_dataset, read_documents
 from titanlite.errors import TrainingError
+from titanlite.plan.comparison import read_measurement
+from titanlite.regular_file import read_file
 from titanlite.reliability import files
 from titanlite.reliability.files import (
     Checksum,
@@ -36,6 +46,9 @@ LASTING = {
     "damaged gzip file": gzip.BadGzipFile("Not a gzipped file"),
     "damaged parquet file": pyarrow.lib.ArrowIOError("Couldn't deserialize thrift"),
     "format": ValueError("expected a list"),
+    "name": OSError(errno.ENAMETOOLONG, "File name too long"),
+    "kind": OSError(errno.EINVAL, "expected a regular file"),
+    "size": OSError(errno.EFBIG, "expected at most 5 bytes"),
 }
 
 
@@ -47,6 +60,52 @@ def test_errors_of_the_disk_and_the_network_are_transient(name: str):
         raised = cannot_read("some file", error)
         assert type(raised) is (TrainingError if name in TRANSIENT else ConfigError)
         assert str(raised).startswith("some file: cannot be read: ")
+
+
+KINDS = {
+    "pipe": (os.mkfifo, "expected a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "expected a regular file"),
+    "folder": (Path.mkdir, "Is a directory"),
+    "large file": (lambda path: path.write_bytes(b"123456"), "expected at most 5 bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_small_file_is_rejected_at_once(tmp_path, kind):
+    create, problem = KINDS[kind]
+    create(tmp_path / "file")
+    with pytest.raises(OSError, match=problem) as raised:
+        read_file(tmp_path / "file", 5)
+    assert type(cannot_read("file", raised.value)) is ConfigError
+    (tmp_path / "small").write_bytes(b"12345")
+    assert read_file(tmp_path / "small", 5) == b"12345"
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config": lambda path: config.load([f"{path}/name.toml"]),
+    "config.json of a model": lambda path: read_json_object(path / "name.toml"),
+    "manifest of a checkpoint": lambda path: read_json(path / "name.toml"),
+    "metrics of a run": lambda path: read_measurement(path / "name.toml"),
+    "text": lambda path: read_texts(path, "text"),
+    "JSON lines": lambda path: read_texts(path, "json"),
+    "parquet": lambda path: read_texts(path, "parquet"),
+}
+
+
+def read_texts(path: Path, kind: str) -> object:
+    named = source(kind, path / "name.toml")
+    return [list(read_documents(named, segment)) for segment in open_dataset(named)[0]]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_waits_for_a_pipe_or_reads_a_device(tmp_path, reader, kind):
+    KINDS[kind][0](tmp_path / "name.toml")
+    with pytest.raises(ConfigError) as raised:
+        READERS[reader](tmp_path)
+    (line,) = raised.value.problems
+    assert f"{tmp_path}/name.toml" in line
+    assert "a regular file" in line
 
 
 @pytest.mark.parametrize("fails", ["os.fsync", "pathlib.Path.replace"])

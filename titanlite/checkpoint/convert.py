@@ -26,12 +26,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titanlite.checkpoint.files import write_file
-from titanlite.checkpoint.manifest import DTYPE_NAMES, MANIFEST, STATE, build_manifest, read_json
+from titanlite.checkpoint.manifest import DTYPE_NAMES, LARGEST_MANIFEST, MANIFEST, STATE, build_manifest, read_json
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.schema import Model
 from titanlite.hf.export import partition
 from titanlite.progress import progress
+from titanlite.regular_file import read_file
 from titanlite.reliability.files import first_problem, sync_folder, write_synced
 
 USAGE = "usage: titanlite convert OLD NEW   (--help tells more)"
@@ -71,7 +72,7 @@ class _Reader(FileSystemReader):
         """Return .metadata. Raises ConfigError if it is damaged, or has anything but descriptions of tensors."""
         path = Path(self.path) / ".metadata"
         try:
-            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            metadata = _Unpickler(io.BytesIO(read_file(path, LARGEST_MANIFEST))).load()
         except Exception as error:  # a damaged pickle raises nearly anything
             raise ConfigError([f"{path}: rejected: {error or type(error).__name__}"]) from None
         entries = getattr(metadata, "state_dict_metadata", None)

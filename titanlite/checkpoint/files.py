@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored, file_size
+from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored
 from titanlite.config.loader import ConfigError
+from titanlite.regular_file import open_file
 from titanlite.reliability.files import cannot_read, checksum, safetensors_header, sync
 
 BLOCK_BYTES = 4 * 2**20
@@ -96,12 +98,12 @@ class CheckedFile:
         """`expected` has the data type and the slice of each tensor in the file."""
         self.bytes_read = 0
         self.path, self._dtypes = path, {name: DTYPES[dtype] for name, (dtype, _) in expected.items()}
-        self._size = size = file_size(path)
-        if size != entry.bytes:
-            problem = f"{size} bytes, expected {entry.bytes}: truncated, or of another checkpoint"
-            raise ConfigError([f"{path}: {problem}"])
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
+                self._size = size = os.fstat(file.fileno()).st_size
+                if size != entry.bytes:
+                    problem = f"{size} bytes, expected {entry.bytes}: truncated, or of another checkpoint"
+                    raise ConfigError([f"{path}: {problem}"])
                 header = file.read(8)
                 length = int.from_bytes(header, "little")
                 if len(header) < 8 or length > min(size - 8, LARGEST_HEADER):
@@ -161,7 +163,7 @@ class CheckedFile:
         """Read blocks of a tensor's bytes, one behind the other, and check each. The last may be shorter."""
         begin = self._places[name][0] + blocks.start * BLOCK_BYTES
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_file(self.path, buffering=0) as file:
                 file.seek(begin)
                 for i, block in enumerate(blocks):
                     piece = data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]

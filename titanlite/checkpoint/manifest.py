@@ -17,6 +17,7 @@ import torch
 from pydantic import PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.regular_file import read_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -31,6 +32,7 @@ DTYPES = {  # by their names in safetensors files
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LARGEST_MANIFEST = 2**27  # bytes
 LARGEST_GRID = 10_000_000
 """Cells of the grid in which slices are checked; 4096 ranks need at most 4096 of them."""
 
@@ -232,23 +234,11 @@ def _problem_of_slices(slices: list[tuple[int, list[int], list[int]]], shape: li
     return "" if (covered == 1).all() else "its slices overlap or leave gaps"
 
 
-def file_size(path: Path) -> int:
-    """Return the size of a regular file in bytes. Raises ConfigError for anything else: a device or a pipe would be
-    read forever."""
-    try:
-        if path.is_file():
-            return path.stat().st_size
-        raise ConfigError([f"{path}: missing, or not a regular file"])
-    except OSError as error:
-        raise cannot_read(f"{path}", error) from None
-
-
 def read_json(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
     """Return the JSON object that a file holds. Raises ConfigError if it is none, or not the one in the manifest."""
-    size = file_size(path)
     try:
-        data = path.read_bytes()
-        if entry and (size, checksum(data)) != (entry.bytes, entry.xxh3_64):
+        data = read_file(path, LARGEST_MANIFEST)
+        if entry and (len(data), checksum(data)) != (entry.bytes, entry.xxh3_64):
             raise ConfigError([f"{path}: it is not the file that the manifest describes: damaged or changed"])
         content = json.loads(data)
     except OSError as error:

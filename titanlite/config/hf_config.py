@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Union
 
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
+from titanlite.regular_file import read_file
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""
@@ -136,13 +137,9 @@ def model_options(folder: Path) -> dict[str, Any]:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
     try:
-        if not file.is_file():  # nor a pipe, from which a read would wait
-            raise ConfigError([f"{file}: no such file"])
-        with file.open("rb") as stream:
-            data = stream.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise ConfigError([f"{file}: expected at most {LARGEST_FILE:,} bytes"])
-        value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+        value = json.loads(read_file(file, LARGEST_FILE).decode("utf-8-sig"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        problem = "no such file"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:

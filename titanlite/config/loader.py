@@ -21,12 +21,16 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from titanlite.regular_file import read_file
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 COMMAND_LINE = "command line"
+LARGEST_CONFIG = 2**20
+"""Bytes of a TOML file."""
 
 
 class Section(BaseModel):
@@ -148,7 +152,8 @@ def read_toml(file: str) -> dict[str, Any]:
     """Return the contents of a TOML file. Raises ConfigError if it does not exist, cannot be read or is not TOML."""
     path = Path(file)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors may write a byte order mark
+        content = read_file(path, LARGEST_CONFIG)
+        return tomllib.loads(content.decode("utf-8-sig"))  # Windows editors may write a byte order mark
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -27,6 +27,7 @@ from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, S
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 from titanlite.progress import progress
+from titanlite.regular_file import open_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum
 
 INDEX = "packing.json"
@@ -304,7 +305,7 @@ class BestFit:
         """Return the file of a packing table whose checksum has been verified once by this process."""
         path, table = self.folder / _table_name(number), self.index.tables[number]
         token_shards.check_size(path, table.file_size)
-        file = path.open("rb", buffering=0)
+        file = open_file(path, buffering=0)
         if number not in self._verified and checksum(file.read()) != table.xxh3_64:
             raise DamagedShardError(f"{path.name}: the checksum differs")
         self._verified.add(number)

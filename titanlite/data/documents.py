@@ -10,6 +10,7 @@ from typing import Any
 from titanlite.config.loader import ConfigError, show
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
 from titanlite.data.source import Source
+from titanlite.regular_file import open_file
 
 # Suffixes of the files that are read from a folder, by dataset
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}
@@ -108,17 +109,19 @@ def _topics() -> list[str]:
 def _files(source: Source) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order."""
     path = Path(source.training.dataset_path).expanduser()
-    if path.is_file():
-        return [path]
     suffixes = SUFFIXES[source.training.dataset]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.name.endswith(suffixes)]
     else:
-        files = [Path(file) for file in glob.glob(str(path), recursive=True)]
+        files = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
+    files = sorted(file for file in files if not file.is_dir())
     if not files:
         reason = f"no file in it ends in {' or '.join(suffixes)}" if path.is_dir() else "no such file or folder"
         raise ConfigError([f"{source}: {reason}"])
-    return sorted(file for file in files if file.is_file())
+    for file in files:
+        if not file.is_file():
+            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one"])
+    return files
 
 
 def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
@@ -129,7 +132,7 @@ def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
     for path in files:
         status = path.stat()
         content.update(f"{status.st_size}/{status.st_mtime_ns if with_times else ''}/".encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for sample in range(samples):
                 file.seek(max(status.st_size - SAMPLE_BYTES, 0) * sample // (samples - 1))
                 content.update(file.read(SAMPLE_BYTES))

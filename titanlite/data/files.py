@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
 from titanlite.errors import TrainingError
+from titanlite.regular_file import open_file
 from titanlite.reliability.files import is_transient
 
 LARGEST_ROW = 2**26
@@ -122,8 +123,14 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise (TrainingError(problem) if is_transient(error) else ConfigError([problem])) from None
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    with open_file(path) as file:
+        if path.suffix != ".gz":
+            yield file
+            return
+        with gzip.open(file) as unpacked:
+            yield unpacked  # type: ignore[misc]
 
 
 def _is_json_array(training: Training, path: Path) -> bool:

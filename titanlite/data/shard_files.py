@@ -12,6 +12,7 @@ import xxhash
 from pydantic import ValidationError
 
 from titanlite.data.token_shards import BLOCK, HEADER, DamagedShardError, DType, Shard, Split, check_size, regular_file
+from titanlite.regular_file import open_file
 from titanlite.reliability.files import checksum, sync
 
 
@@ -94,7 +95,7 @@ def read_shard(path: Path, dtype: DType) -> Shard:
     """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
     not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
     regular_file(path)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         header = file.read(HEADER)
     try:
         shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])

@@ -31,6 +31,7 @@ from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError
 from titanlite.errors import TrainingError
+from titanlite.regular_file import open_file, read_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
 FORMAT = 5  # part of a cache's name; raised when the names, the content or the number of its files change
@@ -183,7 +184,7 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
     if size > LARGEST_INDEX:
         raise DamagedShardError(f"{file.name} has {size:,} bytes")
     try:
-        record = kind.model_validate_json(file.read_bytes())
+        record = kind.model_validate_json(read_file(file, LARGEST_INDEX))
     except ValidationError as error:
         raise DamagedShardError(f"{file.name}: {first_problem(error)}") from None
     if record.xxh3_64 != record.checksum():
@@ -262,7 +263,7 @@ class TokenCache:
     def _open_shard(self, number: int) -> BinaryIO:
         path = self.folder / shard_name(number)
         check_size(path, self.index.shards[number].file_size(self.index.dtype))
-        return open(path, "rb", buffering=0)
+        return open_file(path, buffering=0)
 
     def _read(self, number: int, begin: int, end: int) -> bytes | memoryview:
         """Return bytes after the header of a shard, once the checksums of their blocks have been verified."""

@@ -11,6 +11,9 @@ from rich.table import Table
 from titanlite.config.loader import ConfigError
 from titanlite.plan.report import GIB, empty_table
 from titanlite.plan.result import Plan
+from titanlite.regular_file import read_file
+
+LARGEST_METRICS = 2**28  # bytes
 
 
 class Measurement(NamedTuple):
@@ -27,7 +30,7 @@ class Measurement(NamedTuple):
 def read_measurement(file: Path) -> Measurement:
     """Return what a metrics.jsonl says. Raises ConfigError if it cannot be read or has fewer than two logged steps."""
     try:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
         lines = [row for row in rows if "throughput(tps)" in row]
         after_first = [
             (

@@ -1,5 +1,6 @@
 """Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -44,12 +45,18 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+LASTING = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EINVAL, errno.EFBIG, errno.ENXIO,
+)  # fmt: skip
+"""Errors of files that are missing, forbidden, misnamed or, by titanlite.regular_file, of another kind."""
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether an error is of the disk or the network, so that another start may succeed. A file that is missing,
     forbidden or damaged remains so; what libraries raise for damaged files has no error number."""
-    lasting = isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError))
     failed = isinstance(error, OSError) and error.errno is not None
-    return (failed and not lasting) or isinstance(error, (ConnectionError, TimeoutError))
+    return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
 
 
 def cannot_read(what: str, error: OSError) -> Exception:

@@ -1,0 +1,29 @@
+"""Reading files of others: pipes and devices, from which a read may never end, and files that are too large."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file to read its bytes. Raises OSError for anything else, at once."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else opening a pipe waits for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb", buffering)
+    os.close(descriptor)
+    number, problem = (
+        (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "expected a regular file")
+    )
+    raise OSError(number, problem, str(path))
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file. Raises OSError if it cannot be read, or has more bytes than the limit."""
+    with open_file(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"expected at most {limit:,} bytes", str(path))
+    return content
