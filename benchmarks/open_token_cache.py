@@ -40,6 +40,7 @@ def make(folder: Path, n_shards: int) -> None:
     zeros = xxhash.xxh3_64_intdigest(bytes(BLOCK))
     checksums = np.full(TOKENS * 2 // BLOCK, zeros, "<u8").tobytes()
     shard = Shard(
+        dataset=folder.name,
         train_tokens=TOKENS,
         validation_tokens=0,
         train_documents=0,

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -521,6 +523,71 @@ def test_a_token_cache_that_others_can_write_is_rejected(dataset, tmp_path):
     cached(dataset, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o775])
+@pytest.mark.parametrize("parent", ["cache", "", "link"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_token_cache_that_others_can_rename_is_rejected(dataset, tmp_path, monkeypatch, parent, mode, complete):
+    group = mock.Mock(gr_name=pwd.getpwuid(os.geteuid()).pw_name, gr_mem=["other"])
+    monkeypatch.setattr("grp.getgrgid", lambda number: group)
+    place, folder, cache = tmp_path / "place", tmp_path / "place" / parent, tmp_path / "place" / "cache"
+    (place / "link").mkdir(parents=True)
+    if parent == "link":
+        cache.symlink_to("link", target_is_directory=True)
+    built = cached(dataset, cache).folder
+    if not complete:
+        shutil.rmtree(built)
+    folder.chmod(mode)
+    line = rejection(lambda: cached(dataset, cache))
+    assert line == (
+        f"{folder}: other users may rename what is in it, and so choose what is trained on; choose another "
+        f"training.cache_folder, or run chmod +t {folder}"
+    )
+    folder.chmod(mode | 0o1000)
+    cached(dataset, cache)
+
+
+def test_a_folder_that_the_users_own_group_can_write_is_trusted(dataset, tmp_path, monkeypatch):
+    """Many systems give each user such a group, and a umask of 002."""
+    own = mock.Mock(gr_name=pwd.getpwuid(os.geteuid()).pw_name, gr_mem=[])
+    monkeypatch.setattr("grp.getgrgid", lambda number: own)
+    built = cached(dataset, tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o775)
+    assert cached(dataset, tmp_path / "cache").identity == built.identity
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("parent", ["cache", ""])
+def test_a_token_cache_in_a_folder_of_another_user_is_rejected(dataset, tmp_path, parent):
+    """The sticky bit does not keep the folder's owner from renaming."""
+    cached(dataset, tmp_path / "place" / "cache")
+    folder = tmp_path / "place" / parent
+    folder.chmod(0o1777)
+    os.chown(folder, 12345, -1)
+    line = rejection(lambda: cached(dataset, tmp_path / "place" / "cache"))
+    assert line == (
+        f"{folder}: other users may rename what is in it, and so choose what is trained on; choose another "
+        "training.cache_folder"
+    )
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_cache_that_is_renamed_to_that_of_another_dataset_is_rejected(dataset, tmp_path, complete):
+    other = source("json", write(tmp_path / "other" / "0.jsonl", [f"{n} other text" for n in range(200)]).parent)
+    identity = cached(dataset, tmp_path / "cache").identity
+    theirs, own = (cached(each, tmp_path / "cache").folder for each in (other, dataset))
+    shutil.rmtree(own)
+    theirs.rename(own)
+    if not complete:
+        (own / "tokens.json").unlink()
+    line = rejection(lambda: cached(dataset, tmp_path / "cache"))
+    file = own / ("tokens.json" if complete else "00000.safetensors")
+    assert line == (
+        f"{file}: is of another dataset, whose folder was renamed to this one; remove the folder to have it built again"
+    )
+    shutil.rmtree(own)
+    assert cached(dataset, tmp_path / "cache").identity == identity
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_a_token_cache_of_another_user_is_rejected(dataset, tmp_path):
     built = cached(dataset, tmp_path / "cache")
@@ -535,9 +602,9 @@ def test_a_token_cache_of_another_user_is_rejected(dataset, tmp_path):
 def test_a_new_token_cache_is_writable_by_this_user_only_whatever_the_umask(dataset, tmp_path):
     before = os.umask(0)
     try:
-        folder = cached(dataset, tmp_path / "cache").folder
+        folder = cached(dataset, tmp_path / "new" / "cache").folder
     finally:
         os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
-    assert modes.pop(folder.name) == 0o755
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (*folder.parents[:2], folder, *folder.iterdir())}
+    assert [modes.pop(name) for name in ("new", "cache", folder.name)] == [0o755] * 3
     assert set(modes.values()) == {0o644}, modes

@@ -72,8 +72,9 @@ class CacheBuilder:
 
     def _build_missing(self) -> None:
         """Build the shards that are missing and that no other run builds."""
-        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read it, and not write
-        token_shards.check_trusted(self.folder)  # some file systems do not keep owners or permissions
+        for folder in (*reversed(self.folder.parents), self.folder):
+            folder.mkdir(mode=0o755, exist_ok=True)  # others may read it, and not write
+        token_shards.check_folder_trusted(self.folder)  # some file systems do not keep owners or permissions
         for number in range(len(self.segments)):
             self._look(number)
         first = random.randrange(len(self.segments))  # nodes that share the work begin at different places

@@ -11,7 +11,17 @@ import numpy as np
 import xxhash
 from pydantic import ValidationError
 
-from titanlite.data.token_shards import BLOCK, HEADER, DamagedShardError, DType, Shard, Split, check_size, regular_file
+from titanlite.data.token_shards import (
+    BLOCK,
+    HEADER,
+    DamagedShardError,
+    DType,
+    Shard,
+    Split,
+    check_dataset,
+    check_size,
+    regular_file,
+)
 from titanlite.regular_file import open_file
 from titanlite.reliability.files import checksum, sync
 
@@ -68,6 +78,7 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
         checksums = blocks.finish()
         file.write(checksums)
         shard = Shard(
+            dataset=path.parent.name,
             train_tokens=counts["train"],
             validation_tokens=counts["validation"],
             train_documents=len(lengths["train"]),
@@ -93,7 +104,8 @@ def header_of(shard: Shard, dtype: DType) -> bytes:
 
 def read_shard(path: Path, dtype: DType) -> Shard:
     """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
-    not to be trusted, and DamagedShardError if it is no shard of that type or its size is another."""
+    not to be trusted or is of another dataset, and DamagedShardError if it is no shard of that type, or has another
+    size."""
     regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)
@@ -103,5 +115,6 @@ def read_shard(path: Path, dtype: DType) -> Shard:
         raise DamagedShardError(f"{path.name}: the header is damaged") from None
     if header != header_of(shard, dtype):
         raise DamagedShardError(f"{path.name}: the header is damaged")
+    check_dataset(path, [shard])
     check_size(path, shard.file_size(dtype))
     return shard

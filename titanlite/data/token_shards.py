@@ -15,6 +15,7 @@ damage is found before it is trained on.
 
 import contextlib
 import functools
+import grp
 import json
 import os
 import pwd
@@ -34,11 +35,13 @@ from titanlite.errors import TrainingError
 from titanlite.regular_file import open_file, read_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
-FORMAT = 5  # part of a cache's name; raised when the names, the content or the number of its files change
+FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"
 HEADER, BLOCK = 4096, 2**16  # bytes
 LARGEST_INDEX = 2**28  # bytes
 OPEN_FILES = 64  # of a process
+UNKNOWN_USER = 65534
+"""Owner of root's files in a container that does not map root (user_namespaces(7))."""
 
 Split = Literal["train", "validation"]
 DType = Literal["uint16", "uint32"]
@@ -52,6 +55,8 @@ class DamagedShardError(Exception):
 class Shard(Record):
     """What a shard holds."""
 
+    dataset: Annotated[str, Field(max_length=256)]
+    """The name of the token cache's folder, which is a hash of what the tokens were made of."""
     train_tokens: Count
     validation_tokens: Count
     train_documents: Count
@@ -138,6 +143,37 @@ def check_trusted(path: Path) -> os.stat_result:
     return status
 
 
+def check_folder_trusted(folder: Path) -> os.stat_result:
+    """Return the status of a folder as check_trusted does, and check the folders that it is in: whoever can write one
+    could put another in its place, but for those with the sticky bit, as /tmp, where only an entry's owner may."""
+    for parent in {*folder.absolute().parents, *folder.resolve().parents}:
+        status = parent.lstat()
+        others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        keeps_owners = status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode)
+        is_open = status.st_mode & others and not keeps_owners
+        if is_open or status.st_uid not in (os.geteuid(), 0, UNKNOWN_USER):
+            problem = f"{parent}: other users may rename what is in it, and so choose what is trained on; choose "
+            problem += "another training.cache_folder" + f", or run chmod +t {shlex.quote(str(parent))}" * bool(is_open)
+            raise ConfigError([problem])
+    return check_trusted(folder)
+
+
+def _is_own_group(number: int) -> bool:
+    """Return whether a group is that of this user alone, which many systems give to each user."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user and not set(group.gr_mem) - {user}
+
+
+def check_dataset(path: Path, shards: list[Shard]) -> None:
+    """Raise ConfigError if shards, which a file describes, are not of the dataset that its folder is named after."""
+    if any(shard.dataset != path.parent.name for shard in shards):
+        problem = f"{path}: is of another dataset, whose folder was renamed to this one; remove the folder"
+        raise ConfigError([f"{problem} to have it built again"])
+
+
 def regular_file(path: Path) -> int:
     """Return the bytes of a regular file to be trusted. Raises FileNotFoundError if there is none, and
     DamagedShardError if it is something else."""
@@ -178,7 +214,7 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
         ConfigError: if it or its folder is not to be trusted.
         DamagedShardError: if it is no such record, or its checksum differs.
     """
-    if not stat.S_ISDIR(check_trusted(file.parent).st_mode):
+    if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     size = regular_file(file)
     if size > LARGEST_INDEX:
@@ -193,8 +229,10 @@ def read_record(file: Path, kind: type[_Record]) -> _Record:
 
 
 def read_index(folder: Path, dtype: DType) -> Index:
-    """Return tokens.json. Raises as read_record does, and DamagedShardError if it is of another type."""
+    """Return tokens.json. Raises as read_record does, DamagedShardError if it is of another type, and ConfigError if it
+    is of another dataset."""
     index = read_record(folder / INDEX, Index)
+    check_dataset(folder / INDEX, index.shards)
     if index.dtype != dtype:
         raise DamagedShardError(f"{INDEX}: dtype {index.dtype}, not {dtype}")
     return index
