@@ -10,15 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.data_helpers import rejection
 from tests.launches import wait_until
 from tests.lock_holder import open_lock
+from titanlite import config
 from titanlite.config.loader import ConfigError
-from titanlite.reliability import folder_lock
-from titanlite.reliability.run_folders import check_writable
+from titanlite.reliability import folder_lock, run_folders
+from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = "another machine"
@@ -252,6 +254,69 @@ def beat_after(lock: folder_lock.FolderLock, count: int) -> int:
 
 def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+def run_of(dump_folder: Path, **options: str) -> tuple[dict[str, Path], config.schema.Job]:
+    """Return the folders of a run, whose options `section__key` are these."""
+    sections: dict[str, dict[str, Any]] = {"profiling": {"enable_profiling": True, "enable_memory_snapshot": True}}
+    sections |= {"checkpoint": {"enable": True}, "metrics": {}, "job": {"dump_folder": str(dump_folder)}}
+    for name, value in options.items():
+        section, _, key = name.partition("__")
+        sections[section][key] = value
+    each = config.schema.Config.model_validate(sections)
+    return folders_of_run(each.job, each.checkpoint, each.metrics, each.profiling), each.job
+
+
+SHARED = {
+    "checkpoint__folder": ("checkpoint.folder", "checkpoint"),
+    "metrics__save_tb_folder": ("metrics.save_tb_folder", "tb"),
+    "profiling__save_traces_folder": ("profiling.save_traces_folder", "profile_traces"),
+    "profiling__save_memory_snapshot_folder": ("profiling.save_memory_snapshot_folder", "memory_snapshot"),
+}
+
+
+@pytest.fixture
+def at_exit(monkeypatch):
+    """What runs do when their processes end, which is done here."""
+    calls: list[Any] = []
+    monkeypatch.setattr(run_folders, "at_exit", calls)
+    yield calls
+    for call in calls:
+        call()
+
+
+@pytest.mark.parametrize("second_is_inside", [True, False])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("option", SHARED)
+def test_two_runs_do_not_share_any_folder(tmp_path, at_exit, option, relative, second_is_inside):
+    """The folder is in the dump folder of one of them, or in neither."""
+    name, usual = SHARED[option]
+    shared = tmp_path / "b" / usual if second_is_inside else tmp_path / "shared"
+    first = run_of(tmp_path / "a", **{option: f"../{shared.relative_to(tmp_path)}" if relative else str(shared)})
+    second = run_of(tmp_path / "b", **({} if second_is_inside else {option: str(shared)}))
+    for one, other in ((first, second), (second, first)):
+        lock_run(*one, lost=print)
+        line = rejection(lambda other=other: lock_run(*other, lost=print))
+        assert line.startswith(f'{name} = "{other[0][name]}": in use by process {os.getpid()} on node ')
+        assert line.endswith(f"; wait for that run or stop it, or choose another {name}")
+        while at_exit:
+            at_exit.pop()()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_folder_with_two_options_is_locked_once(tmp_path, at_exit):
+    folders, job = run_of(tmp_path, checkpoint__folder="", metrics__save_tb_folder=".")
+    lock_run(folders, job, lost=print)
+    assert len(at_exit) == 3
+    assert rejection(lambda: lock_run(folders, job, lost=print)).startswith("job.dump_folder = ")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml"])
+@pytest.mark.parametrize("create", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere/file")])
+def test_what_is_no_file_of_a_run_is_rejected(tmp_path, name, create):
+    create(tmp_path / name)
+    line = rejection(lambda: check_writable(run_of(tmp_path)[0]))
+    assert line == f"{tmp_path}/{name}: expected a regular file, or none; move or remove this"
 
 
 def test_folders_that_cannot_be_written_are_named_by_their_options(tmp_path):

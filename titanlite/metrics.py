@@ -5,6 +5,7 @@ import io
 import json
 import math
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -180,17 +181,17 @@ def _write_config(path: Path, config: str) -> None:
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
-    existing = [name for name in names if (folder / name).exists() and _has_content(folder / name)]
-    previous = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-    for name in existing:
-        previous.mkdir(parents=True, exist_ok=True)
-        (folder / name).rename(previous / name)
-    if existing:
-        print(f"moved an earlier run's {', '.join(existing)} to {previous}", flush=True)
-
-
-def _has_content(path: Path) -> bool:
-    return not path.is_dir() or any(path.iterdir())  # the folder of this run may be there, and still empty
+    previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
+    for path in (folder / name for name in names):
+        is_folder = path.is_dir()  # that of the event files; this run's lock stays in it
+        files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
+        for file in files:
+            target = previous / path.resolve().name if is_folder else previous
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, target)  # also to another file system
+        moved += [path.name] if files else []
+    if moved:
+        print(f"moved an earlier run's {', '.join(moved)} to {previous}", flush=True)
 
 
 def _remove_later_steps(path: Path, last_step: int) -> None:

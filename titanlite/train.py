@@ -366,14 +366,15 @@ def main(argv: list[str]) -> None:
         config = check(loaded := load(argv), launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
+            folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
             if launch.local_rank == 0:
                 if config.checkpoint.initial_load_path != SEEDED:
                     from titanlite.checkpoint.initial_weights import check_initial_weights  # here, as few runs need it
 
                     check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
-                check_writable(folders_of_run(config.job, config.checkpoint, config.metrics))
+                check_writable(folders)
             if launch.rank == 0:
-                lock_run(config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
+                lock_run(folders, config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
             with mesh.process_group(launch, config.comm, config.job.dump_folder):
                 train(config, launch, process.signals)

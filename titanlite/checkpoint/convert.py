@@ -12,6 +12,7 @@ Exit status: 0 converted; 2 the checkpoint cannot be read, or is not what it sho
 
 import io
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -91,16 +92,23 @@ def convert(old: Path, new: Path) -> None:
     Raises:
         ConfigError: if `old` is not such a checkpoint, is damaged, or contains code; if `new` exists.
     """
-    if new.exists():
-        raise ConfigError([f"{new}: it exists already; name a folder that does not"])
+    unfinished = new.with_name(f"{new.name}.tmp")
+    for path, what in ((new, "name a folder that does not"), (unfinished, "if no other conversion runs, delete it")):
+        if os.path.lexists(path):
+            raise ConfigError([f"{path}: it exists already; {what}"])
     if not (old / ".metadata").is_file():
         raise ConfigError([f"{old}: expected a step-N folder of the older format, which has a .metadata file"])
+    unfinished.mkdir(parents=True)
+    try:
+        _convert(old, new, unfinished)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _convert(old: Path, new: Path, unfinished: Path) -> None:
     reader = _Reader(old)
     entries = reader.read_metadata().state_dict_metadata
     state = _state(old)
-    unfinished = new.with_name(f"{new.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
     files = {}
     with progress(f"converting {old.name}", total=len(entries), unit="tensors") as advance:
