@@ -214,6 +214,40 @@ def test_wrong_values_cover_every_option():
     assert {text.split(" = ")[0] for texts in WRONG_VALUES.values() for text in texts} == set(OPTIONS)
 
 
+TEXTS = [key for key, option in OPTIONS.items() if option.annotation in (str, list[str])]
+PATHS = [key for key in TEXTS if key.endswith(("path", "folder")) or key == "plan.device"]
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_a_text_has_neither_nul_nor_bytes_that_are_no_utf8(tmp_path: Path, key: str):
+    text = '["a", "b{}c"]' if OPTIONS[key].annotation is not str else '"b{}c"'
+    nul, surrogate = text.format("\\u0000"), text.format("\udcff")
+    message = "expected UTF-8 text without NUL"
+    assert problems(lambda: load(tmp_path, f"{key} = {nul}")) == [f"{tmp_path / 'run.toml'}: {key} = {nul}: {message}"]
+    argument = surrogate.strip('"')
+    assert problems(lambda: load(tmp_path, "", f"--{key}={argument}"))[0] == (
+        f"command line: {key} = {surrogate}: {message}"
+    )
+
+
+@pytest.mark.parametrize("path", ["a" * 256, "é" * 128, "/a" * 2048], ids=["name", "UTF-8", "path"])
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_no_file_can_have_is_rejected(tmp_path: Path, key: str, path: str):
+    message = "expected a path of at most 4,095 bytes, each name at most 255"
+    line = f'{tmp_path / "run.toml"}: {key} = "{path}": {message}'
+    assert problems(lambda: load(tmp_path, f'{key} = "{path}"')) == [line]
+    longest = {256: "a" * 255, 128: "é" * 127, 4096: "/a" * 2047 + "/"}[len(path)]
+    assert load(tmp_path, f'job.dump_folder = "{longest}"').config.job.dump_folder == longest
+
+
+def test_a_wrong_text_in_a_table_is_named(tmp_path: Path):
+    toml = '[[training.datasets]]\nname = "a"\ndataset = "text"\ndataset_path = "{}"\n'
+    for path, message in (("a\\u0000", "expected UTF-8 text without NUL"), ("a" * 256, "expected a path of at most ")):
+        (line,) = problems(lambda path=path: load(tmp_path, toml.format(path)))
+        start = f'{tmp_path / "run.toml"}: training.datasets.0.dataset_path = "{path}": {message}'
+        assert line.startswith(start)
+
+
 # fmt: off
 RIGHT_VALUES = [  # at the edge of what is allowed
     "model.n_layers = 1", "model.head_dim = 2", "model.sliding_window = 1", "model.rope_attention_factor = -1",

@@ -18,6 +18,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from titanlite.config.loader import ConfigError
 from titanlite.reliability.files import sync_folder
 
 UNCONFIRMED, TEMPORARY, REPLACED = ".unconfirmed", ".tmp", ".replaced"
@@ -55,6 +56,14 @@ def complete_steps(folder: Path) -> list[int]:
     return [state_of(path)[0] for path in checkpoints(folder, "")]
 
 
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link to one, whose content is not this run's."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 class CheckpointFolder:
     """Renames and deletes checkpoints. Every method raises OSError if the disk does."""
 
@@ -63,15 +72,19 @@ class CheckpointFolder:
         self._deleting: list[threading.Thread] = []
 
     def recover(self) -> None:
-        """Delete what a killed run has not finished, and complete its renames."""
+        """Delete what a killed run has not finished, and complete its renames. Raises ConfigError for what has the name
+        of a checkpoint and is no folder."""
+        for path in self.path.glob("step-*"):
+            if (state_of(path) or path.name.endswith(TEMPORARY)) and not path.is_dir():
+                raise ConfigError([f"{path}: expected the folder of a checkpoint; move or remove this"])
         for path in checkpoints(self.path, REPLACED):
             step, _ = state_of(path)
             if any(self.named(step, suffix).exists() for suffix in ("", UNCONFIRMED)):
-                shutil.rmtree(path)
+                _remove(path)
             else:
                 path.rename(self.named(step, UNCONFIRMED))
         for path in self.path.glob(f"step-*{TEMPORARY}"):
-            shutil.rmtree(path)
+            _remove(path)
 
     def named(self, step: int, suffix: str = "") -> Path:
         """Return the path of a step's checkpoint in a state."""
@@ -144,6 +157,6 @@ class CheckpointFolder:
     def _delete(self, path: Path) -> None:
         """Delete a checkpoint in the background; from now on it is no longer complete."""
         renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
-        thread = threading.Thread(target=shutil.rmtree, args=(renamed,), name="delete checkpoint")
+        thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()
         self._deleting = [other for other in self._deleting if other.is_alive()] + [thread]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from titanlite.regular_file import read_file
 
@@ -31,6 +32,8 @@ else:
 COMMAND_LINE = "command line"
 LARGEST_CONFIG = 2**20
 """Bytes of a TOML file."""
+OWN_MESSAGE = "own message"
+"""Type of a pydantic error whose message says what was expected."""
 
 
 class Section(BaseModel):
@@ -38,6 +41,14 @@ class Section(BaseModel):
     no unknown key and converts no type silently."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_odd_characters(cls, value: Any) -> Any:
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if any(re.search("[\0\ud800-\udfff]", text) for text in texts):  # surrogates: bytes that are not UTF-8
+            raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without NUL")
+        return value
 
 
 Options = TypeVar("Options", bound=Section)
@@ -242,7 +253,7 @@ def _validate(
             key = f"{section}.{name}"
             table = table_of(options_of(kind).get(key))
             if table and len(place := entry["loc"][section.count(".") + 2 :]) > 1:
-                line = _problem_in_table(table, f"{origins.get(key, file)}: {key}", place, entry["input"])
+                line = _problem_in_table(table, f"{origins.get(key, file)}: {key}", place, entry)
                 bad_keys.add(key)
                 problems += [] if line in problems else [line]
                 good_tables[key] = inner, name
@@ -251,7 +262,7 @@ def _validate(
                 continue  # each branch of a union reports its own error
             bad_keys.add(key)
             value, option = inner.pop(name), options_of(kind).get(key)
-            message = f"expected {expectation(option)}" if option else f"unknown key{_hint(kind, section, name)}"
+            message = _expected(option, entry) if option else f"unknown key{_hint(kind, section, name)}"
             if key in sections_of(kind):
                 message = f"expected a section, written [{key}]"
                 bad_keys |= {each for each in options_of(kind) if each.startswith(f"{key}.")}
@@ -261,14 +272,18 @@ def _validate(
         return kind.model_validate(good), bad_keys, problems
 
 
-def _problem_in_table(table: type[Section], option: str, place: Sequence[Any], value: Any) -> str:
+def _expected(option: Any, entry: Any) -> str:
+    return entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(option)}"
+
+
+def _problem_in_table(table: type[Section], option: str, place: Sequence[Any], entry: Any) -> str:
     """Return the line about a wrong value in a table; `place` has the number of the table and the key in it."""
     number, name = place[:2]
     field = table.model_fields.get(name)
     near = difflib.get_close_matches(name, table.model_fields, n=1)
     hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(table.model_fields)}"
-    message = f"expected {expectation(field)}" if field else f"unknown key; {hint}"
-    return f"{option}.{number}.{name} = {show(value)}: {message}"
+    message = _expected(field, entry) if field else f"unknown key; {hint}"
+    return f"{option}.{number}.{name} = {show(entry['input'])}: {message}"
 
 
 def table_of(option: Any) -> type[Section] | None:

@@ -18,7 +18,7 @@ from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
-from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, Positive, Precision
+from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, PathText, Positive, Precision
 
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
@@ -42,7 +42,7 @@ FORMAT_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 class Job(Section):
-    dump_folder: str = "./outputs"
+    dump_folder: PathText = "./outputs"
     """Folder that the run writes into: config.toml, tb/, metrics.jsonl, checkpoint/, profiles."""
     take_over_lock: bool = True
     """Take over the lock of dump_folder from a stopped run on another node; false: end with a line and status 2."""
@@ -56,7 +56,7 @@ class DatasetOptions(Section):
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
     """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
     dataset_path; c4: allenai/c4 `en`; hub: the Hugging Face hub's dataset that dataset_path names."""
-    dataset_path: str = ""
+    dataset_path: PathText = ""
     """File, folder or glob (text, json, parquet), or the name on the hub (hub)."""
     dataset_config: str = ""
     """Configuration of a hub dataset, if it has several."""
@@ -114,7 +114,7 @@ class Training(DatasetOptions):
     shuffle: bool = True
     """Shuffle the packed sequences, seeded by debug.seed: all of an epoch, anew each epoch or, with streaming, blocks
     of them within each streaming shard."""
-    cache_folder: str = "~/.cache/titanlite"
+    cache_folder: PathText = "~/.cache/titanlite"
     """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""
@@ -269,7 +269,7 @@ SEEDED = "none"  # of checkpoint.initial_load_path: initial weights, by debug.se
 class Checkpoint(Section):
     enable: bool = False
     """Save checkpoints, and resume from the newest complete one in the folder."""
-    folder: str = "checkpoint"
+    folder: PathText = "checkpoint"
     """Folder of the checkpoints, relative to job.dump_folder."""
     interval: Count = 500
     """Steps between checkpoints; the last step is always saved."""
@@ -277,7 +277,7 @@ class Checkpoint(Section):
     """Delete all but the newest k good checkpoints; 0 keeps all."""
     load_step: Union[Literal[-1], Count] = -1
     """Step to resume from; -1: the newest."""
-    initial_load_path: str = ""
+    initial_load_path: PathText = ""
     """A checkpoint's step-N folder, or a Hugging Face folder (config.json, safetensors), whose weights the run starts
     from if there is nothing to resume; none: initial weights; empty: hf_assets_path of flavor from_hf, else none."""
     last_save_in_hf: bool = False
@@ -299,7 +299,7 @@ class Metrics(Section):
     """Steps between two lines on the console and in metrics.jsonl."""
     enable_tensorboard: bool = True
     """Write the same values for TensorBoard."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: PathText = "tb"
     """Folder of the TensorBoard files, relative to job.dump_folder."""
 
 
@@ -313,7 +313,7 @@ class Validation(Section):
     -1: the full validation split. The first lines of a run say how much is read."""
     fraction: Fraction = 0.05
     """Fraction of documents in the validation split, if no split or path is set; training never reads them."""
-    dataset_path: str = ""
+    dataset_path: PathText = ""
     """Files to validate on, of the kind that training.dataset names, or the first table of training.datasets (text,
     json, parquet)."""
     dataset_split: str = ""
@@ -329,11 +329,11 @@ class Profiling(Section):
     """Write a Chrome trace of one step every profile_freq steps."""
     profile_freq: Annotated[int, Field(ge=4)] = 10
     """Steps between traces (the profiler waits, warms up for 3 steps, and records one)."""
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: PathText = "profile_traces"
     """Folder of the traces, relative to job.dump_folder."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots (for pytorch.org/memory_viz) every profile_freq steps."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: PathText = "memory_snapshot"
     """Folder of the snapshots, relative to job.dump_folder."""
 
 
@@ -350,7 +350,7 @@ class Comm(Section):
 class Plan(Section):
     """This section is for `titanlite plan` and `titanlite advise`; training does not read it."""
 
-    device: str = "h100"
+    device: PathText = "h100"
     """A name in titanlite/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
     devices_per_node: Union[Literal[-1], Count] = -1
     """Devices of a node; -1: the usual number for this device."""
