@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from tests.data_helpers import open_stream, rejection, rejections, source, texts_of, write
 from titanlite.data import documents
+from titanlite.data.parquet_footers import survivors
 from titanlite.errors import TrainingError
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -162,3 +165,24 @@ def test_errors_of_the_hub_while_streaming_are_training_errors(monkeypatch, erro
     message = str(raised.value)
     assert message.startswith(f'training.dataset_path = "some/thing": cannot be read: {reason}; without a network, ')
     assert "\n" not in message
+
+
+def test_a_footer_at_which_pyarrow_ends_its_process_is_rejected(tmp_path):
+    """Some flipped bit of a footer has it abort."""
+    path = write(tmp_path / "some.parquet", ["hello world " * 20] * 50)
+    good = path.read_bytes()
+    begin = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+
+    def damaged() -> Iterator[Path]:
+        for bit in range(8 * begin, 8 * len(good)):
+            content = bytearray(good)
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(content)
+            yield path
+
+    problem = f"{path}: cannot be read: its footer is damaged: pyarrow ended its process with status -"
+    assert rejection(lambda: list(survivors(damaged()))).startswith(problem)
+    for line in rejections("parquet", path):
+        assert line.startswith(problem)
+    path.write_bytes(good)
+    assert list(survivors([path])) == [path]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
 from titanlite.data.source import Source
 from titanlite.regular_file import open_file
@@ -26,7 +27,7 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
     segments: Iterable[Segment]
     if source.is_files:
         files = _files(source)
-        segments = (segment_of(options, file) for file in files)  # opens the files, which a run with a cache need not
+        segments = _segments(options, files)  # opens the files, which a run with a cache need not
         fingerprint = _content_hash(files, with_times=True)
     elif options.dataset == "pydoc_topics":
         texts = _topics()
@@ -46,7 +47,7 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     options = source.training
     if source.is_files:
         files = _files(source)
-        stream: Any = [segment_of(options, file) for file in files]
+        stream: Any = list(_segments(options, files))
         path, content = "", _content_hash(files, with_times=False)
     else:
         from titanlite.data import hub  # here, as most runs are on files
@@ -122,6 +123,15 @@ def _files(source: Source) -> list[Path]:
         if not file.is_file():
             raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one"])
     return files
+
+
+def _segments(training: Training, files: list[Path]) -> Iterator[Segment]:
+    if training.dataset == "parquet":
+        from titanlite.data.parquet_footers import survivors  # here, as most runs are on other files
+
+        yield from (segment_of(training, file) for file in survivors(files))
+    else:
+        yield from (segment_of(training, file) for file in files)
 
 
 def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:
