@@ -14,7 +14,8 @@ from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.reliability.files import checksum
 
-STATE_CONTENT = {"step": 7, "identity": {"seed": 1, "dim": 4}, "skipped": 0, "loss_scale": [1.0, 0], "data": {}}
+STATE_CONTENT = {"step": 7, "identity": {"seed": 1, "dim": 4}, "skipped": 0, "loss_scale": [1.0, 0]}
+STATE_CONTENT |= {"data": {"next_sequence": 0}}
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 
 

@@ -1,6 +1,7 @@
 """The format of checkpoints: what is written, what is read under another layout, and what is rejected."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -27,6 +28,7 @@ from tests.checkpoint_helpers import (
 )
 from titanlite.checkpoint import command
 from titanlite.checkpoint.files import BLOCK_BYTES, write_file
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Slice, Stored, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import ConfigError
@@ -393,6 +395,24 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a loss scale of three": (state_with(loss_scale=[1.0, 0, 0]), f"{STATE}: loss_scale"),
     "skipped steps that are none": (state_with(skipped=-1), f"{STATE}: skipped"),
     "data that is text": (state_with(data="x"), f"{STATE}: data"),
+    "no data position": (state_with(data={}), f"{STATE}: data.next_sequence: Field required"),
+    "a negative data position": (state_with(data={"next_sequence": -1}), f"{STATE}: data.next_sequence: Input should"),
+    "a giant data position": (state_with(data={"next_sequence": 2**63}), f"{STATE}: data.next_sequence: Input should"),
+    "a data position of text": (state_with(data={"next_sequence": "1"}), f"{STATE}: data.next_sequence: Input should"),
+    "a streaming shard without a number": (
+        state_with(data={"next_sequence": 1, "streaming_shards": {"a": {"position": None, "used": 0}}}),
+        f"{STATE}: data.streaming_shards.a",
+    ),
+    "a negative number of used tokens": (
+        state_with(data={"next_sequence": 1, "streaming_shards": {"0": {"position": [0, 0], "used": -1}}}),
+        f"{STATE}: data.streaming_shards.0.used: ",
+    ),
+    "a place before the file": (
+        state_with(data={"next_sequence": 1, "streaming_shards": {"0": {"position": [0, -1], "used": 0}}}),
+        f"{STATE}: data.streaming_shards.0.position",
+    ),
+    "a loss scale that is no number": (state_with(loss_scale=[math.nan, 0]), f"{STATE}: loss_scale.0: "),
+    "a mixture without counts": (state_with(data={"next_sequence": 1, "mixture": {}}), f"{STATE}: data.mixture."),
     "an unknown key of the state": (state_with(code="os.system"), f"{STATE}: code"),
 }
 
@@ -420,6 +440,26 @@ def test_the_helpers_change_only_what_they_should(step: Path):
     change_state(step, lambda state: None)
     change_header(step, FIRST, lambda header: None)
     assert torch.equal(load(step)["model.a"], tensors()["model.a"])
+
+
+@pytest.mark.parametrize("create", [Path.touch, os.mkfifo, lambda path: path.symlink_to("/nowhere")])
+@pytest.mark.parametrize("name", ["step-1", "step-1.tmp", "step-1.unconfirmed", "step-1.replaced", "step-1-hf.tmp"])
+def test_what_has_the_name_of_a_checkpoint_and_is_no_folder_is_rejected(tmp_path: Path, name: str, create: Any):
+    create(tmp_path / name)
+    with pytest.raises(ConfigError) as error:
+        CheckpointFolder(tmp_path, keep_latest_k=1).recover()
+    assert error.value.problems == [f"{tmp_path}/{name}: expected the folder of a checkpoint; move or remove this"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["step-1.tmp", "step-1.replaced"])
+def test_a_link_to_a_checkpoint_is_removed_and_the_checkpoint_stays(tmp_path: Path, name: str):
+    elsewhere = write_checkpoint(tmp_path / "elsewhere" / "step-1")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / name).symlink_to(elsewhere)
+    CheckpointFolder(tmp_path, keep_latest_k=1).recover()
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "step-1"}
+    assert load(elsewhere)
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path):

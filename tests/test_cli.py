@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite import cli
 from titanlite.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,33 @@ def test_a_wrong_config_is_one_line_and_exit_status_2():
     (line,) = done.stderr.splitlines()
     assert "training.stepz" in line
     assert "did you mean training.steps?" in line
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["checkpoint", LONG], ["generate", LONG, "text"], ["convert", LONG, "new"],
+        ["eval", LONG, "--dataset=pydoc_topics"], ["export", LONG, "out"], ["config", f"{LONG}.toml"], ["train", f"{LONG}.toml"],
+        ["tokenize", f"{LONG}.toml"], ["plan", f"{LONG}.toml"], ["config", "debug", f"--job.dump_folder={LONG}"],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),
+)  # fmt: skip
+def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
+    monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
+    monkeypatch.setattr("titanlite.launcher.listen_as_launcher", lambda: None)
+    monkeypatch.setattr("titanlite.reliability.process.signals.listen", lambda received: None)
+    monkeypatch.setattr("titanlite.reliability.process.exit_process", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert LONG in line
+    assert "File name too long" in line or "each name at most 255" in line
 
 
 def test_the_reference_of_all_options_is_up_to_date(tmp_path: Path):

@@ -506,3 +506,15 @@ def test_launcher_rejects_a_wrong_config(tmp_path: Path):
         'error: command line: optimizer.lr = "high": expected a finite number > 0\n'
     )
     assert python("-m", "titanlite", "train", str(file), "--optimizer.lr=high", "--oops") == (2, "", lines)
+
+
+@pytest.mark.parametrize(("limit", "rejected"), [(24, True), (255, True), (256, False), (-1, False)])
+def test_a_low_limit_on_open_files_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int, rejected: bool):
+    """With 24, torch's store would wait forever."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    line = f"environment: ulimit -n = {limit}: expected at least 256 open files; raise the limit"
+    if rejected:
+        assert problems(launcher.raise_open_file_limit) == [line]
+    else:
+        launcher.raise_open_file_limit()

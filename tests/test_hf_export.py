@@ -290,7 +290,7 @@ def save_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
     draw_biases(model)
     identity = {"seed": 1, "data": "x", **job.model.identity()}
     checkpointer = Checkpointer(folder, job.checkpoint, identity, job.comm)
-    checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {}})
+    checkpointer.save(3, model, build.build_optimizer(job, model, stages.values()), {"data": {"next_sequence": 0}})
     checkpointer.confirm(4)
     checkpointer.close()
     tensors = named_weights(model).items()

@@ -226,6 +226,29 @@ def test_resume_at_every_position():
             sequences = resumed  # and again from there
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("mixture"),
+        lambda state: state.update(next_sequence=2**63 - 1),
+        lambda state: state["mixture"].update(first=2**62),
+        lambda state: state["mixture"]["counts"].clear(),
+        lambda state: state["mixture"]["counts"].update(x=1),
+        lambda state: state["mixture"]["phase"].update(dict.fromkeys(state["mixture"]["phase"], 9)),
+        lambda state: state["mixture"]["read"].update(other=2**62),
+        lambda state: state["mixture"]["read"].clear(),
+    ],
+)
+def test_a_forged_position_in_a_mixture_is_rejected(change):
+    sequences = mixed((5, 3, None), (4, 1, 5), (9, 2, 11), shuffle=True)
+    state = loader_state(sequences, 20)
+    sequences.resumed(state)
+    change(state)
+    line = rejection(lambda: sequences.resumed(state))
+    position = state["next_sequence"]
+    assert line == f"checkpoint: the mixture cannot be at position {position}: state.json was changed"
+
+
 def loader_state(sequences: MixedSequences, position: int) -> dict[str, Any]:
     return json.loads(json.dumps({"next_sequence": position, "mixture": sequences.state(position)}))
 

@@ -217,6 +217,16 @@ def test_a_document_of_many_sequences_resumes_within(tmp_path):
         assert np.array_equal(sequence.inputs, expected[(index + 1) * seq_len : (index + 2) * seq_len])
 
 
+def test_a_forged_number_of_used_tokens_is_rejected(tmp_path):
+    sequences = open_stream("json", write(tmp_path / "a.jsonl", ["some text"]), seq_len=4)
+    state = {"position": None, "used": 2**62, "block": 0, "taken": 0}
+    line = rejection(lambda: next(sequences.read(0, 1, {0: state})))
+    assert line == (
+        f"checkpoint: streaming shard 0: {2**62:,} tokens of a document of {len(flat(['some text']))} are used: "
+        "the dataset or state.json was changed"
+    )
+
+
 def test_a_failing_disk_is_no_error_of_the_config(tmp_path, monkeypatch):
     """Another start may succeed, so the launcher may start the ranks anew."""
     write(tmp_path / "0.txt", ["some text"])

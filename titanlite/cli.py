@@ -1,5 +1,6 @@
 """The `titanlite` command: one name, and a module for each of its subcommands."""
 
+import errno
 import importlib
 import sys
 
@@ -57,3 +58,8 @@ def main() -> None:
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

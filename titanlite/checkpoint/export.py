@@ -15,6 +15,7 @@ Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument
 """
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
         print_problems(error)
         return 2
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise
         print(f"error: {arguments.out}: cannot be written: {error}", file=sys.stderr)
         return 1
     return 0

@@ -13,7 +13,7 @@ from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
-from titanlite.reliability.files import Record, parse
+from titanlite.reliability.files import Count, Record, parse
 from titanlite.shards import local_shard, shard_slice
 
 
@@ -24,14 +24,41 @@ class _Outliers(Record):
     norms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=1_000_000)
 
 
+class _ShardState(Record):
+    """Where a streaming shard is resumed."""
+
+    position: tuple[Count, Count] | dict[str, Any] | None
+    used: Count
+    block: Count = 0
+    taken: Count = 0
+
+
+class _MixtureState(Record):
+    """Where a mixture is resumed."""
+
+    identity: str
+    first: Count
+    counts: dict[str, Count]
+    phase: dict[str, Count]
+    read: dict[str, Count]
+
+
+class _Data(Record):
+    """Where a run stands in its data."""
+
+    next_sequence: Count
+    streaming_shards: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _ShardState] = Field(default={})
+    mixture: _MixtureState | None = None
+
+
 class _State(Record):
     """state.json: everything of a run but its tensors."""
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str]
     skipped: int = Field(default=0, ge=0)
-    loss_scale: tuple[float, int] = (1.0, 0)
-    data: dict[str, Any]
+    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Count] = (1.0, 0)
+    data: _Data
     outliers: _Outliers | None = None
     batches_of_groups: int | None = Field(default=None, ge=0)
     synchronized_step: int | None = Field(default=None, ge=0)

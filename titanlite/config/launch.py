@@ -22,6 +22,8 @@ ATTENTION_BACKENDS_ON_CUDA = {
     "float64": ("math",),
 }
 """By the data type that the model computes in, the default first."""
+LEAST_OPEN_FILES = 256
+"""Limit on the open files of a process: a rank has its token caches open, 64 shards of each, and connections."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -52,10 +54,14 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
 
 
 def raise_open_file_limit() -> None:
-    """Let this process and those that it starts open as many files as the hard limit allows: each connection is one."""
+    """Let this process and those that it starts open as many files as the hard limit allows: each connection is one.
+    Raises ConfigError if that is too few: torch would wait forever for a connection that it cannot open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_OPEN_FILES:  # -1: infinite
+        problem = f"environment: ulimit -n = {hard}: expected at least {LEAST_OPEN_FILES} open files; raise the limit"
+        raise ConfigError([problem])
 
 
 def plan_command(file: str) -> str:

@@ -162,7 +162,9 @@ class MixedSequences:
         stopped in another mixture, each dataset, by its name, continues from its count, and a new block begins."""
         if not loader_state:
             return self
-        position, state = loader_state["next_sequence"], loader_state["mixture"]
+        position, state = loader_state["next_sequence"], loader_state.get("mixture")
+        if not state or not _is_possible(state, position):
+            raise ConfigError([f"checkpoint: the mixture cannot be at position {position}: state.json was changed"])
         names, read = self.names, state["read"]
         if state["identity"] == self.identity:
             counts, phase = (tuple(state[key][name] for name in names) for key in ("counts", "phase"))
@@ -268,6 +270,18 @@ class MixedSequences:
             if counts[i] == self.components[i].limit:
                 break
         return chosen
+
+
+def _is_possible(state: dict[str, Any], position: int) -> bool:
+    """Return whether a saved state is one that `MixedSequences.state` returns."""
+    counts, phase = state["counts"], state["phase"]
+    return (
+        0 <= position - state["first"] <= BLOCK
+        and counts.keys() == phase.keys()
+        and counts.keys() <= state["read"].keys()
+        and all(phase[name] <= count <= state["read"][name] for name, count in counts.items())
+        and sum(state["read"].values()) <= position
+    )
 
 
 class MixedValidation:

@@ -143,7 +143,11 @@ class StreamingSequences:
         while True:
             is_empty = position is None
             for begin, text in texts(shard, position):
-                yield begin, encode_documents(self.tokenizer, [text])[0].astype(dtype), used
+                tokens = encode_documents(self.tokenizer, [text])[0].astype(dtype)
+                if used > len(tokens):
+                    problem = f"streaming shard {shard}: {used:,} tokens of a document of {len(tokens):,} are used"
+                    raise ConfigError([f"checkpoint: {problem}: the dataset or state.json was changed"])
+                yield begin, tokens, used
                 is_empty, used = False, 0
             if is_empty:
                 raise ConfigError([f"training.streaming_shards = {self.n_shards}: shard {shard} has no documents"])
