@@ -454,7 +454,7 @@ def test_what_has_the_name_of_a_checkpoint_and_is_no_folder_is_rejected(tmp_path
 
 @pytest.mark.parametrize("name", ["step-1.tmp", "step-1.replaced"])
 def test_a_link_to_a_checkpoint_is_removed_and_the_checkpoint_stays(tmp_path: Path, name: str):
-    elsewhere = write_checkpoint(tmp_path / "elsewhere" / "step-1")
+    elsewhere = write_checkpoint(tmp_path / "elsewhere" / "step-7")
     (tmp_path / "step-1").mkdir()
     (tmp_path / name).symlink_to(elsewhere)
     CheckpointFolder(tmp_path, keep_latest_k=1).recover()

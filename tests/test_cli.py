@@ -59,7 +59,8 @@ LONG = "a" * 5000
     "arguments",
     [
         ["checkpoint", LONG], ["generate", LONG, "text"], ["convert", LONG, "new"],
-        ["eval", LONG, "--dataset=pydoc_topics"], ["export", LONG, "out"], ["config", f"{LONG}.toml"], ["train", f"{LONG}.toml"],
+        ["eval", LONG, "--dataset=pydoc_topics"], ["export", LONG, "out"], ["config", f"{LONG}.toml"],
+        ["train", f"{LONG}.toml"],
         ["tokenize", f"{LONG}.toml"], ["plan", f"{LONG}.toml"], ["config", "debug", f"--job.dump_folder={LONG}"],
     ],
     ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),

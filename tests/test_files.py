@@ -17,10 +17,10 @@ from titanlite import config
 from titanlite.checkpoint.manifest import read_json
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError
+from titanlite.config.regular_file import read_file
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.errors import TrainingError
 from titanlite.plan.comparison import read_measurement
-from titanlite.regular_file import read_file
 from titanlite.reliability import files
 from titanlite.reliability.files import (
     Checksum,

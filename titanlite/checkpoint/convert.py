@@ -30,10 +30,10 @@ from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.manifest import DTYPE_NAMES, LARGEST_MANIFEST, MANIFEST, STATE, build_manifest, read_json
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
+from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Model
 from titanlite.hf.export import partition
 from titanlite.progress import progress
-from titanlite.regular_file import read_file
 from titanlite.reliability.files import first_problem, sync_folder, write_synced
 
 USAGE = "usage: titanlite convert OLD NEW   (--help tells more)"

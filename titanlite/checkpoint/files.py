@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored
 from titanlite.config.loader import ConfigError
-from titanlite.regular_file import open_file
+from titanlite.config.regular_file import open_file
 from titanlite.reliability.files import cannot_read, checksum, safetensors_header, sync
 
 BLOCK_BYTES = 4 * 2**20

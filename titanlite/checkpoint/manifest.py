@@ -17,7 +17,7 @@ import torch
 from pydantic import PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
-from titanlite.regular_file import read_file
+from titanlite.config.regular_file import read_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"

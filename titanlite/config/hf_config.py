@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Union
 
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
-from titanlite.regular_file import read_file
+from titanlite.config.regular_file import read_file
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""

@@ -22,7 +22,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from titanlite.regular_file import read_file
+from titanlite.config.regular_file import read_file
 
 if sys.version_info >= (3, 11):
     import tomllib

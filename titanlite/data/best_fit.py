@@ -20,6 +20,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data import token_shards
 from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences, positions_in_documents
@@ -27,7 +28,6 @@ from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, S
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 from titanlite.progress import progress
-from titanlite.regular_file import open_file
 from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum
 
 INDEX = "packing.json"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
 from titanlite.data.source import Source
-from titanlite.regular_file import open_file
 
 # Suffixes of the files that are read from a folder, by dataset
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz"), "parquet": (".parquet",)}

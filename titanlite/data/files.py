@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.errors import TrainingError
-from titanlite.regular_file import open_file
 from titanlite.reliability.files import is_transient
 
 LARGEST_ROW = 2**26

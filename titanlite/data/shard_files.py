@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from pydantic import ValidationError
 
+from titanlite.config.regular_file import open_file
 from titanlite.data.token_shards import (
     BLOCK,
     HEADER,
@@ -22,7 +23,6 @@ from titanlite.data.token_shards import (
     check_size,
     regular_file,
 )
-from titanlite.regular_file import open_file
 from titanlite.reliability.files import checksum, sync
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rich.table import Table
 
 from titanlite.config.loader import ConfigError
+from titanlite.config.regular_file import read_file
 from titanlite.plan.report import GIB, empty_table
 from titanlite.plan.result import Plan
-from titanlite.regular_file import read_file
 
 LARGEST_METRICS = 2**28  # bytes
 

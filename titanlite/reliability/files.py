@@ -49,7 +49,7 @@ LASTING = (
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
     errno.EINVAL, errno.EFBIG, errno.ENXIO,
 )  # fmt: skip
-"""Errors of files that are missing, forbidden, misnamed or, by titanlite.regular_file, of another kind."""
+"""Errors of files that are missing, forbidden, misnamed or, by titanlite.config.regular_file, of another kind."""
 
 
 def is_transient(error: BaseException) -> bool:
