@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -330,6 +331,20 @@ def test_a_config_that_cannot_run_is_rejected_with_the_lines_of_train():
     assert planned.returncode == trained.returncode == 2
     assert planned.stderr == trained.stderr
     assert "tensor_parallel_degree = 3" in planned.stderr
+
+
+def test_a_plan_says_how_many_devices_it_assumes(monkeypatch, capsys):
+    note = "planned for 8 devices; set parallelism.data_parallel_shard_degree for another number"
+    rejected = "--training.local_batch_size=8", "--training.global_batch_size=16"
+    assert command.main([str(ROOT / "configs" / "debug.toml"), *rejected]) == 2
+    problem = "training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 8 = 64"
+    assert capsys.readouterr().err == f"error: command line: {problem}; {note}\n"
+    monkeypatch.setattr(command, "make_plan", lambda loaded, show_progress: mock.Mock(world_size=resolve(loaded)[2]))
+    monkeypatch.setattr(command, "verdict", lambda plan: (True, ""))
+    for option, expected in {"--training.steps=9": f"{note}\n", SHARD: ""}.items():
+        monkeypatch.setattr(command, "print_report", lambda *_: print("report"))
+        assert command.main([str(ROOT / "configs" / "debug.toml"), option]) == 0
+        assert capsys.readouterr().out.startswith(f"{expected}report\n")
 
 
 def test_command():

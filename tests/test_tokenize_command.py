@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_it_says_what_the_run_reads(tmp_path, capsys):
     texts = some_texts()
     write(tmp_path / "a.jsonl", texts)
     command.tokenize(options(tmp_path))
-    folder, training, validation = capsys.readouterr().out.splitlines()
+    _, folder, training, validation = capsys.readouterr().out.splitlines()
     assert folder.startswith(f"{tmp_path}/cache/")
     assert folder.endswith(": shards: 1")
     n_tokens = len(flat([text for number, text in enumerate(texts, 1) if number % 4]))
@@ -36,9 +37,25 @@ def test_it_says_what_the_run_reads(tmp_path, capsys):
     assert training.startswith(
         f"training: 45 documents, {n_tokens:,} tokens, {per_token:.2f} bytes of text per token; "
     )
-    assert f"an epoch has {sequences:,} packed sequences of 16 tokens, {sequences / 128:.1f} steps; " in training
-    assert training.endswith(f"training.steps = 120 reads {120 / (sequences / 128):.3g} epochs")
+    assert f"an epoch has {sequences:,} packed sequences of 16 tokens, {sequences / 16:.1f} steps; " in training
+    assert training.endswith(f"training.steps = 120 reads {120 / (sequences / 16):.3g} epochs")
     assert validation.startswith(f"validation: 15 documents, {len(flat(texts[3::4])):,} tokens, ")
+
+
+@pytest.mark.parametrize(
+    ("batch", "option", "note"),
+    [
+        (2, "global_batch_size=2", ""),  # of fewer ranks than a node of plan.device has
+        (1, "global_batch_size=-1", "training.global_batch_size = -1: steps and epochs are those of 1 rank\n"),
+    ],
+)
+def test_the_tokens_do_not_depend_on_the_ranks(tmp_path, capsys, batch, option, note):
+    write(tmp_path / "a.jsonl", some_texts())
+    command.tokenize([*options(tmp_path, local_batch_size=1), f"--training.{option}"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"{note}{tmp_path}/cache/")
+    sequences = int(re.search(r"an epoch has ([\d,]+) packed", out)[1].replace(",", ""))
+    assert f"packed sequences of 16 tokens, {sequences / batch:,.1f} steps; " in out
 
 
 def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):

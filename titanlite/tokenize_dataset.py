@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Config, ConfigError, load
+from titanlite.config.launch import quantity, resolve
 from titanlite.config.loader import print_problems
 
 if TYPE_CHECKING:
@@ -56,9 +57,13 @@ def tokenize(argv: list[str]) -> None:
     from titanlite.data.open import open_mixture, token_caches
     from titanlite.data.token_cache import open_token_cache
     from titanlite.data.tokenizer import build_tokenizer
-    from titanlite.plan.planner import resolve
 
-    config, _, _ = resolve(load([argument for argument in argv if argument != "--verify"]), None)
+    loaded = load([argument for argument in argv if argument != "--verify"]).config
+    # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
+    config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
+    if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
+        ranks = quantity(config.parallelism.world_size, "rank")
+        print(f"training.global_batch_size = -1: steps and epochs are those of {ranks}")
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     if config.training.streaming:
         print("training: nothing to do, since training.streaming = true reads the documents while training")

@@ -84,7 +84,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
             f"(NNODES); {plan_command(loaded.file)}"
         )
     on_cuda = launch.n_devices > 0
-    config = _resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda)
+    config = resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda=on_cuda)
     _data_parallel_rules(config, launch.world_size, reject)
     _expert_rules(config, reject)
     _device_rules(config, on_cuda, reject)
@@ -112,7 +112,7 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
     return shard if shard != -1 else max(world_size // product, 1)
 
 
-def _resolve(config: Config, shard_degree: int, on_cuda: bool) -> Config:
+def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
     training, parallelism = config.training, config.parallelism
     param, reduce = training.mixed_precision_param, training.mixed_precision_reduce

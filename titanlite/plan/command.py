@@ -17,7 +17,7 @@ from pathlib import Path
 from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.plan.comparison import comparison_table
-from titanlite.plan.planner import make_plan
+from titanlite.plan.planner import assumption, make_plan
 from titanlite.plan.report import print_report, verdict
 
 
@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print_problems(error)
         return 2
+    if note := assumption(loaded.config, plan.world_size):
+        print(note)
     print_report(plan, loaded.file, *tables)
     if arguments.html:
         from titanlite.plan.figures import write_html  # here: matplotlib takes a second to import

@@ -12,7 +12,7 @@ import torch
 
 from titanlite import build, devices
 from titanlite.config import Config, Launch, check
-from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA
+from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA, quantity
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
@@ -48,11 +48,22 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     per_node = devices_per_node(loaded.config, device)
     n_devices = 0 if device.kind == "cpu" else per_node
     world = world_size or ranks_wanted(loaded, os.environ, n_devices)
-    config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
+    try:
+        config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
+    except ConfigError as error:
+        note = "" if world_size else assumption(loaded.config, world)
+        raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
     if config.fault_tolerance.enable:  # of one replica group
         size = config.training.global_batch_size // config.fault_tolerance.n_groups
         config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
     return config, device, world
+
+
+def assumption(config: Config, world: int) -> str:
+    """Return how many devices a plan assumes, and how to change it; "" if the degrees of the config say it."""
+    if config.parallelism.data_parallel_shard_degree != -1:
+        return ""
+    return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
 
 
 def make_plan(
