@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LAUNCHER = """
 import sys
+from titanlite.config import load_values
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.launcher import environment_of_ranks, launch_variables
 from titanlite.reliability.process import listen_as_launcher
@@ -21,7 +22,7 @@ print("listening", flush=True)
 from titanlite.reliability import agent
 script, ranks, max_restarts, agent.SECONDS_AFTER_A_FAILURE = sys.argv[1], *map(int, sys.argv[2:])
 raise_open_file_limit()
-environment = environment_of_ranks(ranks) | launch_variables(".")
+environment = environment_of_ranks(ranks) | launch_variables(load_values({"job": {"dump_folder": "."}}, "test", []))
 sys.exit(agent.run_ranks([sys.executable, "-c", script], ranks, environment, signals, max_restarts=max_restarts))
 """
 

@@ -877,13 +877,15 @@ def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_killed_rank_is_started_again_and_the_curve_is_the_same(runs, folder, kills):
-    """torchrun's agent starts all ranks anew, and they resume."""
+    """torchrun's agent starts all ranks anew, and they resume. What is written to the file in between is of another
+    run."""
     arguments = ["--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=12"]
     expected = computed(runs(2, "undisturbed", *arguments))
     command = ["./run_train.sh", str(folder / "small.toml"), *arguments, "--parallelism.data_parallel_shard_degree=2"]
     process = start(*command, MAX_RESTARTS=str(kills))
     for number in range(1, kills + 1):
         next(line for line in process.stdout if f"step {3 * number:>2}/" in line)
+        (folder / "small.toml").write_text(SMALL.format(folder=folder).replace("lr = 1e-2", "lr = 1e-5"))
         os.kill(children(process.pid)[-1], signal.SIGKILL)
     status, _, error = finish(process)
     assert status == 0, error

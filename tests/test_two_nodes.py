@@ -151,6 +151,27 @@ def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_nodes_with_different_configs_do_not_train(tmp_path):
+    """The file of the second node is an old copy."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    with TwoNodes() as nodes:
+        training = Training(nodes, tmp_path, started=(0,))
+        wait_until(lambda: list((training.run / "logs").glob("config-*.json")), "the first node's config")
+        (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path).replace("lr = 1e-2", "lr = 1e-3"))
+        training.join(1)
+        results = [(*launcher.communicate(timeout=60), launcher.returncode) for launcher in training.launchers]
+        assert not nodes.processes(0) + nodes.processes(1)
+    assert [status for *_, status in results] == [2, 2], results
+    lines = [line for _, error, _ in results for line in error.splitlines() if line.startswith("error")]
+    assert len(lines) == 1, lines
+    values = ["0.01 on rank 0, 0.001 on rank 1", "0.001 on rank 0, 0.01 on rank 1"]  # a node's ranks have any numbers
+    beginning, end = "error: the config differs between ranks: optimizer.lr =", "start all nodes with the same config"
+    assert lines[0] in [f"{beginning} {value}; {end}" for value in values]
+    assert not (training.run / "metrics.jsonl").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_stopped_rank_ends_both_nodes(tmp_path, node):
     """It is the only rank of its node, so that its launcher alone can kill it."""

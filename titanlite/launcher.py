@@ -27,6 +27,7 @@ from titanlite.config.launch import count_from_environment, plan_command, quanti
 from titanlite.config.loader import print_problems, show
 from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
+from titanlite.reliability.checked_config import CHECKED_CONFIG, write_for_ranks
 from titanlite.reliability.process import LOG_FOLDER, STARTED_BY, available_cores, exit_process, listen_as_launcher
 
 BYTES_PER_PARAMETER = 6
@@ -111,16 +112,18 @@ def require_place(environment: Mapping[str, str]) -> None:
         raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
 
 
-def launch_variables(dump_folder: str) -> dict[str, str]:
-    """Return the environment variables by which a rank finds its launcher, and the folder of its lines if they are not
-    shown, which is created. Raises ConfigError if it cannot be."""
+def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
+    """Return the environment variables by which a rank finds its launcher, its config and the folder of its lines if
+    they are not shown. The folder is created, and the config written into it. Raises ConfigError if that fails."""
+    dump_folder = loaded.config.job.dump_folder
     folder = Path(dump_folder) / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        file = write_for_ranks(loaded, folder)
     except OSError as error:
         problem = f"job.dump_folder = {show(dump_folder)}: cannot be written: {error.strerror}"
         raise ConfigError([problem]) from None
-    return {STARTED_BY: str(os.getpid()), LOG_FOLDER: str(folder)}
+    return {STARTED_BY: str(os.getpid()), LOG_FOLDER: str(folder), CHECKED_CONFIG: file}
 
 
 def main(argv: list[str]) -> int:
@@ -138,7 +141,7 @@ def main(argv: list[str]) -> int:
 
             require_torchft()
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
-        environment = environment_of_ranks(ranks) | launch_variables(loaded.config.job.dump_folder)
+        environment = environment_of_ranks(ranks) | launch_variables(loaded)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank
         from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import build, metrics, provenance
-from titanlite.config import USAGE, Config, Launch, check, load
+from titanlite.config import USAGE, Config, Launch, check
 from titanlite.config.schema import SEEDED
 from titanlite.data.loader import Batch
 from titanlite.errors import TrainingError
@@ -35,8 +35,10 @@ from titanlite.parallel import mesh
 from titanlite.profiling import build_profilers
 from titanlite.progress import first_step_done, mark, progress
 from titanlite.reliability import process, watchdog
+from titanlite.reliability.checked_config import load_for_rank
 from titanlite.reliability.process import Signals
 from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
+from titanlite.reliability.same_config import options_of_run, require_same
 from titanlite.summary import run_summary
 
 
@@ -363,7 +365,7 @@ def main(argv: list[str]) -> None:
     heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
-        config = check(loaded := load(argv), launch)
+        config = check(loaded := load_for_rank(argv), launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
             folders = folders_of_run(config.job, config.checkpoint, config.metrics, config.profiling)
@@ -377,6 +379,7 @@ def main(argv: list[str]) -> None:
                 lock_run(folders, config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
             with mesh.process_group(launch, config.comm, config.job.dump_folder):
+                require_same(options_of_run(config))
                 train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
             from titanlite.checkpoint.export import export_last_step

@@ -10,7 +10,7 @@ from titanlite.config.loader import Section
 from titanlite.config.mla_schema import Mla, implied_head_dim
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.moe_schema import Moe
-from titanlite.config.types import Count, CountOrZero, PathText, Positive
+from titanlite.config.types import Count, CountOrZero, NodePath, Positive
 
 
 class Model(Section):
@@ -20,7 +20,7 @@ class Model(Section):
     flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
     """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
     hf_assets_path, whose weights the run starts from (checkpoint.initial_load_path)."""
-    hf_assets_path: PathText = ""
+    hf_assets_path: NodePath = ""
     """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count
     """Width of the residual stream."""

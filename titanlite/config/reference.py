@@ -5,6 +5,7 @@ from typing import Any
 
 from titanlite.config import USAGE, Config
 from titanlite.config.loader import expectation, options_of, sections_of, show, table_of
+from titanlite.config.types import MAY_DIFFER
 
 
 def help_text() -> str:
@@ -35,7 +36,8 @@ def reference_markdown() -> str:
         "",
         *wrap(
             "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
-            "`--training.steps=100`; a bare `--section.key` means true."
+            "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, "
+            "but for the options that say otherwise."
         ),
     ]
     for section, kind in sections_of(Config).items():
@@ -76,7 +78,7 @@ def markdown_default(option: Any) -> str:
 
 
 def meaning_of(option: Any) -> str:
-    return " ".join((option.description or "").split())
+    return " ".join([*(option.description or "").split(), *([MAY_DIFFER] if MAY_DIFFER in option.metadata else [])])
 
 
 def wrap(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
-from titanlite.config.types import Count, CountOrZero, Fraction, NotNegative, PathText, Positive, Precision
+from titanlite.config.types import Count, CountOrZero, Fraction, NodePath, NotNegative, PathText, Positive, Precision
 
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
@@ -56,7 +56,7 @@ class DatasetOptions(Section):
     dataset: Literal["pydoc_topics", "text", "json", "parquet", "c4", "hub"] = "pydoc_topics"
     """pydoc_topics: the 465 KB of English prose in every CPython; text, json (also JSON lines), parquet: files at
     dataset_path; c4: allenai/c4 `en`; hub: the Hugging Face hub's dataset that dataset_path names."""
-    dataset_path: PathText = ""
+    dataset_path: NodePath = ""
     """File, folder or glob (text, json, parquet), or the name on the hub (hub)."""
     dataset_config: str = ""
     """Configuration of a hub dataset, if it has several."""
@@ -114,7 +114,7 @@ class Training(DatasetOptions):
     shuffle: bool = True
     """Shuffle the packed sequences, seeded by debug.seed: all of an epoch, anew each epoch or, with streaming, blocks
     of them within each streaming shard."""
-    cache_folder: PathText = "~/.cache/titanlite"
+    cache_folder: NodePath = "~/.cache/titanlite"
     """Folder of the token cache, where the tokens of a dataset stay between runs."""
     seq_len: Count = 2048
     """Tokens of a packed sequence."""

@@ -21,4 +21,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+MAY_DIFFER = "It may differ between nodes."
+NodePath = Annotated[PathText, MAY_DIFFER]
+"""A path that nodes may have under different names, because the ranks compare what is read from it."""
 Precision = Literal["auto", "bfloat16", "float32", "float64"]

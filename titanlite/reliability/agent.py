@@ -32,6 +32,7 @@ from titanlite.reliability.process import (
     STOPPED,
     LauncherSignals,
     children,
+    clean_up,
     log_file,
     print_to_console,
     send,
@@ -222,6 +223,7 @@ def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) ->
         limit = SECONDS_AFTER_A_FAILURE if any(statuses) or not statuses else SECONDS_AFTER_THE_END
         if time.monotonic() - ended_since > limit:
             statuses += agent.statuses.values()
+            clean_up()
             os._exit(exit_status([status for status in statuses if status], signals))
 
 
