@@ -1,6 +1,7 @@
 """All ranks train with the same config: those of a node have their launcher's, and those of different nodes compare."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from tests.launches import finish, launched
 from tests.test_train import SMALL
 from titanlite import config, launcher
+from titanlite.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
 from titanlite.reliability import checked_config, process
 from titanlite.reliability.checked_config import CHECKED_CONFIG, load_for_rank
@@ -158,3 +160,22 @@ def test_without_the_launchers_file_a_rank_says_so(tmp_path, given):
     line = f"^{file}: cannot be read: No such file or directory; start the run again, which writes it$"
     with pytest.raises(config.ConfigError, match=line):
         load_for_rank(["debug"])
+
+
+# Options that a resumed run has changed -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["much", -1.0, None])
+def test_a_checkpoint_with_no_valid_schedule_is_one_line(value):
+    options = options_of_run(load())
+    with pytest.raises(config.ConfigError, match=r"^the checkpoint's config: optimizer: lr: Input should be "):
+        changes({**options, "optimizer.lr": value}, options, 3)
+
+
+def test_a_long_value_is_not_shown_in_full():
+    line = changes({"model.a": ["layers.0"] * 99, "model.b": 1}, {"model.a": ["layers.0"] * 98, "model.c": True}, 3)
+    assert re.fullmatch(
+        r'changed since the checkpoint: model\.a (\["layers\.0", .{84}\.\.\.) \([0-9a-f]{8}\) -> \1 \([0-9a-f]{8}\), '
+        r"model\.c unset -> true, model\.b 1 -> unset",
+        line,
+    )

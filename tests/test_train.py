@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -753,6 +754,52 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
 def test_resume_rejects_another_run(runs, arguments, message):
     runs(2, "run", "--checkpoint.enable", "--training.steps=3")
     assert message in error_message(runs, 2, "run", "--checkpoint.enable", *arguments)
+
+
+CHANGES = {
+    (): "",
+    ("--training.cache_folder={folder}/another",): "",
+    ("--optimizer.weight_decay=0.5", "--training.max_norm=2"): (
+        "training.max_norm 1.0 -> 2.0, optimizer.weight_decay 0.1 -> 0.5"
+    ),
+    ("--training.steps=5", "--lr_scheduler.total_steps=-1"): (
+        "training.steps 3 -> 5, lr_scheduler.total_steps 12 -> 5; the learning-rate schedule is computed anew: lr "
+        "9.091e-03 at step 3, 5.000e-03 at step 4"
+    ),
+    ("--optimizer.lr=1",): (
+        "optimizer.lr 0.01 -> 1.0; the learning-rate schedule is computed anew: lr 9.091e-03 at step 3, 8.182e-01 at "
+        "step 4"
+    ),
+}
+"""Options of a run that resumes after step 3, and the line about them."""
+
+
+def lines_of_run(argv: list[str]) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run_train(argv) == ""
+    return out.getvalue().splitlines()
+
+
+def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:
+    """Resume a copy of the run, and return the line after the one that says so, if it is about changes."""
+    shutil.rmtree(runs.folder / "copy", ignore_errors=True)
+    shutil.copytree(runs.folder / "saved", runs.folder / "copy")
+    argv = [str(runs.folder / "small.toml"), "--checkpoint.enable", "--training.steps=3", *arguments]
+    (lines,) = runs.ranks(1).run(lines_of_run, argv=[*argv, f"--checkpoint.folder={runs.folder}/copy/checkpoint"])
+    number = next(number for number, line in enumerate(lines) if line.startswith("resumed after step 3 "))
+    return [line for line in lines[number + 1 : number + 2] if line.startswith("changed")]
+
+
+def test_a_resumed_run_says_what_has_changed(runs, folder):
+    copy = f"--checkpoint.folder={folder}/copy/checkpoint"
+    runs(1, "run", "--checkpoint.enable", "--training.steps=3", copy)
+    (folder / "copy").rename(folder / "saved")
+    for arguments, expected in CHANGES.items():
+        given = [argument.format(folder=folder) for argument in arguments]
+        found = lines_after_resume(runs, *given)
+        assert found == ([f"changed since the checkpoint: {expected}"] if expected else [])
+    change_state(folder / "saved" / "checkpoint" / "step-3", lambda state: state.pop("config"))
+    assert lines_after_resume(runs, "--optimizer.lr=1") == [], "a checkpoint of an older version has no config"
 
 
 # Steps that are not finite ------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ def run(arguments: Any, overrides: list[str]) -> None:
 
     from titanlite.generate.folder import open_folder
     from titanlite.parallel import mesh
-    from titanlite.reliability.same_config import options_of_run, require_same
 
     folder = open_folder(arguments.folder)
     kind = arguments.dtype or str(folder.dtype).removeprefix("torch.")
@@ -88,7 +87,6 @@ def run(arguments: Any, overrides: list[str]) -> None:
     launch = Launch.from_environment(torch.cuda.device_count())
     config, tokenizer = check(loaded, launch), folder.tokenizer(arguments.tokenizer)
     with mesh.process_group(launch, config.comm, "."):
-        require_same(options_of_run(config))
         loss, n_sequences = evaluate(config, launch, folder, tokenizer)
     if launch.rank == 0:
         print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
@@ -102,7 +100,9 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     from titanlite import build
     from titanlite.parallel import mesh
     from titanlite.progress import progress
+    from titanlite.reliability.same_config import options_of_run, require_same
 
+    require_same(options_of_run(config))
     sequences = open_sequences(tokenizer, config.training, builds_cache=launch.local_rank == 0)
     device = mesh.device_of(launch)
     layout = mesh.build_layout(config.parallelism, device)

@@ -114,7 +114,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         if training.datasets:
             identity["mixture"] = sequences.identity
         further = outer.tensors() if outer else {}
-        options = config.checkpoint, identity, config.comm, may_differ, further
+        own = options_of_run(config)
+        options = config.checkpoint, identity, config.comm, may_differ, further, own
         checkpointer = checkpoints.Checkpointer(dump_folder, *options)
         saved = checkpointer.resume(model, optimizer) or {}
         if saved:
@@ -125,6 +126,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         checkpoints.load_weights(Path(initial_weights), model, config.model)
         weights = f"loaded from {initial_weights}"
     log_rank0(f"weights    {weights}")
+    if saved and saved["config"] and saved["config"] != own:
+        from titanlite.changed_options import changes  # here, since most runs change none
+
+        log_rank0(changes(saved["config"], own, last_step))
 
     corruption = None
     if config.debug.sdc_check_freq:

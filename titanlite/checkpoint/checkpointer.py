@@ -68,7 +68,7 @@ class Checkpointer:
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
     `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
     seed, data, dimensions. `further` has tensors to save beside those of the model and the optimizer, under names that
-    begin with "outer."; of a checkpoint that has none, they are left as they are.
+    begin with "outer."; of a checkpoint that has none, they are left as they are. `config` is saved with each step.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class Checkpointer:
         comm: Comm,
         may_differ: Collection[str] = (),
         further: Mapping[str, Tensor] | None = None,
+        config: Mapping[str, Any] | None = None,
     ):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self.may_differ, self.further = may_differ, dict(further or {})
+        self.may_differ, self.further, self.config = may_differ, dict(further or {}), dict(config or {})
         self.comm = comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
@@ -211,7 +212,9 @@ class Checkpointer:
         slices = slices_to_save(model_tensors(model) | states | self.further) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
-        content = json.dumps({"step": step, "identity": self.identity, **state}, indent=1).encode()
+        content = json.dumps(
+            {"step": step, "identity": self.identity, "config": self.config, **state}, indent=1
+        ).encode()
         with contextlib.ExitStack() as stack:
             description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
             stack.enter_context(progress(description, enabled=dist.get_rank() == 0))

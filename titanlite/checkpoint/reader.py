@@ -56,6 +56,7 @@ class _State(Record):
 
     step: int = Field(ge=1)
     identity: dict[str, int | float | bool | str]
+    config: dict[str, Any] = Field(default={})
     skipped: int = Field(default=0, ge=0)
     loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Count] = (1.0, 0)
     data: _Data

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from titanlite import __version__
 from titanlite.config.loader import ConfigError, Section, show, table_of
 from titanlite.config.types import MAY_DIFFER
+from titanlite.reliability.files import checksum
 
 
 def options_of_run(config: Section) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _options(section: Section, prefix: str) -> dict[str, Any]:
 def require_same(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, with one line that is the same on all ranks, if options differ between ranks. Every rank must
     call it. Only a hash of the options is sent, unless they differ."""
-    own_hash = xxhash.xxh3_64_intdigest(json.dumps(options).encode()) >> 1  # an int64
+    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
     extremes = torch.tensor([own_hash, -own_hash])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if not extremes.sum():
@@ -62,7 +62,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 def shown(value: Any) -> str:
     """Return a value as TOML writes it, but a long one not in full."""
     text = "unset" if value is None else show(value)
-    return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text)[:8]})"
+    return text if len(text) <= 100 else f"{text[:97]}... ({checksum(text.encode())[:8]})"
 
 
 def name_ranks(ranks: list[int]) -> str:
