@@ -628,6 +628,9 @@ HELP = {
 }
 
 
+MAY_DIFFER_BETWEEN_NODES = {"model.hf_assets_path", "training.dataset_path", "training.cache_folder"}
+
+
 def test_help_names_every_option_with_its_type_bounds_default_and_meaning():
     lines = help_text().splitlines()
     assert lines[0] == config.USAGE
@@ -636,7 +639,8 @@ def test_help_names_every_option_with_its_type_bounds_default_and_meaning():
     assert [lines[number].split()[0] for number in shown] == [f"--{key}" for key in OPTIONS]
     for number, (key, option) in zip(shown, OPTIONS.items(), strict=True):
         assert len(option.description or "") > 10, f"{key} has no description"
-        assert lines[number + 1].strip() == " ".join(option.description.split())
+        suffix = " It may differ between nodes." if key in MAY_DIFFER_BETWEEN_NODES else ""
+        assert lines[number + 1].strip() == " ".join(option.description.split()) + suffix
     assert not HELP - set(lines)
 
 
