@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from titanlite.config.regular_file import read_file
+from titanlite.errors import printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +35,11 @@ LARGEST_CONFIG = 2**20
 """Bytes of a TOML file."""
 OWN_MESSAGE = "own message"
 """Type of a pydantic error whose message says what was expected."""
+DEEPEST = 32
+"""Levels of a TOML file at most; a config has five."""
+FAR = 4096
+"""Upper bounds from here on are of what is possible at all."""
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""")
 
 
 class Section(BaseModel):
@@ -59,7 +65,7 @@ class ConfigError(Exception):
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
-        self.problems = [problem.replace("\n", "\\n") for problem in problems]
+        self.problems = [printable(problem) for problem in problems]
 
 
 def print_problems(error: ConfigError) -> None:
@@ -164,7 +170,7 @@ def read_toml(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
         content = read_file(path, LARGEST_CONFIG)
-        return tomllib.loads(content.decode("utf-8-sig"))  # Windows editors may write a byte order mark
+        return parse_toml(content.decode("utf-8-sig"))  # Windows editors may write a byte order mark
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -174,6 +180,19 @@ def read_toml(file: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         problem = f"not valid TOML: {error}"
     raise ConfigError([f"{file}: {problem}"])
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the content of TOML. Raises ValueError or RecursionError if it is none, or deeper than any config is: the
+    time that tomllib takes grows with the square of a key's parts, and other code would recurse as deep."""
+
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return 1 + max(map(depth, inner), default=0)
+
+    if _LONG_KEY.search(text) or depth(values := tomllib.loads(text)) > DEEPEST:
+        raise ValueError(f"a key or a value is nested more than {DEEPEST} levels deep")
+    return values
 
 
 def _split(kind: type[Section], name: str) -> tuple[str, str]:
@@ -219,7 +238,7 @@ def _override(kind: type[Section], arguments: list[str], values: dict[str, Any],
 def _parse(text: str, option: Any) -> Any:
     """Return the value of an argument: of a string option the text, else a TOML value if it is one, else the text."""
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
         value = parsed["value"]
         if len(parsed) == 1 and (option is None or option.annotation is not str or isinstance(value, str)):
             return value
@@ -273,7 +292,7 @@ def _validate(
 
 
 def _expected(option: Any, entry: Any) -> str:
-    return entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(option)}"
+    return entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(option, entry['input'])}"
 
 
 def _problem_in_table(table: type[Section], option: str, place: Sequence[Any], entry: Any) -> str:
@@ -332,19 +351,23 @@ def show(value: Any) -> str:
         return str(value)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return printable(json.dumps(value, ensure_ascii=False, default=str))
+    except ValueError:  # Python writes no longer ones
+        return "a number of more than 4300 digits"
 
 
-def expectation(option: Any) -> str:
-    """Return what an option takes, in words: type, bounds and choices."""
-    return _expectation(option.annotation, option.metadata)
+def expectation(option: Any, value: Any = None) -> str:
+    """Return what an option takes, in words: type, bounds and choices. An upper bound that no run comes near is named
+    only to a value above it."""
+    return _expectation(option.annotation, option.metadata, value)
 
 
-def _expectation(annotation: Any, metadata: Any = ()) -> str:
+def _expectation(annotation: Any, metadata: Any = (), value: Any = None) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)
     if get_origin(annotation) is Union:
-        return ", or ".join(_expectation(branch) for branch in get_args(annotation))
+        return ", or ".join(_expectation(branch, value=value) for branch in get_args(annotation))
     if get_origin(annotation) is Literal:
         choices = [show(choice) for choice in get_args(annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
@@ -358,5 +381,6 @@ def _expectation(annotation: Any, metadata: Any = ()) -> str:
     text = words.get(annotation, "a list of strings" if annotation == list[str] else "a list of lists of strings")
     symbols = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}
     bounds = [bound for item in metadata for bound in getattr(item, "metadata", [item]) if type(bound) in symbols]
+    bounds = [each for each in bounds if getattr(each, "le", 0) < FAR or (type(value) is int and value > each.le)]
     limits = [f"{symbols[type(bound)]} {getattr(bound, type(bound).__name__.lower())}" for bound in bounds]
     return f"{text} {' and '.join(limits)}".rstrip()
