@@ -96,9 +96,18 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_stages_per_rank = 0", "parallelism.pipeline_parallel_stages_per_rank = -2",
         'parallelism.pipeline_parallel_stages_per_rank = "auto"', "plan.devices_per_node = 0",
     ],
+    "an integer >= 1 and <= 2147483647": [
+        "training.steps = 10000000000000000", "training.seq_len = 4611686018427387904",
+        "training.local_batch_size = 1000000000000000000000000000000", "comm.init_timeout_seconds = 9007199254740992",
+        "model.dim = 2147483648", "checkpoint.interval = 9223372036854775808",
+    ],
+    "an integer >= 1 and <= 4096": ["model.n_layers = 1000000000"],
+    "an integer >= 1 and <= 65536": ["parallelism.tensor_parallel_degree = 1000000000"],
+    "-1, or an integer >= 1 and <= 65536": ["parallelism.data_parallel_shard_degree = 1000000000"],
+    "an integer >= 0 and <= 9007199254740992": ["plan.tokens = 4611686018427387904"],
     "an integer >= 4": ["profiling.profile_freq = 3", "training.outlier_window = 3"],
     "an integer >= 0 and <= 9223372036854775807": [
-        "debug.seed = -1", "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
+        "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
     "a finite number > 0": [
         "model.moe.score_scaling = 0",

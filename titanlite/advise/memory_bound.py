@@ -64,7 +64,7 @@ def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
 
 def _share_with_experts(model: Model) -> float:
     """Return the share of the layers that have experts."""
-    return sum(map(model.has_experts, range(model.n_layers))) / model.n_layers
+    return sum(map(model.has_experts, range(model.n_layers))) / model.n_layers if model.moe.n_experts else 0.0
 
 
 def _expert_values(task: Task, mesh: Mesh) -> float:

@@ -165,7 +165,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
     on: below that, sharding over all of them costs little and saves memory."""
     per_node = task.device.devices_per_node
     for tp in _divisors(math.gcd(task.n_devices, per_node)):
-        for pp in _divisors(task.n_devices // tp):
+        for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
             for cp in _divisors(task.n_devices // (tp * pp)):
                 dp = task.n_devices // (tp * pp * cp)
                 if task.sequences % dp:
@@ -173,7 +173,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
                 replicas = [1]
                 if dp * cp * tp >= 8 * per_node:
                     replicas += [n for n in _divisors(dp) if n > 1 and dp // n * cp * tp % per_node == 0]
-                for replicate, ulysses in itertools.product(replicas, _divisors(cp)):
+                for replicate, ulysses in itertools.product(replicas, _divisors(math.gcd(cp, task.model.n_kv_heads))):
                     for ep in expert_degrees(task, dp // replicate * cp * tp):
                         yield Mesh(pp, replicate, dp // replicate, cp, ulysses, tp, ep)
 

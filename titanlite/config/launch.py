@@ -14,6 +14,7 @@ from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show,
 from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, EXPERT, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.schema import SEEDED, Config
 from titanlite.config.torch_versions import torch_version_rules
+from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
 ATTENTION_BACKENDS_ON_CUDA = {
     "bfloat16": ("flash", "cudnn", "efficient", "math"),
@@ -24,6 +25,8 @@ ATTENTION_BACKENDS_ON_CUDA = {
 """By the data type that the model computes in, the default first."""
 LEAST_OPEN_FILES = 256
 """Limit on the open files of a process: a rank has its token caches open, 64 shards of each, and connections."""
+MOST_CHUNKS = 4096
+"""Most chunks of the loss: a rank, and a plan, computes one after the other, and 4 TiB of logits are on no device."""
 CUDNN_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
@@ -77,6 +80,9 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
     """Check a config against a launch, and return it with the automatic values resolved: shard degree, batch size, data
     types, schedule length and others. Raises ConfigError with every problem, the numbers, and what to do."""
     reject, problems = Rejections(), []
+    if launch.world_size > MOST_RANKS:
+        problem = f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"
+        raise ConfigError([problem])
     if launch.n_devices and launch.local_world_size > launch.n_devices:
         problems.append(
             f"{loaded.file}: {quantity(launch.local_world_size, 'rank')} on this node, which has "
@@ -177,6 +183,12 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
         ranks = "ranks" if degree == world_size else "data-parallel ranks"
         product = f"{training.local_batch_size} x {degree} = {training.local_batch_size * degree}"
         reject("training.global_batch_size", f"expected a multiple of local_batch_size x {ranks} = {product}")
+    if config.tokens_per_step > MOST_TOKENS:
+        message = f"{config.tokens_per_step} tokens in a step: expected at most {MOST_TOKENS}, as float64 counts them"
+        reject("training.global_batch_size", message)
+    if training.loss_chunks > MOST_CHUNKS:
+        message = f"{training.loss_chunks} loss chunks: expected at most {MOST_CHUNKS}, which have 1 GiB of logits each"
+        reject("training.local_batch_size", f"{message}; set fewer sequences, or shorter ones")
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)

@@ -10,7 +10,7 @@ from titanlite.config.loader import Section
 from titanlite.config.mla_schema import Mla, implied_head_dim
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.moe_schema import Moe
-from titanlite.config.types import Count, CountOrZero, NodePath, Positive
+from titanlite.config.types import MOST_LAYERS, Count, CountOrZero, NodePath, Positive
 
 
 class Model(Section):
@@ -24,7 +24,7 @@ class Model(Section):
     """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
     dim: Count
     """Width of the residual stream."""
-    n_layers: Count
+    n_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     """Number of transformer blocks."""
     n_heads: Count
     """Number of query heads."""

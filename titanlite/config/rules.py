@@ -15,10 +15,12 @@ from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.mla_schema import Mla
+from titanlite.config.model_schema import count_parameters
 from titanlite.config.moe_schema import Moe
 from titanlite.config.optimizer_schema import Optimizer
 from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Precision
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
+from titanlite.config.types import MOST_TOKENS
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
 LATENT = "model.mla.kv_lora_rank"
@@ -38,6 +40,8 @@ DTYPE, PARAM, AC_MODE = "training.dtype", "training.mixed_precision_param", "act
 READ_OTHERWISE = ("n_experts", "balance_bias_rate")
 PROMPTS, OUTLIER_SIGMA = "validation.generate_prompts", "training.skip_outlier_sigma"
 
+MOST_ACTIONS, FLOAT64_BYTES = 2**16, 8
+"""Most forwards of microbatches in all stages of a pipeline: torch's schedules, and a plan, list each of them."""
 ABOVE_0, ABOVE_1 = range(1, sys.maxsize), range(2, sys.maxsize)
 
 # Options, the option that decides whether a run reads them, and the values with which it does. The last column has the
@@ -88,6 +92,7 @@ def between_options(config: Config, changed: set[str]) -> Rejections:
         _step_rules,
         _precision_rules,
         _compile_rules,
+        _size_rules,
     ]
     groups += [_shard_rules, _context_rules, _expert_rules, _split_backward_rules, _pipeline_rules]
     for rules in groups:
@@ -272,6 +277,23 @@ def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> Non
         reject(ASYNC_TENSOR, message, *reads, "compile.backend", TENSOR)
 
 
+def _size_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    """Reject products that no run can have: of a tensor whose bytes an int64 cannot count torch itself knows no size,
+    not even without memory for it."""
+    model, tokens = config.model, config.training.local_batch_size * config.training.seq_len
+    widest = max(model.dim, model.vocab_size, model.ffn_dim, model.expert_dim * model.moe.n_experts)
+    widest = max(widest, model.n_heads * max(model.head_dim, model.v_head_dim, config.training.seq_len))
+    reads = BATCH, "model.dim", "model.n_heads", "model.ffn_dim", "model.vocab_size", "model.moe.n_experts"
+    if tokens * widest * FLOAT64_BYTES >= 2**63:
+        message = f"{tokens} tokens of {BATCH} sequences have activations or scores of {widest} numbers each, of "
+        reject("training.seq_len", f"{message}more bytes than an int64 counts; set smaller ones", *reads)
+    if (n_parameters := count_parameters(model)) > MOST_TOKENS:
+        message = (
+            f"the model has {n_parameters} parameters: expected at most {MOST_TOKENS}, which float64 counts exactly"
+        )
+        reject("model.dim", message, "model.n_layers", "model.head_dim", *reads)
+
+
 def _shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
@@ -383,7 +405,10 @@ def _microbatch_rules(config: Config, reject: Rejections) -> None:
     schedule, size = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size
     degree, n_stages = parallelism.pipeline_parallel_degree, parallelism.n_stages
     rounds = max(1, number // degree)
-    if batch % size:
+    if number * n_stages > MOST_ACTIONS:
+        message = f"{number} microbatches x {n_stages} stages are more than the {MOST_ACTIONS} that a schedule can list"
+        reject(BATCH, f"{message}; set a larger {MICROBATCH}", MICROBATCH, PIPELINE, STAGES_PER_RANK)
+    elif batch % size:
         reject(MICROBATCH, f"expected a divisor of {BATCH} = {batch}", BATCH)
     elif schedule in ("1F1B", "DualPipeV") and number < n_stages:
         message = f"{show(schedule)} needs as many microbatches as its {n_stages} stages, and there are {number}"

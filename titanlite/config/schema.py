@@ -18,7 +18,20 @@ from titanlite.config.loader import Section, options_of
 from titanlite.config.model_schema import Model, layer_parameters
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
-from titanlite.config.types import Count, CountOrZero, Fraction, NodePath, NotNegative, PathText, Positive, Precision
+from titanlite.config.types import (
+    MOST_ITEMS,
+    MOST_RANKS,
+    MOST_TOKENS,
+    Count,
+    CountOrZero,
+    Fraction,
+    NodePath,
+    NotNegative,
+    PathText,
+    Positive,
+    Precision,
+    Ranks,
+)
 
 FILES = ("text", "json", "parquet")
 """Datasets that are files at a path."""
@@ -87,7 +100,7 @@ class MixedDataset(DatasetOptions):
     weight: Union[Literal[-1], Positive] = -1
     """Share of the sequences that come from it, relative to the weights of the others. -1, in all: the number of its
     sequences, or tokens."""
-    tokens: Union[Literal[-1], Count] = -1
+    tokens: Union[Literal[-1], Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = -1
     """Token budget, instead of a weight: it is the share, and the dataset drops out once it is used up. -1: none."""
     epochs: Union[Literal[-1], Positive] = -1
     """How often it may be read at most, also a fraction; then it drops out. -1: without a limit."""
@@ -135,7 +148,7 @@ class Training(DatasetOptions):
     """Steps that the run may skip because the loss or gradient norm is not finite; the next such step stops it."""
     skip_outlier_sigma: NotNegative = 0.0
     """Skip steps whose gradient norm is above the mean of recent ones by this many standard deviations; 0: none."""
-    outlier_window: Annotated[int, Field(ge=4)] = 128
+    outlier_window: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 128
     """Steps whose gradient norms count as recent. None is skipped until half as many have been taken."""
     gc_freq: Count = 50
     """Steps between Python's garbage collections, which would otherwise run at different times on each rank."""
@@ -163,11 +176,13 @@ class Training(DatasetOptions):
 class Parallelism(Section):
     """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
 
-    data_parallel_replicate_degree: Count = 1
+    data_parallel_replicate_degree: Ranks = 1
     """Replicas of the sharded model. Above 1 with a shard degree above 1: hybrid sharding (HSDP)."""
-    data_parallel_shard_degree: Union[Literal[-1], Count] = -1
+    data_parallel_shard_degree: Union[Literal[-1], Ranks] = -1
     """FSDP: ranks that each weight is sharded over, besides the context-parallel ranks; -1: the ranks that remain."""
-    fsdp_reshard_after_forward: Union[Literal["default", "always", "never"], Annotated[int, Field(ge=2)]] = "default"
+    fsdp_reshard_after_forward: Union[
+        Literal["default", "always", "never"], Annotated[int, Field(ge=2, le=MOST_RANKS)]
+    ] = "default"
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
     gather them once per step (ZeRO-1, ZeRO-2); N: keep them sharded over groups of N ranks in between. default: always,
     but never in a pipeline, where every microbatch would gather them again, nor on a single shard that computes in
@@ -179,13 +194,13 @@ class Parallelism(Section):
     """Blocks to gather weights of during an earlier block's forward; 0: FSDP's default, on CUDA the next block."""
     fsdp_backward_prefetch: CountOrZero = 0
     """The same for the backward; 0: FSDP's default, one block."""
-    tensor_parallel_degree: Count = 1
+    tensor_parallel_degree: Ranks = 1
     """Ranks that shard each layer's heads, channels and vocabulary, and, between the layers, the sequence."""
     disable_loss_parallel: bool = False
     """Gather the logits of tensor-parallel ranks instead of computing the loss from shards of the vocabulary."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallelism's collectives with its matrix products. Needs CUDA and compile.enable."""
-    pipeline_parallel_degree: Count = 1
+    pipeline_parallel_degree: Ranks = 1
     """Ranks that the layers are partitioned over."""
     pipeline_parallel_schedule: Literal[get_args(Schedule)] = "1F1B"  # type: ignore[valid-type]
     """Order in which a pipeline's ranks run forwards and backwards of microbatches."""
@@ -201,11 +216,11 @@ class Parallelism(Section):
     """Number of layers that the norm and the output head count as, when stages are balanced by layers."""
     module_fqns_per_model_part: list[list[str]] = Field(default=[])
     """Modules of each stage, in order (tok_embeddings, layers.0, ..., norm, output); empty: stages are balanced."""
-    context_parallel_degree: Count = 1
+    context_parallel_degree: Ranks = 1
     """Ranks that each sequence is split over."""
-    context_parallel_ulysses_degree: Count = 1
+    context_parallel_ulysses_degree: Ranks = 1
     """How many of these exchange sequence for heads by all-to-all (Ulysses); the others form a ring."""
-    expert_parallel_degree: Count = 1
+    expert_parallel_degree: Ranks = 1
     """Ranks that the experts of a layer are partitioned over. They are no ranks of their own: this divides dp_shard x
     cp x tp, and each expert is sharded over the quotient."""
     expert_parallel_row_bound: Union[Literal[-1], Annotated[float, Field(ge=1, allow_inf_nan=False)]] = -1
@@ -327,7 +342,7 @@ class Validation(Section):
 class Profiling(Section):
     enable_profiling: bool = False
     """Write a Chrome trace of one step every profile_freq steps."""
-    profile_freq: Annotated[int, Field(ge=4)] = 10
+    profile_freq: Annotated[int, Field(ge=4, le=MOST_ITEMS)] = 10
     """Steps between traces (the profiler waits, warms up for 3 steps, and records one)."""
     save_traces_folder: PathText = "profile_traces"
     """Folder of the traces, relative to job.dump_folder."""
@@ -352,9 +367,9 @@ class Plan(Section):
 
     device: PathText = "h100"
     """A name in titanlite/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
-    devices_per_node: Union[Literal[-1], Count] = -1
+    devices_per_node: Union[Literal[-1], Ranks] = -1
     """Devices of a node; -1: the usual number for this device."""
-    tokens: CountOrZero = 0
+    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
     """Tokens to train on, for days, hours and costs; 0: those of training.steps."""
     price: NotNegative = 0.0
     """Price of one device for one hour, in any currency."""

@@ -16,8 +16,19 @@ def _path(text: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_path)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+MOST_ITEMS = 2**31 - 1
+"""Most steps, sequences, channels or seconds: what torch's kernels count in an int32; steps of 0.1 s last 7 years."""
+MOST_TOKENS = 2**53
+"""Most tokens or parameters: larger integers are not exact in float64, in which plans and metrics compute."""
+MOST_RANKS = 2**16
+"""Most ranks: four times as many as of the largest published run (arXiv:2407.21783). torch makes a tensor for every
+rank that a weight is sharded over, on each of them and in a plan."""
+MOST_LAYERS = 4096
+"""Most layers: a plan, and every rank, names and builds each of them. Published models have at most 1,000
+(arXiv:2203.00555)."""
+Count = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST_ITEMS)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
