@@ -114,7 +114,7 @@ def test_difference_ends_in_status_1(capsys):
         trace["step 1 loss"] += 1e-9
         return trace
 
-    with mock.patch.object(command, "run_reference", off):
+    with mock.patch("titanlite.parity.reference.run_reference", off):
         assert command.main([DEBUG, "--parallelism.tensor_parallel_degree=1"]) == 1
     assert "DIFFERENT: first in step 1 loss, by 1.0e-09" in capsys.readouterr().out
 

@@ -1,12 +1,15 @@
 """The `titanlite` command: one name, and a module for each of its subcommands."""
 
+import difflib
 import errno
 import importlib
+import os
+import signal
 import sys
 
 from titanlite import __version__
-from titanlite.errors import TrainingError
-from titanlite.reliability.process import listen_as_launcher
+from titanlite.errors import TrainingError, printable
+from titanlite.reliability.process import ENDS_WITH_STDIN, end_with_stdin, listen_as_launcher
 
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -40,26 +43,50 @@ def usage() -> str:
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    try:
+        try:
+            status = run(name, arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
+        status = f"error: titanlite {name}: interrupted"
+    except TrainingError as error:
+        status = f"error: {error}"
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+            sys.exit(2)
+        if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        what = f"{error.filename or 'standard output'}: {error.strerror or error}"
+        status = 1 if isinstance(error, BrokenPipeError) else f"error: titanlite {name}: {printable(what)}"
+    sys.exit(status)  # a text is printed to standard error, and the status is then 1
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a subcommand and return its exit status."""
     if name in ("-h", "--help"):
         print(usage())
-        sys.exit(0)
+        return 0
     if name == "--version":
         print(f"titanlite {__version__}")
-        sys.exit(0)
-    if name not in COMMANDS:
-        print(f"error: titanlite {name}: unknown command; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
-        sys.exit(2)
+        return 0
+    problem = ""
+    if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
+        problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
+    elif name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        problem = f"titanlite {printable(name)}: unknown command; {hint}"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     if name == "train":
         listen_as_launcher()  # before the imports, which take a while
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
+    if ENDS_WITH_STDIN in os.environ:
+        end_with_stdin()
     module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
-    command = importlib.import_module(module).main
-    try:
-        sys.exit(command(arguments))
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+    return importlib.import_module(module).main(arguments)

@@ -17,10 +17,10 @@ import math
 import os
 from typing import Any
 
+from titanlite.arguments import Parser, count
 from titanlite.config import ConfigError, Launch, check, load_values
 from titanlite.config.loader import print_problems
 from titanlite.config.schema import Training
-from titanlite.generate.arguments import COUNT, Parser
 
 USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split NAME] [--seq-len N]
            [--batch-size B] [--document-mask] [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
@@ -35,13 +35,16 @@ MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversatio
 
 def main(argv: list[str]) -> int:
     """Run `titanlite eval`. Returns the exit status if an argument is wrong, and ends the process otherwise."""
-    parser = Parser(USAGE, __doc__ or "")
+    parser = Parser(USAGE, __doc__)
+    parser.add_model_arguments()
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
     parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
     parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
-    parser.add_argument("--seq-len", type=COUNT, metavar="N", help="tokens of a sequence (default: the run's, or 2048)")
+    parser.add_argument(
+        "--seq-len", type=count(), metavar="N", help="tokens of a sequence (default: the run's, or 2048)"
+    )
     text = "sequences at a time (default: 8)"
-    parser.add_argument("--batch-size", dest="local_batch_size", type=COUNT, metavar="B", help=text)
+    parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     text = "attend only within a document"
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
     try:

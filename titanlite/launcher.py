@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,14 @@ from titanlite.config.loader import print_problems, show
 from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
 from titanlite.reliability.checked_config import CHECKED_CONFIG, write_for_ranks
-from titanlite.reliability.process import LOG_FOLDER, STARTED_BY, available_cores, exit_process, listen_as_launcher
+from titanlite.reliability.process import (
+    ENDS_WITH_STDIN,
+    LOG_FOLDER,
+    STARTED_BY,
+    available_cores,
+    exit_process,
+    listen_as_launcher,
+)
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
@@ -151,6 +159,20 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print_problems(error)
         return 2
+
+
+def run_on_ranks(ranks: int, arguments: list[str]) -> int:
+    """Run `titanlite` with these arguments on ranks of this node, with torchrun, and return its exit status. The ranks
+    end when this process does, and torchrun with them; Ctrl-C on a terminal reaches neither."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
+    environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as torchrun:
+        try:
+            return torchrun.wait()
+        except BaseException:  # Ctrl-C
+            torchrun.kill()
+            raise
 
 
 def environment_of_ranks(ranks: int) -> dict[str, str]:

@@ -5,61 +5,51 @@
 Plans up to twelve layouts, prints the fastest with the reasons for the recommended one, and writes that one as a
 config. `titanlite plan` plans it in detail. Needs no GPU, and takes minutes.
 
-Exit status: 0 a layout is recommended; 1 nothing fits; 2 the options are wrong.
+Ctrl-C ends the search early: what has been planned until then is printed and written.
+
+Exit status: 0 a layout is recommended; 1 nothing fits, or the search was interrupted; 2 the options are wrong.
 """
 
-import argparse
-from pathlib import Path
+from __future__ import annotations
 
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
-from titanlite.advise.explanation import config_toml, explain, layout_table
-from titanlite.advise.search import search
-from titanlite.advise.search_space import GIB, Task
+from titanlite.arguments import Parser, count, new_file
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.model_sizes import SIZES
+from titanlite.config.types import MOST_TOKENS
 from titanlite.plan.find_device import find_device
 
+if TYPE_CHECKING:
+    from titanlite.advise.search_space import Task
+
+MOST_DEVICES = 2**14
+"""Most devices: the candidate layouts are listed, and for more that takes minutes."""
 TOKENS = 4 * 2**20
 """Default tokens of an optimizer step, as in the training of models with 7 to 70 billion parameters (Llama 2 and 3)."""
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Return the options. Exits with status 2 if one is missing, unknown or wrong."""
-    parser = argparse.ArgumentParser(
-        "titanlite advise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def parse_options(argv: list[str]) -> Any:
+    """Return the options. Raises ConfigError if one is missing, unknown or wrong."""
+    parser = Parser("titanlite advise --gpus N --model FLAVOR --seq-len TOKENS [options]", __doc__)
     tokens = f"tokens of an optimizer step, at least one sequence (default {TOKENS:,})"
-    parser.add_argument("--gpus", type=_count, required=True, help="devices")
+    parser.add_argument("--gpus", type=count(MOST_DEVICES), required=True, help="devices")
     parser.add_argument(
         "--device", default="h100", help="in titanlite/devices.py, or a TOML file (default %(default)s)"
     )
     parser.add_argument("--model", choices=SIZES, required=True, metavar="FLAVOR", help=f"one of {', '.join(SIZES)}")
-    parser.add_argument("--seq-len", type=_count, required=True, help="tokens of a sequence")
-    parser.add_argument("--global-batch", type=_count, default=TOKENS, help=tokens)
-    parser.add_argument("--top", type=_count, default=5, help="layouts in the table (default %(default)s)")
-    parser.add_argument("--write", type=_file, metavar="FILE", help="write the recommended layout as a config")
+    parser.add_argument("--seq-len", type=count(), required=True, help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=count(MOST_TOKENS), default=TOKENS, help=tokens)
+    parser.add_argument("--top", type=count(), default=5, help="layouts in the table (default %(default)s)")
+    parser.add_argument("--write", type=new_file, metavar="FILE", help="write the recommended layout as a config")
     parser.add_argument("--float8", action="store_true", help="try float8 too")
     return parser.parse_args(argv)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number at least 1")
-    return int(text)
-
-
-def _file(text: str) -> Path:
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: no such folder: {Path(text).parent}")
-    return Path(text)
-
-
-def make_task(options: argparse.Namespace) -> Task:
+def make_task(options: Any) -> Task:
     """Return the task that the options describe. Raises ConfigError if there is no such device."""
+    from titanlite.advise.search_space import Task  # here, as all that imports torch, for which --help need not wait
+
     n_devices, sequences = options.gpus, max(1, options.global_batch // options.seq_len)
     if sequences > n_devices:  # so that every data-parallel degree divides them
         sequences -= sequences % n_devices
@@ -69,12 +59,18 @@ def make_task(options: argparse.Namespace) -> Task:
 
 def main(argv: list[str]) -> int:
     """Run `titanlite advise`. Returns the exit status."""
-    options = parse_options(argv)
     try:
+        options = parse_options(argv)
         task = make_task(options)
     except ConfigError as error:
         print_problems(error)
         return 2
+    from rich.console import Console
+
+    from titanlite.advise.explanation import config_toml, explain, layout_table
+    from titanlite.advise.search import PLANS_PER_ROUND, ROUNDS, search
+    from titanlite.advise.search_space import GIB
+
     result, out = search(task, show_progress=True), Console(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = 120
@@ -96,4 +92,6 @@ def main(argv: list[str]) -> int:
     if options.write:
         options.write.write_text(config_toml(result))
         out.print(f"wrote {options.write}")
-    return 0
+    if result.interrupted:
+        out.print(f"interrupted: {len(result.planned)} of up to {ROUNDS * PLANS_PER_ROUND} layouts were planned")
+    return 1 if result.interrupted else 0

@@ -72,6 +72,7 @@ class Search:
         planned: so far, with those that could not be planned.
         baseline: the degrees of the heuristic baseline.
         rejected: the first problem of a rejected candidate, by mesh.
+        interrupted: whether the search was ended before it had planned all that it would have.
     """
 
     def __init__(self, task: Task):
@@ -79,6 +80,7 @@ class Search:
         self.planned: list[PlannedLayout] = []
         self.rejected: dict[Mesh, str] = {}
         self._open = set(candidates(task))
+        self.interrupted = False
 
     def fits(self, size: float) -> bool:
         return size <= self.task.device.memory
@@ -207,17 +209,30 @@ def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Ca
 
 
 def search(task: Task, *, show_progress: bool = False) -> Search:
-    """Plan the most promising candidates, and print progress to standard error if asked to."""
-    result, total = Search(task), ROUNDS * PLANS_PER_ROUND
+    """Plan the most promising candidates, and print progress to standard error if asked to. Ctrl-C ends the search, and
+    what has been planned is returned if a layout fits."""
+    result = Search(task)
+    try:
+        _plan_rounds(result, show_progress=show_progress)
+    except KeyboardInterrupt:
+        if not result.fitting():
+            raise
+        result.interrupted = True
+    return result
+
+
+def _plan_rounds(result: Search, *, show_progress: bool) -> None:
+    total = ROUNDS * PLANS_PER_ROUND
     with (
         process_pool(PLANS_PER_ROUND, preload="titanlite.advise.search") as pool,
         progress_bar("layout search", total=total, unit="plans", enabled=show_progress) as advance,
     ):
         for number in range(1, ROUNDS + 1):
             chosen = result.next_round(last=number == ROUNDS)
-            futures = [pool.submit(plan_candidate, config, candidate, task.n_devices) for candidate, config in chosen]
+            futures = [
+                pool.submit(plan_candidate, config, candidate, result.task.n_devices) for candidate, config in chosen
+            ]
             for future in as_completed(futures):
                 result.planned.append(future.result())
                 advance(1)
             advance(PLANS_PER_ROUND - len(chosen))
-    return result

@@ -12,83 +12,92 @@ ranks share its cores, so calibrate with as many ranks as the run will have.
 Exit status: 0 the file is written; 2 the arguments are wrong; 1 anything else.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli_w
-import torch
-from rich.console import Console
-from rich.table import Table
 
-from titanlite.calibrate.measure import measure_device
+from titanlite.arguments import Parser, count, new_file
 from titanlite.config import Launch
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.schema import Comm
-from titanlite.devices import Device
-from titanlite.launcher import environment_of_ranks
-from titanlite.parallel import mesh
-from titanlite.plan.report import empty_table
-from titanlite.reliability.files import replace_file
+from titanlite.config.types import MOST_RANKS
+from titanlite.launcher import count_devices, run_on_ranks
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from titanlite.devices import Device
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite calibrate`: on the ranks that torchrun has started, or on ranks of this node that it starts."""
     usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
-    parser.add_argument("file", type=Path, metavar="FILE.toml", help="the file to write")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of this node (default: its GPUs; 1 without any)")
+    parser = Parser(usage, __doc__)
+    parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
+    parser.add_argument(
+        "--ranks", type=count(MOST_RANKS), metavar="N", help="ranks of this node (default: its GPUs; 1 without any)"
+    )
     what = "the folder of a run's checkpoints, to measure how fast they are written"
     parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
-    arguments = parser.parse_args(argv)
-    folder = arguments.checkpoint_folder
-    if folder is not None and not folder.is_dir():
-        print(f"error: --checkpoint-folder {folder}: no such folder", file=sys.stderr)
-        return 2
-    if arguments.file.suffix != ".toml" or not arguments.file.absolute().parent.is_dir():
-        print(f"error: {arguments.file}: expected a TOML file in a folder that exists", file=sys.stderr)
-        return 2
-    launched, n_devices = "WORLD_SIZE" in os.environ, torch.cuda.device_count()
-    ranks = arguments.ranks if arguments.ranks is not None else max(n_devices, 1)
-    if ranks < 1 or (n_devices and ranks > n_devices):
-        print(f"error: --ranks {ranks}: expected 1 to {n_devices or 'as many as a run will have'}", file=sys.stderr)
-        return 2
-    if ranks > 1 and not launched:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-        command = [*launcher, f"--nproc-per-node={ranks}", "-m", "titanlite", "calibrate", str(arguments.file)]
-        command += ["--checkpoint-folder", str(folder)] if folder else []
-        return 1 if subprocess.run(command, env=environment_of_ranks(ranks), check=False).returncode else 0
+    launched = "WORLD_SIZE" in os.environ
     try:
+        arguments, n_devices = parser.parse_args(argv), count_devices()
+        file, folder, ranks = arguments.file, arguments.checkpoint_folder, arguments.ranks or max(n_devices, 1)
+        if folder is not None and not folder.is_dir():
+            raise ConfigError([f"--checkpoint-folder {folder}: no such folder"])
+        if file.suffix != ".toml":
+            raise ConfigError([f"{file}: expected a TOML file"])
+        if n_devices and ranks > n_devices:
+            raise ConfigError([f"--ranks {ranks}: expected 1 to {n_devices}"])
         launch = Launch.from_environment(n_devices)
     except ConfigError as error:
         print_problems(error)
         return 2
+    if ranks > 1 and not launched:
+        options = ["--checkpoint-folder", str(folder)] if folder else []
+        return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0
+    calibrate(launch, file, folder)
+    return 0
+
+
+def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
+    """Measure the devices of a launch and write them to a file. Every rank must call it."""
+    # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
+    from rich.console import Console
+
+    from titanlite.calibrate.measure import measure_device
+    from titanlite.parallel import mesh
+
     begin = time.monotonic()
     mesh.retain_freed_memory()
-    with mesh.process_group(launch, Comm(), str(arguments.file.parent)):
+    with mesh.process_group(launch, Comm(), str(file.parent)):
         is_first, per_node = launch.rank == 0, launch.local_world_size
         device = measure_device(
             mesh.device_of(launch), ranks_per_node=per_node, checkpoint_folder=folder, show_progress=is_first
         )
         if is_first:
-            write(device, arguments.file)
+            write(device, file)
             Console(highlight=False).print(rates_table(device))
-            print(f"wrote {arguments.file} in {time.monotonic() - begin:.0f} s")
-    return 0
+            print(f"wrote {file} in {time.monotonic() - begin:.0f} s")
 
 
 def write(device: Device, file: Path) -> None:
     """Write a device as a TOML file that `plan.device` can name."""
+    from titanlite.reliability.files import replace_file
+
     values = device.model_dump(exclude_none=True)
     replace_file(file, f"# Written by titanlite calibrate; for plan.device.\n{tomli_w.dumps(values)}".encode())
 
 
 def rates_table(device: Device) -> Table:
     """Return the best of the measured rates, for a reader to compare with a data sheet."""
+    from titanlite.plan.report import empty_table
+
     measured = device.measured
     table = empty_table(device.source, "", right=("measured", "unit"))
     for name, rows in measured.matmul.items():

@@ -14,7 +14,6 @@ the training's sequence length.
 Exit status: 0 written; 1 OUT cannot be written; 2 the checkpoint or an argument is wrong.
 """
 
-import argparse
 import errno
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titanlite.arguments import Parser, count
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, print_problems, read_toml, show
@@ -34,17 +34,16 @@ def main(argv: list[str]) -> int:
     """Run `titanlite export`. Returns the exit status."""
     usage = "titanlite export CHECKPOINT OUT [--dtype bfloat16|float32|float16] [--tokenizer FOLDER] [--source FOLDER]"
     usage += " [--max-seq-len N]"
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the checkpoint's)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
-    parser.add_argument("--max-seq-len", type=int, metavar="N", help="positions that config.json states")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
     try:
+        arguments = parser.parse_args(argv)
         run(**vars(arguments))
     except ConfigError as error:
         print_problems(error)

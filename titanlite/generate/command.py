@@ -18,17 +18,15 @@ import contextlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from titanlite.arguments import Parser, count, number
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import print_problems
 from titanlite.config.schema import Comm, Model, Parallelism
-from titanlite.generate.arguments import COUNT, Parser, number
-from titanlite.launcher import environment_of_ranks
+from titanlite.launcher import run_on_ranks
 
 USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [--max-new-tokens N]
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
@@ -55,23 +53,24 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(USAGE, __doc__ or "")
+    parser = Parser(USAGE, __doc__)
+    parser.add_model_arguments()
     parser.add_argument("prompt", nargs="*", help="a text to continue")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file of prompts")
     parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the chat template")
-    parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--max-new-tokens", type=count(), default=64, metavar="N", help="default: 64")
     temperature = number(float, "a finite number >= 0", lambda value: 0 <= value < math.inf)
     top_p = number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
     text = "divides the logits (default: 0, always the most likely token)"
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
-    parser.add_argument("--top-k", type=COUNT, metavar="K", help="draw from the K most likely tokens")
+    parser.add_argument("--top-k", type=count(), metavar="K", help="draw from the K most likely tokens")
     text = "draw from the fewest tokens that together have probability P"
     parser.add_argument("--top-p", type=top_p, metavar="P", help=text)
     seed = number(int, "an integer >= 0", lambda value: value >= 0)
     parser.add_argument("--seed", type=seed, metavar="S", help="of the random choice (default: 42)")
-    parser.add_argument("--batch-size", type=COUNT, default=8, metavar="B", help="prompts at a time (default: 8)")
+    parser.add_argument("--batch-size", type=count(), default=8, metavar="B", help="prompts at a time (default: 8)")
     text = "ranks on this node that shard each layer (default: 1)"
-    parser.add_argument("--tensor-parallel-degree", type=COUNT, default=1, metavar="N", help=text)
+    parser.add_argument("--tensor-parallel-degree", type=count(), default=1, metavar="N", help=text)
     text = "these ranks have different experts, instead of a shard of each"
     parser.add_argument("--expert-parallel", action="store_true", help=text)
     return parser
@@ -104,9 +103,7 @@ def run(arguments: Any, argv: list[str]) -> int:
     launch = Launch.from_environment(torch.cuda.device_count())
     check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
     if launch.world_size < degree:
-        torchrun = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={degree}"]
-        command = [sys.executable, "-m", *torchrun, "-m", "titanlite", "generate", *argv]
-        return subprocess.run(command, env=environment_of_ranks(degree), check=False).returncode
+        return run_on_ranks(degree, ["generate", *argv])
     with _ranks(launch, degree) as (device, mesh):
         generator = Generator(
             folder,

@@ -6,25 +6,22 @@ torchrun ... -m titanlite.parity CONFIG.toml [...]. Exit status: 0 all differenc
 2 the config or the launch is wrong.
 """
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import os
 import time
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
+from titanlite.arguments import Parser, count
 from titanlite.config import Config, ConfigError, Launch, check, load, loader
 from titanlite.config.schema import Comm
-from titanlite.launcher import ranks_wanted
-from titanlite.parallel import mesh
-from titanlite.parity.compare import print_comparison, tolerances
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.parity.reference import Trace, run_reference
+from titanlite.launcher import count_devices, ranks_wanted
 from titanlite.parity.shrink import adapt_to_cpu, shrink
-from titanlite.parity.training_run import run_layout
 from titanlite.progress import progress
-from titanlite.summary import describe_mesh
+
+if TYPE_CHECKING:
+    from titanlite.parity.reference import Trace
 
 USAGE = "titanlite parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]"
 TIMEOUT_SECONDS = 600
@@ -34,14 +31,13 @@ GIB_PER_RANK = 0.15
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit status."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=USAGE, description=__doc__, formatter_class=style)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
+    parser = Parser(USAGE, __doc__)
+    parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
-    arguments, config_arguments = parser.parse_known_args(argv)
-    steps, launched, began = arguments.steps, "WORLD_SIZE" in os.environ, time.monotonic()
-    n_devices = torch.cuda.device_count() if launched else 0
+    launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
+    n_devices = count_devices() if launched else 0
     try:
+        arguments, config_arguments = parser.parse_known_args(argv)
         loaded = load(config_arguments)
         launch = Launch.from_environment(n_devices)
         if not launched:
@@ -55,11 +51,20 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         loader.print_problems(error)
         return 2
+    # Here, since it takes seconds to import torch, and --help and a wrong config need none.
+    from titanlite.parallel import mesh
+    from titanlite.parity.compare import print_comparison, tolerances
+    from titanlite.parity.reference import run_reference
+    from titanlite.summary import describe_mesh
+
+    steps = arguments.steps
     if launch.rank == 0:
         run = f"{launch.world_size} rank(s), {arguments.dtype}, {steps} steps"
         print(f"{loaded.file}: {describe_mesh(config)} = {run}\nshrunk: {', '.join(changes) or 'nothing'}")
         print("running the layout", flush=True)
     if launched:
+        from titanlite.parity.training_run import run_layout
+
         with mesh.process_group(launch, Comm(init_timeout_seconds=TIMEOUT_SECONDS, trace_buf_size=0), "."):
             trace = run_layout(config, launch, steps=steps)
     else:
@@ -75,6 +80,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run_in_pool(config: Config, world_size: int, steps: int) -> Trace:
+    import torch.distributed as dist
+
+    from titanlite.parity.process_pool import ProcessPool
+
     with progress(f"starting {world_size} ranks"):
         pool = ProcessPool(world_size, timeout_seconds=TIMEOUT_SECONDS)
         pool.run(dist.barrier)
@@ -85,6 +94,8 @@ def _run_in_pool(config: Config, world_size: int, steps: int) -> Trace:
 
 def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
     """Run the layout on this rank of a pool and return its trace on rank 0, None on the others."""
+    from titanlite.parity.training_run import run_layout
+
     launch = Launch.from_environment(n_devices=0)
     trace = run_layout(config, launch, steps=steps)
     return trace if launch.rank == 0 else None

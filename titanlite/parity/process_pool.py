@@ -1,7 +1,6 @@
 """Pools of gloo ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
 
 import faulthandler
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from titanlite.reliability.process import end_with_main_process, forkserver
 
 
 class RankError(AssertionError):
@@ -27,8 +28,7 @@ class ProcessPool:
     def __init__(self, world_size: int, timeout_seconds: int = 60):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
         # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["titanlite.build"])
+        context = forkserver("titanlite.build")
         # Ranks are killed in the end. What they leave is freed then, so no warning is needed.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         self._folder = tempfile.TemporaryDirectory()
@@ -78,6 +78,7 @@ class ProcessPool:
 
 def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any) -> None:
     """Run the calls that arrive at this rank, one after the other."""
+    end_with_main_process()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as mesh.process_group

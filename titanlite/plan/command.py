@@ -7,32 +7,35 @@ with figures (memory over the step, pipeline schedule, step time). --against als
 the same config has measured: its metrics.jsonl. A config that cannot run is rejected with the same lines as by
 `titanlite train`.
 
-Exit status: 0 it fits its device; 1 it does not; 2 the config, or METRICS, is wrong.
+Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
 """
 
-import argparse
 import time
 from pathlib import Path
 
+from titanlite.arguments import Parser, new_file
 from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems
-from titanlite.plan.comparison import comparison_table
-from titanlite.plan.planner import assumption, make_plan
-from titanlite.plan.report import print_report, verdict
 
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
     usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]"
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=style, allow_abbrev=False)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan with figures as an HTML page")
+    parser = Parser(usage, __doc__)
+    parser.add_argument(
+        "--html", type=new_file, metavar="FILE", help="also write the plan with figures as an HTML page"
+    )
     text = "also compare the plan with a run's metrics.jsonl"
     parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
-    arguments, config_arguments = parser.parse_known_args(argv)
     begin = time.monotonic()
     try:
+        arguments, config_arguments = parser.parse_known_args(argv)
         loaded = load(config_arguments)
+        # Here, since it takes seconds to import torch, and --help and wrong options need none.
+        from titanlite.plan.comparison import comparison_table
+        from titanlite.plan.planner import assumption, make_plan
+        from titanlite.plan.report import print_report, verdict
+
         plan = make_plan(loaded, show_progress=True)
         tables = [comparison_table(plan, arguments.against)] if arguments.against else []
     except ConfigError as error:

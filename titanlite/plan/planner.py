@@ -1,11 +1,12 @@
 """Plan a config: dry runs of its stages, and what they add up to on the device that the config names."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 
 import torch
@@ -27,6 +28,7 @@ from titanlite.plan.schedule import Group, all_actions
 from titanlite.plan.segments import layers_of
 from titanlite.plan.step import StageCost, StepTime, memory_points, step_time
 from titanlite.progress_bar import progress_bar
+from titanlite.reliability.process import end_with_main_process, forkserver
 
 # CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
 # buffers of a process group.
@@ -204,21 +206,29 @@ def kind_of_stage(config: Config, names: list[str]) -> tuple:
     return tuple(name for name in names if name not in layers), with_experts, numbers[0] % checkpointing_period(config)
 
 
-def process_pool(n: int, *, preload: str, single_use: bool = False) -> ProcessPoolExecutor:
-    """Return a pool of at most n processes, and no more than there are cores, that start with a module imported. Each
-    process of a single-use pool takes one of n tasks, which are submitted at once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+@contextlib.contextmanager
+def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of at most n processes, and no more than there are cores, that start with a module imported. Each
+    process of a single-use pool takes one of n tasks, which are submitted at once. An error, or Ctrl-C, kills them."""
     workers, options = min(n, os.cpu_count() or 1), {}
     if single_use and sys.version_info >= (3, 11):
         options = {"max_tasks_per_child": 1}
     elif single_use:  # Python 3.10 cannot limit the tasks of a process: there are as many processes as tasks
         workers = n
-    return ProcessPoolExecutor(workers, context, initializer=silence_warnings, **options)
+    with ProcessPoolExecutor(workers, forkserver(preload), initializer=start_worker, **options) as pool:
+        try:
+            yield pool
+        except BaseException:  # the pool would wait until its tasks are done
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
-def silence_warnings() -> None:
-    """Silence the warnings of libraries: they are about real runs."""
+def start_worker() -> None:
+    """Prepare a process of a pool: it ends with the main process, and the warnings of libraries, which are about real
+    runs, are silenced."""
+    end_with_main_process()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,12 +19,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
+ENDS_WITH_STDIN = "TITANLITE_ENDS_WITH_STDIN"
+"""Environment variable: set for the ranks of a command, which end when the command does and closes their input."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a rank that was asked to stop before it had anything to save."""
 LOG_FOLDER = "TITANLITE_LOG_FOLDER"
@@ -222,6 +226,41 @@ def _end_with_parent() -> None:
         threading.Thread(target=watch, name="parent", daemon=True).start()
     if os.getppid() != parent:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_stdin() -> None:
+    """End this process, a rank of a command, when its standard input ends; with 0, of which torchrun says nothing."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="standard input", daemon=True).start()
+
+
+def forkserver(preload: str) -> ForkServerContext:
+    """Return the context of processes that are forked from a server that has imported a module. Ctrl-C reaches every
+    process of a terminal, and only this one is to respond: the server, and what it forks, have SIGINT blocked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def end_with_main_process() -> None:
+    """Kill this process, which multiprocessing has started, when the one that asked for it ends. The server that has
+    forked it does not end before it, so that prctl(2) would be of no use."""
+
+    def watch() -> None:
+        main = multiprocessing.parent_process()
+        assert main is not None
+        main.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="main process", daemon=True).start()
 
 
 def keep_log(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What the arguments of `titanlite generate` and `titanlite eval` have in common."""
+"""Arguments of the commands: how they are parsed, and what several commands have in common."""
 
 import argparse
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite.config.loader import ConfigError
+from titanlite.config.types import MOST_ITEMS
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -13,9 +14,12 @@ DTYPES = ("float32", "bfloat16", "float64")
 class Parser(argparse.ArgumentParser):
     """Parses arguments; a wrong one is a ConfigError of one line."""
 
-    def __init__(self, usage: str, description: str):
+    def __init__(self, usage: str, description: str | None):
         style = argparse.RawDescriptionHelpFormatter
         super().__init__(usage=usage, description=description, formatter_class=style, allow_abbrev=False)
+
+    def add_model_arguments(self) -> None:
+        """Add the arguments that name a trained model."""
         self.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint or a Hugging Face folder")
         self.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer.json, the folder with it, or bytes")
         self.add_argument("--dtype", choices=DTYPES, help="dtype of the weights in memory (default: as in the folder)")
@@ -39,4 +43,14 @@ def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callabl
     return read
 
 
-COUNT = number(int, "an integer >= 1", lambda value: value >= 1)
+def count(most: int = MOST_ITEMS) -> Callable[[str], int]:
+    """Return a function that reads an argument as a number of things."""
+    return number(int, f"an integer >= 1 and <= {most}", lambda value: 1 <= value <= most)
+
+
+def new_file(text: str) -> Path:
+    """Read an argument as a file that is to be written."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")
+    return path
