@@ -13,7 +13,8 @@ import pytest
 
 from titanlite import cli
 from titanlite.cli import COMMANDS
-from titanlite.errors import TrainingError, printable
+from titanlite.config.loader import printable
+from titanlite.errors import TrainingError
 
 ROOT = Path(__file__).parents[1]
 

@@ -318,7 +318,7 @@ def test_launch_resolves(tmp_path: Path, settings: Settings, launch: Launch, val
     loaded = load(tmp_path, settings)
     resolved = config.check(loaded, launch)
     assert {key: of(resolved, key) for key in values} == values
-    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS, "training.loss_chunks"}
+    keys = {*RESOLVED_KEYS, *RESOLVED_PARALLELISM_KEYS, "training.loss_chunks", "checkpoint.initial_load_path"}
     changed = {key.replace(".", "__"): of(resolved, key) for key in keys}
     assert resolved == loaded.config.replace(**changed)  # nothing else has changed
 

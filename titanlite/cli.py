@@ -8,7 +8,8 @@ import signal
 import sys
 
 from titanlite import __version__
-from titanlite.errors import TrainingError, printable
+from titanlite.config.loader import printable
+from titanlite.errors import TrainingError
 from titanlite.reliability.process import ENDS_WITH_STDIN, end_with_stdin, listen_as_launcher
 
 COMMANDS = {

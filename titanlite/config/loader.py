@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from titanlite.config.regular_file import read_file
-from titanlite.errors import printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,6 +38,8 @@ DEEPEST = 32
 """Levels of a TOML file at most; a config has five."""
 FAR = 4096
 """Upper bounds from here on are of what is possible at all."""
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves a cursor or starts a terminal's escape sequence, changes a text's direction, or is not UTF-8."""
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""")
 
 
@@ -343,6 +344,12 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
     near += [f"{section}.{name}" for name in own if key in name.split("_")]
     near += [f"{other}.{name}" for other, name in keys if name == key]
     return f"; did you mean {near[0]}?" if near else "; --help lists every option"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text with its control characters as escapes, as in \\x1b, so that a terminal shows what was written.
+    Those in `keep` remain."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def show(value: Any) -> str:
