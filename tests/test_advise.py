@@ -491,3 +491,21 @@ def test_the_command_prints_the_layouts_and_the_reasons(capsys, tmp_path):
     assert "- This is the heuristic baseline: dp_shard 8." in printed
     assert "data_parallel_shard_degree" not in printed
     assert file.read_text().startswith("# llama3_8b on 8 x h100: dp_shard 8.")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_interrupted_search_prints_what_it_has_planned(fits, capsys, monkeypatch, tmp_path):
+    def interrupted(result, *, show_progress):
+        result.planned += run_search(8, fake_plan()).planned[:5] if fits else []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "_plan_rounds", interrupted)
+    options = ("--gpus", "8", "--model", "llama3_8b", "--seq-len", "8192", "--global-batch", str(64 * 8192))
+    if not fits:
+        with pytest.raises(KeyboardInterrupt):
+            command.main(list(options))
+        return
+    assert run(*options) == (1, "")
+    printed = capsys.readouterr().out
+    assert "1 *" in printed
+    assert printed.splitlines()[-1] == "interrupted: 5 of up to 12 layouts were planned"

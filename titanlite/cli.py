@@ -10,7 +10,7 @@ import sys
 from titanlite import __version__
 from titanlite.config.loader import printable
 from titanlite.errors import TrainingError
-from titanlite.reliability.process import ENDS_WITH_STDIN, end_with_stdin, listen_as_launcher
+from titanlite.reliability.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
 
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -50,8 +50,8 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
-        status = f"error: titanlite {name}: interrupted"
+        print(f"error: titanlite {name}: interrupted", file=sys.stderr)
+        exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
     except TrainingError as error:
         status = f"error: {error}"
     except OSError as error:

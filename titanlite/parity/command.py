@@ -86,10 +86,11 @@ def _run_in_pool(config: Config, world_size: int, steps: int) -> Trace:
 
     with progress(f"starting {world_size} ranks"):
         pool = ProcessPool(world_size, timeout_seconds=TIMEOUT_SECONDS)
+    try:
         pool.run(dist.barrier)
-    trace = pool.run(trace_of_rank_0, config=config, steps=steps)[0]
-    pool.close()
-    return trace
+        return pool.run(trace_of_rank_0, config=config, steps=steps)[0]
+    finally:
+        pool.close()
 
 
 def trace_of_rank_0(config: Config, steps: int) -> Trace | None:

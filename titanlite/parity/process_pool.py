@@ -29,8 +29,6 @@ class ProcessPool:
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
         # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
         context = forkserver("titanlite.build")
-        # Ranks are killed in the end. What they leave is freed then, so no warning is needed.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
@@ -86,7 +84,10 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     while True:
-        call, arguments = pipe.recv()
+        try:
+            call, arguments = pipe.recv()
+        except EOFError:  # the main process has ended
+            os._exit(0)
         try:
             pipe.send((None, call(**arguments)))
         except BaseException:

@@ -244,6 +244,8 @@ def forkserver(preload: str) -> ForkServerContext:
     process of a terminal, and only this one is to respond: the server, and what it forks, have SIGINT blocked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
+    # Processes are killed in the end. What they leave is freed then, so no warning is needed.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
