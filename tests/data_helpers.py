@@ -15,11 +15,12 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
 from titanlite.data import documents, packing
 from titanlite.data.documents import open_dataset, read_documents
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
 from titanlite.data.streaming import StreamingSequences
-from titanlite.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer, encode_documents
+from titanlite.data.tokenizer import ByteTokenizer, encode_documents
 
 T = 16
 BYTES = ByteTokenizer()
@@ -82,7 +83,7 @@ class Assets:
 
     def open(self, **settings: Any) -> HuggingFaceTokenizer:
         self.settings.write_text(json.dumps(settings))
-        return build_tokenizer(str(self.folder))
+        return HuggingFaceTokenizer(self.folder)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

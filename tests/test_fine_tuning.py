@@ -1,6 +1,7 @@
 """Fine-tuning data: conversations in the tokenizer's chat template, trained on only where the assistant speaks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
 from titanlite import evaluate
 from titanlite.config.schema import MixedDataset, Validation
+from titanlite.data import chat_template, shard_builder, token_shards
 from titanlite.data import open as opening
-from titanlite.data import shard_builder, token_shards
 from titanlite.data.chat_template import ChatTemplate
 from titanlite.data.documents import Source, open_dataset
+from titanlite.data.open import build_tokenizer
 from titanlite.data.token_shards import not_trained_bit
+from titanlite.data.worker import Worker
 from titanlite.generate.text import encode_questions
 from titanlite.loss import IGNORED
 
@@ -181,6 +184,70 @@ def test_a_conversation_whose_spans_are_not_known_is_rejected(template, source, 
         template(source).conversation(messages)
 
 
+ALLOCATING = [
+    "{{ 'x' * 10**10 }}",
+    "{{ messages[0].role.center(10**10) }}",
+    "{{ '%10000000000d' % messages | length }}",
+    "{{ messages[0].role | indent(10**10, first=true) }}",
+    "{{ messages | batch(10**10, 'x') | list | length }}",
+    "{% set n = namespace(x=messages[0].role) %}{% for _ in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ALLOCATING)
+def test_a_template_that_allocates_is_one_line(assets, source):
+    """Never in this process: it would compute the constants when the template is compiled."""
+    assets.open(**SPECIAL_TOKENS, chat_template=PLAIN + source)
+    tokenizer = build_tokenizer(str(assets.folder))
+    line = rejection(lambda: tokenizer.call(encode_questions, ["hello"]))
+    assert line == f"--chat: {assets.settings} cannot render it: MemoryError"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ (10 + messages | length) ** (10**9) }}",
+    ],
+)
+def test_a_template_that_takes_too_long_is_one_line(assets, tmp_path, source):
+    assets.open(**SPECIAL_TOKENS, chat_template=PLAIN + source)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
+    line = rejection(lambda: Opened(tmp_path, build_tokenizer(str(assets.folder)), file))
+    problem = "its tokenizer.json or chat template takes more than 10 s of processor time"
+    assert line == f"{assets.folder}: {problem} at {file}, line 1, or shortly after it; correct it"
+
+
+def test_a_message_may_be_nested_too_deep(template, tmp_path):
+    nested: Any = "x"
+    for _ in range(600):
+        nested = {"a": nested}
+    own, messages = template(PLAIN), [SYSTEM, {"role": "assistant", "content": "a", "x": nested}]
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0]}, {"messages": messages}])
+    line = rejection(lambda: Opened(tmp_path, own.tokenizer, file))
+    assert line.endswith(f"{file}, line 2: a conversation that is too large, or nested too deep: RecursionError")
+
+
+def test_a_conversation_without_marks_has_so_many_messages(template, monkeypatch):
+    """Each answer is found by rendering all messages before it."""
+    own = template(PLAIN)
+    with pytest.raises(ValueError, match=r"^40,000 messages: expected at most 1,000; divide it, or put what the "):
+        own.conversation(CONVERSATIONS[0] * 20_000)
+    monkeypatch.setattr(chat_template, "LARGEST_CONVERSATION", 20)
+    assert sum(span.is_trained for span in own.conversation(CONVERSATIONS[0] * 10).spans) == 10
+    with pytest.raises(ValueError, match=r"^22 messages: expected at most 20"):
+        own.conversation(CONVERSATIONS[0] * 11)
+    assert sum(span.is_trained for span in template(MARKED).conversation(CONVERSATIONS[0] * 11).spans) == 11
+
+
+def test_a_template_is_a_regular_file(template, assets):
+    os.mkfifo(assets.folder / "chat_template.jinja")
+    line = rejection(lambda: template(PLAIN))
+    file = assets.folder / "chat_template.jinja"
+    assert line == f"{file}: cannot be read: [Errno 22] expected a regular file: '{file}'"
+
+
 def test_without_a_template(assets):
     assert "bytes have no chat template" in rejection(lambda: ChatTemplate(BYTES))
     line = rejection(lambda: ChatTemplate(assets.open(**SPECIAL_TOKENS)))
@@ -289,13 +356,13 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
     work = shard_builder.Work(options, "training.dataset_path", own.tokenizer.path, 0.0)
     segments = list(open_dataset(Source(options))[0])
-    worker = shard_builder.WorkerProcess(work, threads=1)
+    worker = Worker(own.tokenizer.path)
     try:
-        shard = worker.build(tmp_path / "a", "uint16", 0, segments, lambda *counts: None)
+        shard = worker.build(tmp_path / "a", "uint16", 0, segments, work, lambda *counts: None)
     finally:
         worker.close()
-    builder = shard_builder.InProcess(work, own.tokenizer)
-    assert builder.build(tmp_path / "b", "uint16", 0, segments, lambda *counts: None) == shard
+    arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)
+    assert shard_builder.build_shard(*arguments, own.tokenizer) == shard
     assert shard.train_documents == 3
 
 

@@ -4,6 +4,7 @@ draws from the distribution that it says; and the command."""
 import functools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,11 @@ def test_the_smallest_set_is_kept(settings: dict[str, Any], tokens: list[int]):
     assert list(kept(**settings)) == tokens
 
 
+def test_a_temperature_near_0_draws_the_most_likely_token():
+    logits, generators = torch.tensor([[3.0, 5.0, 4.0]]), prompt_generators(["a"], 1)
+    assert choose(logits, Sampling(temperature=1e-320), generators) == [1]
+
+
 def test_frequencies_are_the_probabilities():
     """Of n draws with probability p, the standard deviation is sqrt(n p (1 - p)), and 5 of them are exceeded once in
     two million times; the seed is fixed."""
@@ -502,6 +508,14 @@ WRONG: dict[tuple[str, ...], str] = {
     ("hf", "a", "--tokenizer", "nowhere"): "cannot be read as a tokenizer",
     ("nowhere", "a"): "nowhere: expected a Hugging Face folder, a step-N folder, or the folder of a run",
     ("hf", "a", *BYTES, "--max-new-tokens", "0"): "--max-new-tokens: 0: expected an integer >= 1",
+    ("hf", "a", *BYTES, "--max-new-tokens", "-1"): "--max-new-tokens: -1: expected an integer >= 1",
+    ("hf", "a", *BYTES, "--max-new-tokens", "abc"): "--max-new-tokens: abc: expected an integer >= 1",
+    ("hf", "a", *BYTES, "--max-new-tokens", "1000000000000"): "--max-new-tokens = 1000000000000: with the 2 tokens of "
+    "the longest prompt, expected at most 1,048,576, in batches of 1; shorten it, or set --batch-size lower",
+    ("hf", *BYTES, "--prompts", "long.txt"): "--max-new-tokens = 64: with the 2,000,001 tokens of the longest prompt, "
+    "expected at most 1,048,576",
+    ("hf", *BYTES, "--prompts", "pipe"): "--prompts pipe: cannot be read: [Errno 22] expected a regular file: 'pipe'",
+    ("hf", *BYTES, "--prompts", "/dev/zero"): "--prompts /dev/zero: cannot be read: [Errno 22] expected a regular file",
     ("hf", "a", *BYTES, "--temperature", "-1"): "expected a finite number >= 0",
     ("hf", "a", *BYTES, "--temperature", "nan"): "expected a finite number >= 0",
     ("hf", "a", *BYTES, "--temperature", "1", "--top-p", "0"): "expected a number above 0 and at most 1",
@@ -520,11 +534,31 @@ WRONG: dict[tuple[str, ...], str] = {
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
 def test_wrong_arguments_are_lines(arguments: tuple[str, ...], hf_folder: Path, monkeypatch, capsys):
     monkeypatch.chdir(hf_folder.parent)
+    os.mkfifo("pipe")
+    Path("long.txt").write_text("x" * 2_000_000)
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     status, output, errors = run(capsys, *arguments)
     assert (status, output) == (2, "")
     assert WRONG[arguments] in errors[0]
     assert len(errors) == (2 if "3" in arguments else 1)  # 4 heads and 2 KV heads cannot be shared by 3 ranks
+
+
+def test_the_keys_and_values_have_room_in_memory():
+    options = mock.Mock(n_layers=2**10, n_kv_heads=2**10, head_dim=2**10)
+    check_length = functools.partial(command.check_length, options, longest=2, itemsize=0.5)
+    check_length(new=1, batch_size=1)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(
+        ConfigError, match=f"^--max-new-tokens = 1000000: .* at most {memory // 2**30:,}, in batches of"
+    ):
+        check_length(new=1_000_000, batch_size=1)
+
+
+def test_half_of_a_surrogate_pair_is_replaced(assets, tmp_path: Path, capsys):
+    """As in a document."""
+    build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
+    arguments = (tmp_path / "hf", "--tokenizer", assets.folder, "--max-new-tokens", 3)
+    assert run(capsys, *arguments, "a\udcffb") == run(capsys, *arguments, "a\ufffdb")
 
 
 def test_a_model_with_fewer_tokens_than_the_tokenizer(tmp_path: Path, capsys):

@@ -6,8 +6,6 @@ import os
 import pwd
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +28,8 @@ from titanlite.data.shard_builder import is_validation_document
 from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache, segments_of_shards
 from titanlite.data.token_shards import TokenCache
+from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.worker import Worker
 from titanlite.errors import TrainingError
 from titanlite.reliability import process
 from titanlite.reliability.folder_lock import FolderLock
@@ -240,11 +240,11 @@ def test_what_another_run_leaves_is_built(dataset, tmp_path, monkeypatch, capfd)
 
 def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
     alone = cached(dataset, tmp_path / "alone")
-    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(cache_builder, "THREADS", 1)
     monkeypatch.setattr(process, "available_cores", lambda: 2)
     started: list[Any] = []
-    worker = cache_builder.WorkerProcess
-    monkeypatch.setattr(cache_builder, "WorkerProcess", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
+    worker = cache_builder.Worker
+    monkeypatch.setattr(cache_builder, "Worker", lambda *a, **o: started.append(worker(*a, **o)) or started[-1])
     together = cached(dataset, tmp_path / "together")
     assert together.identity == alone.identity
     assert tokens_of(together) == tokens_of(alone)
@@ -253,7 +253,7 @@ def test_worker_processes_build_the_same_cache(dataset, tmp_path, monkeypatch):
 
 
 def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_builder, "THREADS_PER_WORKER", 1)
+    monkeypatch.setattr(cache_builder, "THREADS", 1)
     monkeypatch.setattr(process, "available_cores", lambda: 2)
     bad = tmp_path / "files" / "3.jsonl"
     bad.write_text('{"text": "a"}\n{"text": 5}\n')
@@ -262,14 +262,10 @@ def test_errors_of_worker_processes_are_those_of_the_reader(dataset, tmp_path, m
 
 
 def test_a_worker_ends_with_its_parent():
-    command = [sys.executable, "-m", "titanlite.data.shard_builder"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    work = {"training": {}, "path_option": "", "hf_assets_path": "", "validation_fraction": 0.0}
-    assert worker.stdin
-    worker.stdin.write(json.dumps(work).encode() + b"\n")
-    worker.stdin.flush()
-    worker.stdin.close()
-    assert worker.wait(30) == 1
+    worker = Worker("")
+    assert worker.call(ByteTokenizer.decode, [97]) == "a"
+    worker.process.stdin.close()
+    assert worker.process.wait(30) == 1
 
 
 def test_other_ranks_of_a_node_wait_for_the_token_cache(dataset, tmp_path, monkeypatch):

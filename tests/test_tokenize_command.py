@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_helpers import flat, some_texts, write
+from tests.data_helpers import flat, rejection, some_texts, write
 from tests.launches import wait_until
 from titanlite import tokenize_dataset as command
 from titanlite.data import token_cache
@@ -56,6 +56,15 @@ def test_the_tokens_do_not_depend_on_the_ranks(tmp_path, capsys, batch, option, 
     assert out.startswith(f"{note}{tmp_path}/cache/")
     sequences = int(re.search(r"an epoch has ([\d,]+) packed", out)[1].replace(",", ""))
     assert f"packed sequences of 16 tokens, {sequences / batch:,.1f} steps; " in out
+
+
+def test_a_dataset_without_a_packed_sequence_is_one_line(tmp_path):
+    write(tmp_path / "a.jsonl", ["a"])
+    line = rejection(lambda: command.tokenize(options(tmp_path, seq_len=64)))
+    assert line == (
+        "training.seq_len = 64: the dataset has 1 documents, 3 tokens, 0.33 bytes of text per token, too few for a "
+        "packed sequence; set it lower, or train on more text"
+    )
 
 
 def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):

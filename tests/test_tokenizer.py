@@ -1,10 +1,19 @@
 """Tokenizers: bytes, and a Hugging Face tokenizer.json with its special tokens."""
 
+import json
+import os
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.data_helpers import BYTES, built_in_texts, flat, rejection
-from titanlite.data.tokenizer import ByteTokenizer, build_tokenizer
+from tests.data_helpers import BYTES, built_in_texts, flat, open_stream, rejection, source, write
+from titanlite.data import hf_tokenizer
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
+from titanlite.data.open import build_tokenizer
+from titanlite.data.token_cache import open_token_cache
+from titanlite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["Hello, world", "", "naïve — 東京 🎉", "line\nline\r\n\ttab\0", "\ud800 broken"]
 
@@ -85,3 +94,121 @@ def test_unusable_tokenizers_are_rejected(assets):
     assert all(part in line for part in (str(assets.file), "<|end_of_text|>", str(assets.settings)))
     assets.file.write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
     assert str(assets.file) in rejection(assets.open)
+
+
+# Tokenizers that fail, or ask for too much --------------------------------------------------------------------------
+
+
+def write_tokenizer(file: Path, **parts: Any) -> None:
+    """Write a tokenizer of characters, or of another model."""
+    from tokenizers import Tokenizer, models
+
+    model = parts.pop("model", models.BPE({chr(i): i for i in range(97, 123)} | {"<s>": 0, "</s>": 1}, []))
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    file.write_text(tokenizer.to_str())
+
+
+def test_a_tokenizer_in_a_process_of_its_own_is_the_same(assets):
+    own, theirs = assets.open(), build_tokenizer(str(assets.folder))
+    assert isinstance(theirs, HuggingFaceTokenizer)
+    for name in ("bos", "eos", "vocab_size", "identity", "path"):
+        assert getattr(own, name) == getattr(theirs, name)
+    assert not hasattr(theirs, "tokenizer"), "it is in the other process"
+    texts = TEXTS[:-1]
+    for one, other in zip(own.encode(texts), theirs.encode(texts), strict=True):
+        assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+        assert theirs.decode(other.tolist()) == own.decode(one.tolist())
+    process: Any = theirs
+    process.close()
+
+
+def failing(name: str) -> dict[str, Any]:
+    from tokenizers import Regex, models, pre_tokenizers
+
+    return {
+        "WordLevel": {"model": models.WordLevel({"<s>": 0, "</s>": 1, "hello": 2})},
+        "Unigram": {"model": models.Unigram([("<s>", 0.0), ("</s>", 0.0), ("hello", -1.0)])},
+        "Split": {"pre_tokenizer": pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")},
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("WordLevel", "x" * 60, "WordLevel error: Missing [UNK] token from the vocabulary"),
+        ("Unigram", "hello", "Encountered an unknown token but `unk_id` is missing"),
+        ("Split", "x" * 60, "Onig: Regex search error: retry-limit-in-match over"),  # a panic, which is no Exception
+    ],
+)
+def test_a_text_that_cannot_be_encoded_is_named(assets, name, text, reason):
+    write_tokenizer(assets.file, **failing(name))
+    tokenizer = assets.open()
+    line = rejection(lambda: tokenizer.encode(["hello", "x" * 60, "hello"]))
+    assert line == f'{assets.file}: cannot encode the text "{text[:40]}": {reason}'
+
+
+def multiplying() -> Any:
+    from tokenizers import normalizers
+
+    return normalizers.Sequence([normalizers.Replace("a", "a" * 10_000)] * 3)
+
+
+TOO_LARGE = "its tokenizer.json or chat template crashes (SIGABRT) or takes more than 1.75 GiB of memory"
+
+
+def test_a_tokenizer_that_multiplies_text_ends_its_process_only(assets, tmp_path):
+    """Where a dataset is tokenized before training, while training, and for prompts."""
+    write_tokenizer(assets.file, normalizer=multiplying())
+    tokenizer = build_tokenizer(str(assets.folder))
+    assert tokenizer.encode(["hello"])[0].tolist() == [104, 101, 108, 108, 111]
+    file = write(tmp_path / "a.jsonl", ["hello", "banana"])
+    dataset, how = source("json", file), {"cache_folder": str(tmp_path / "cache"), "builds_cache": True}
+    line = rejection(lambda: open_token_cache(dataset, tokenizer, 0.0, **how))
+    assert line == f"{assets.folder}: {TOO_LARGE} at {file}, line 1, or shortly after it; correct it"
+    stream = open_stream("json", file)
+    stream.tokenizer = build_tokenizer(str(assets.folder))
+    line = rejection(lambda: next(stream.read(0, 1, {})))
+    assert line == f'{assets.folder}: {TOO_LARGE} at the text "banana", or shortly after it; correct it'
+
+
+def test_a_decoder_that_multiplies_text(assets):
+    from tokenizers import decoders
+
+    write_tokenizer(assets.file, decoder=decoders.Sequence([decoders.Replace("a", "a" * 10_000)] * 3))
+    tokenizer = build_tokenizer(str(assets.folder))
+    assert rejection(lambda: tokenizer.decode([97])) == f"{assets.folder}: {TOO_LARGE}; correct it"
+
+
+@pytest.mark.nightly
+def test_a_tokenizer_that_takes_too_long(assets):
+    """Each match is a little below the limit of the library's matcher."""
+    from tokenizers import Regex, normalizers
+
+    write_tokenizer(assets.file, normalizer=normalizers.Replace(Regex("(x+x+)+y"), ""))
+    tokenizer, text = build_tokenizer(str(assets.folder)), ("x" * 18 + " ") * 10_000
+    line = rejection(lambda: tokenizer.encode([text]))
+    problem = "its tokenizer.json or chat template takes more than 10 s of processor time"
+    assert line == f'{assets.folder}: {problem} at the text "{text[:40]}", or shortly after it; correct it'
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_of_a_tokenizer_is_a_regular_one_of_some_size(assets, monkeypatch, name, kind):
+    assets.open()
+    monkeypatch.setattr(hf_tokenizer, "LARGEST_FILE", 2**16)
+    file = assets.folder / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.write_text(json.dumps({"a": "b" * 2**16}))
+    problem = {"large": "[Errno 27] expected at most 65,536 bytes", "folder": "[Errno 21] Is a directory"}
+    reason = problem.get(kind, "[Errno 22] expected a regular file")
+    line = rejection(lambda: HuggingFaceTokenizer(assets.folder))
+    assert line == f"model.hf_assets_path: {assets.file} cannot be read as a tokenizer: {reason}: '{file}'"

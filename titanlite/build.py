@@ -24,8 +24,7 @@ from titanlite.data.loader import (
     n_validation_batches,
     validation_batches,
 )
-from titanlite.data.open import open_sequences
-from titanlite.data.tokenizer import build_tokenizer
+from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
 from titanlite.model import Llama

@@ -54,9 +54,8 @@ def main(argv: list[str]) -> int:
 
 def tokenize(argv: list[str]) -> None:
     """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
-    from titanlite.data.open import open_mixture, token_caches
+    from titanlite.data.open import build_tokenizer, open_mixture, token_caches
     from titanlite.data.token_cache import open_token_cache
-    from titanlite.data.tokenizer import build_tokenizer
 
     loaded = load([argument for argument in argv if argument != "--verify"]).config
     # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
@@ -106,6 +105,9 @@ def describe(config: Config, cache: TokenCache, split: Split) -> str:
 
         packing = open_best_fit(cache, split, training, builds_cache=True)
         sequences, how = len(packing), f"{packing.summary}; "
+    if not sequences:
+        problem = f"training.seq_len = {training.seq_len}: the dataset has {line}, too few for a packed sequence"
+        raise ConfigError([f"{problem}; set it lower, or train on more text"])
     epoch = sequences / training.global_batch_size
     line += f"; {how}an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
     return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"

@@ -69,7 +69,7 @@ def run(
 
     from titanlite.checkpoint.command import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
-    from titanlite.data.tokenizer import build_tokenizer
+    from titanlite.data.open import build_tokenizer
     from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]

@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.loader import ConfigError
-from titanlite.data import shard_files, token_shards
+from titanlite.data import shard_builder, shard_files, token_shards
 from titanlite.data.files import Segment
-from titanlite.data.shard_builder import InProcess, Work, WorkerProcess
+from titanlite.data.shard_builder import Work
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.worker import THREADS, TokenizerProcess, Worker
 from titanlite.progress import alive, progress
 from titanlite.reliability import process
 from titanlite.reliability.files import sync_folder
 from titanlite.reliability.folder_lock import FolderInUse, FolderLock
-
-THREADS_PER_WORKER = 4
-"""Cores for each process that tokenizes. Reading and unpacking take one thread of it."""
 
 
 class CacheBuilder:
@@ -53,6 +51,8 @@ class CacheBuilder:
         self._claim = threading.Lock()
         self._unfinished: list[Callable[[], None]] = []  # removes what is there while a shard is built
         self._unclaimed: list[int] = []
+        is_worker = isinstance(tokenizer, TokenizerProcess)
+        self._build: Any = tokenizer.build if is_worker else lambda *of: shard_builder.build_shard(*of, tokenizer)
 
     def build(self) -> None:
         """Build all shards and the index. Raises ConfigError if they cannot be written."""
@@ -80,7 +80,7 @@ class CacheBuilder:
         first = random.randrange(len(self.segments))  # nodes that share the work begin at different places
         missing = sorted(set(range(len(self.segments))) - set(self.shards), key=lambda number: (number < first, number))
         self._unclaimed = missing
-        n_workers = max(1, min(len(missing), process.available_cores() // THREADS_PER_WORKER))
+        n_workers = max(1, min(len(missing), process.available_cores() // THREADS))
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with (
             contextlib.ExitStack() as stack,
@@ -88,13 +88,11 @@ class CacheBuilder:
         ):
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
             stack.push(self._stop_workers)
-            workers: list[Any] = [InProcess(self.work, self.tokenizer)]
-            if n_workers > 1:
-                workers = [WorkerProcess(self.work, threads=THREADS_PER_WORKER) for _ in range(n_workers)]
+            workers = [Worker(self.work.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []
             for worker in workers:
                 stack.callback(worker.close)
             begin, n_tokens = time.monotonic(), 0
-            running = {pool.submit(self._work, worker) for worker in workers}
+            running = {pool.submit(self._work, build) for build in [each.build for each in workers] or [self._build]}
             while running:
                 finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                 while not self.advances.empty():
@@ -129,7 +127,7 @@ class CacheBuilder:
             return False
         return True
 
-    def _work(self, worker: Any) -> None:
+    def _work(self, build: Any) -> None:
         """Build shards that no other run builds, until all are there or being built."""
         while not self.stopped.is_set():
             with self._claim:
@@ -137,9 +135,9 @@ class CacheBuilder:
                     return
                 number = self._unclaimed.pop(0)
             with contextlib.suppress(FolderInUse):
-                self._build_shard(number, worker)
+                self._build_shard(number, build)
 
-    def _build_shard(self, number: int, worker: Any) -> None:
+    def _build_shard(self, number: int, build: Any) -> None:
         """Build a shard, unless it is there by now. Raises FolderInUse if another run builds it."""
         lock = FolderLock(
             self.folder,
@@ -157,7 +155,7 @@ class CacheBuilder:
             removals = [functools.partial(temporary.unlink, missing_ok=True), lock.release]
             self._unfinished += removals
             try:
-                shard = worker.build(temporary, self.dtype, number, self.segments[number], self._report)
+                shard = build(temporary, self.dtype, number, self.segments[number], self.work, self._report)
                 if lock.is_held():  # else another run took over while this process was suspended
                     os.rename(temporary, self.folder / shard_name(number))
                     sync_folder(self.folder)
@@ -177,10 +175,9 @@ class CacheBuilder:
         missing = [number for number in range(len(self.segments)) if number not in self.shards]
         if not missing:
             return
-        worker = InProcess(self.work, self.tokenizer)
         with progress("waiting until another run has built its shards of the token cache"):
             while missing := [number for number in missing if not self._look(number)]:
                 with contextlib.suppress(FolderInUse):
-                    self._build_shard(missing[0], worker)
+                    self._build_shard(missing[0], self._build)
                 alive()
                 time.sleep(0.2)

@@ -23,16 +23,20 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.config.loader import ConfigError
+from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Training
 from titanlite.data.documents import text_of
+from titanlite.data.hf_tokenizer import LARGEST_FILE, HuggingFaceTokenizer, reason_of, restart_time_limit
 from titanlite.data.token_shards import DType, not_trained_bit
-from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from titanlite.data.tokenizer import Tokenizer
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
 what the assistant says."""
 FIRST = 0xF0000
 """The character after ESCAPE that stands for the first text; the others follow. It is of a plane for private use."""
+LARGEST_CONVERSATION = 1000
+"""Messages, if the template has no {% generation %}: it then renders up to all of them for each of the assistant's."""
 
 
 class Span(NamedTuple):
@@ -125,13 +129,20 @@ class ChatTemplate:
 
     def document(self, training: Training, values: dict[str, Any]) -> Conversation:
         """Return the conversation of a row, by its columns. Raises ValueError if it is none, or cannot be rendered."""
-        return self.conversation(messages_of(training, values))
+        restart_time_limit()
+        try:
+            return self.conversation(messages_of(training, values))
+        except (RecursionError, MemoryError) as error:
+            raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
 
     def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
         """Return the text of messages. Raises ValueError if the template cannot render them, or does so in a way that
         does not tell what the assistant has said."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
+        if len(messages) > LARGEST_CONVERSATION and not self.has_generation:
+            problem = f"{len(messages):,} messages: expected at most {LARGEST_CONVERSATION:,}; divide it, or put what "
+            raise ValueError(f"{problem}the assistant says into {{% generation %}} in {self.file}")
         escaped = [self._escape(message) for message in messages]
         text = self._render(escaped)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
@@ -207,6 +218,11 @@ class ChatTemplate:
             yield Span(region[end:], is_trained, False)
 
 
+def identity_of(tokenizer: Tokenizer) -> str:
+    """Return the identity of a tokenizer's chat template. Raises ConfigError as ChatTemplate does."""
+    return ChatTemplate(tokenizer).identity
+
+
 def _marked_regions(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a rendered text in order, and whether they are in a {% generation %} block."""
     depth = 0
@@ -218,9 +234,8 @@ def _marked_regions(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _reason(error: BaseException) -> str:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
     line = getattr(error, "lineno", None)
-    return f"line {line}: {reason}" if line else reason
+    return f"line {line}: {reason_of(error)}" if line else reason_of(error)
 
 
 def _read(folder: Path) -> tuple[Path, str, dict[str, str]]:
@@ -228,7 +243,7 @@ def _read(folder: Path) -> tuple[Path, str, dict[str, str]]:
     file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     settings: dict[str, Any] = {}
     if settings_file.exists():  # HuggingFaceTokenizer has read it
-        settings = dict(json.loads(settings_file.read_text(encoding="utf-8")))
+        settings = dict(json.loads(read_file(settings_file, LARGEST_FILE)))
     special_tokens = {}
     for name, token in settings.items():
         content = token.get("content") if isinstance(token, dict) else token
@@ -236,7 +251,7 @@ def _read(folder: Path) -> tuple[Path, str, dict[str, str]]:
             special_tokens[name] = content
     if file.exists():
         try:
-            return file, file.read_text(encoding="utf-8"), special_tokens
+            return file, read_file(file, LARGEST_FILE).decode(), special_tokens
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"{file}: cannot be read: {error}"]) from None
     template = settings.get("chat_template")

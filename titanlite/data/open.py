@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.loader import ConfigError
@@ -14,10 +15,20 @@ from titanlite.data.packing import PackedSequences, ValidationSequences
 from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from titanlite.data.mixture import MixedSequences
+
+
+def build_tokenizer(hf_assets_path: str) -> Tokenizer:
+    """Return the tokenizer of a path, in a process of its own, or that of bytes for an empty one. Raise ConfigError if
+    it cannot be used."""
+    if not hf_assets_path:
+        return ByteTokenizer()
+    from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
+
+    return TokenizerProcess(Path(hf_assets_path).expanduser())
 
 
 class CacheOfRun(NamedTuple):

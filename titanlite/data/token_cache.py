@@ -78,10 +78,9 @@ def open_token_cache(
         nonlocal segments
         segments, fingerprint = open_dataset(source)
         if source.training.dataset_format != "text":
-            from titanlite.data.shard_builder import chat_template_of
+            from titanlite.data.chat_template import identity_of  # here, since text needs none
 
-            template = chat_template_of(source.training, tokenizer)
-            fingerprint += f"/{source.training.dataset_format}/{template.identity}"
+            fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 

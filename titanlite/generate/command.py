@@ -25,13 +25,19 @@ from typing import Any
 from titanlite.arguments import Parser, count, number
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import print_problems
+from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Comm, Model, Parallelism
+from titanlite.data.documents import text_of
 from titanlite.launcher import run_on_ranks
 
 USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [--max-new-tokens N]
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
            [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
            [--tensor-parallel-degree N] [--expert-parallel]"""
+LARGEST_FILE = 2**26
+"""Bytes of a file of prompts."""
+LONGEST = 2**20
+"""Tokens of a prompt and of its continuation, together."""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 """Options of the model that tensor parallel divides by its degree, besides those of experts."""
 
@@ -86,6 +92,7 @@ def run(arguments: Any, argv: list[str]) -> int:
         problem = f"command line: --{key.replace('_', '-')} = {value}: read only when --temperature is above 0"
         raise ConfigError([f"{problem}; set that, or remove it"])
     texts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts else [])]
+    texts = [text_of(text, "prompt") for text in texts]
     if not texts:
         raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
 
@@ -98,21 +105,24 @@ def run(arguments: Any, argv: list[str]) -> int:
 
     folder, degree = open_folder(arguments.folder), arguments.tensor_parallel_degree
     tokenizer = folder.tokenizer(arguments.tokenizer)
-    encode, stop = encode_questions if arguments.chat else encode_prompts, folder.stop_tokens(tokenizer)
-    prompts = encode(tokenizer, texts)
+    stop = folder.stop_tokens(tokenizer)
+    prompts = tokenizer.call(encode_questions, texts) if arguments.chat else encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
     check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
     if launch.world_size < degree:
         return run_on_ranks(degree, ["generate", *argv])
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else folder.dtype
+    longest, batch_size = max(map(len, prompts)), min(arguments.batch_size, len(texts))
+    check_length(folder.options, longest, arguments.max_new_tokens, batch_size, dtype.itemsize / degree)
     with _ranks(launch, degree) as (device, mesh):
         generator = Generator(
             folder,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else folder.dtype,
+            dtype=dtype,
             device=device,
             mesh=mesh,
             expert_parallel=arguments.expert_parallel,
-            batch_size=min(arguments.batch_size, len(texts)),
-            longest=max(map(len, prompts)),
+            batch_size=batch_size,
+            longest=longest,
             max_new_tokens=arguments.max_new_tokens,
         )
         sampling = Sampling(temperature=arguments.temperature, **random)
@@ -130,7 +140,7 @@ def run(arguments: Any, argv: list[str]) -> int:
 def read_prompts(file: Path) -> list[str]:
     """Return the prompts of a file: its lines or, of a .jsonl file, the "prompt" of each line's object."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_file(file, LARGEST_FILE).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--prompts {file}: cannot be read: {error}"]) from None
     if file.suffix != ".jsonl":
@@ -146,6 +156,21 @@ def read_prompts(file: Path) -> list[str]:
             raise ConfigError([f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'])
         prompts.append(prompt)
     return prompts
+
+
+def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
+    """Raise ConfigError if a prompt and its continuation are too long, or the keys and values of a batch of them have
+    no room in the memory of a rank; `itemsize` has a rank's share of the bytes of each number."""
+    import torch
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    bytes_of_token = 2 * options.n_layers * options.n_kv_heads * options.head_dim * itemsize
+    most = min(LONGEST, int(memory / bytes_of_token / batch_size))
+    if longest + new > most:
+        problem = f"--max-new-tokens = {new}: with the {longest:,} tokens of the longest prompt, expected at most "
+        raise ConfigError([f"{problem}{most:,}, in batches of {batch_size}; shorten it, or set --batch-size lower"])
 
 
 def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:

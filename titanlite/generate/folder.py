@@ -14,7 +14,8 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import hf_config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
-from titanlite.data.tokenizer import Tokenizer, build_tokenizer
+from titanlite.data.open import build_tokenizer
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.load import DTYPES, EMBEDDING, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama

@@ -10,7 +10,7 @@ from torch import nn
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training, Validation
 from titanlite.data.loader import Batch
-from titanlite.data.tokenizer import build_tokenizer
+from titanlite.data.open import build_tokenizer
 from titanlite.generate.sampling import logits_at
 from titanlite.generate.text import continuation, encode_prompts
 from titanlite.parallel import fsdp

@@ -52,7 +52,8 @@ def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return the probabilities that tokens are drawn with, in descending order and 0 where they are left out, but not
     normalized after top-p; and the tokens."""
-    logits_BV, tokens_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # at most 0, so that none overflows to infinity
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     probabilities_BV = logits_BV.softmax(-1)

@@ -1,0 +1,175 @@
+"""A process with limits of memory and time, for what the files of a tokenizer, a chat template and a row may ask for.
+
+python -m titanlite.data.worker HF_ASSETS_PATH        started by Worker: pickles on stdin and stdout; it ends with its
+                                                      parent, when stdin does
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.data import shard_builder
+from titanlite.data.files import place
+from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of
+from titanlite.data.token_shards import Shard
+from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.errors import TrainingError
+
+MEMORY = 7 * 2**28
+"""Bytes of data in a worker's memory, at most."""
+THREADS = 4
+"""Cores for each worker. Reading and unpacking take one thread of it."""
+
+
+class Worker:
+    """Calls functions on a tokenizer in a process of its own, which ends when this one does."""
+
+    def __init__(self, hf_assets_path: str):
+        environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
+        environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
+        self.path, self._lock = hf_assets_path, threading.Lock()
+        self.process: Any = subprocess.Popen(
+            [sys.executable, "-m", "titanlite.data.worker", hf_assets_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+            start_new_session=True,  # a signal to all processes of a launch asks its ranks to stop, and no worker
+        )
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        where: Callable[[], str] = lambda: "",
+        received: Callable[..., None] = lambda *content: None,
+    ) -> Any:
+        """Return what a function does there. Raises what it raises, and ConfigError, which says `where`, if it exceeds
+        the limits or crashes. `received` is called with what it sends meanwhile."""
+        with self._lock, contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):  # it has ended
+            pickle.dump((function, arguments), self.process.stdin)
+            self.process.stdin.flush()
+            while True:
+                kind, content = pickle.load(self.process.stdout)
+                if kind == "result":
+                    return content
+                if kind == "error":
+                    raise content
+                received(kind, *content)
+        status = self.process.wait()
+        if status >= 0 or status == -signal.SIGKILL:
+            problem = f"a process that tokenizes ended with status {status}"
+            raise TrainingError(f"{problem}; perhaps the memory was too small")
+        problem = f"crashes ({signal.Signals(-status).name}) or takes more than {MEMORY / 2**30:.3g} GiB of memory"
+        if status == -signal.SIGPROF:
+            problem = f"takes more than {SECONDS} s of processor time"
+        raise ConfigError([f"{self.path}: its tokenizer.json or chat template {problem}{where()}; correct it"])
+
+    def build(self, path: Path, *arguments: Any) -> Shard:
+        """Build a shard, as shard_builder.build_shard does."""
+        *of_shard, work, report = arguments
+        at = "", 0
+
+        def received(kind: str, *content: Any) -> None:
+            nonlocal at
+            if kind == "report":
+                report(*content)
+            else:
+                at = content
+
+        def where() -> str:
+            file, begin = at
+            return f" at {place(work.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+
+        return self.call(_build_shard, path, *of_shard, work, where=where, received=received)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+class TokenizerProcess(Worker, HuggingFaceTokenizer):
+    """A Hugging Face tokenizer in a worker."""
+
+    def __init__(self, path: Path):
+        Worker.__init__(self, str(path))
+        self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
+
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        def where() -> str:
+            return f" at the text {show(chunks[0][:40])}, or shortly after it"
+
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=where)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.call(HuggingFaceTokenizer.decode, tokens)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# In the worker -------------------------------------------------------------------------------------------------------
+
+
+def _properties(tokenizer: Any) -> tuple[Any, ...]:
+    return tokenizer.bos, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
+
+
+def _build_shard(tokenizer: Any, *arguments: Any) -> Shard:
+    def report(*counts: int) -> None:
+        _send("report", counts)
+
+    return shard_builder.build_shard(*arguments, report, tokenizer, lambda *document: _send("at", document))
+
+
+def _send(kind: str, content: Any) -> None:
+    sys.stdout.buffer.write(pickle.dumps((kind, content)))
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Answer the parent's calls."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library's Rust code prints how it fails
+    path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
+
+    def read() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                calls.put(pickle.load(sys.stdin.buffer))
+        os._exit(1)  # the parent has ended
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        function, arguments = calls.get()
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
+        try:
+            tokenizer = tokenizer or (HuggingFaceTokenizer(Path(path)) if path else ByteTokenizer())
+            _send("result", function(tokenizer, *arguments))
+        except (ConfigError, TrainingError) as error:
+            _send("error", error)
+        except OSError as error:
+            _send("error", TrainingError(str(error)))
+        except BaseException as error:  # of Rust code, it may be no Exception
+            problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
+            _send("error", ConfigError([problem]))
+
+
+if __name__ == "__main__":
+    main()
