@@ -288,7 +288,8 @@ def test_a_damaged_file_is_one_line(tmp_path):
     command.write(device(), file)
     file.write_text(file.read_text().replace("operator_seconds = ", "operator_seconds = -"))
     line = rejection(lambda: find_device(str(file)))
-    assert line == f"{file}: measured.operator_seconds: input should be greater than 0; calibrate anew"
+    problem = "measured.operator_seconds: input should be greater than or equal to 0.000000000000000001"
+    assert line == f"{file}: {problem}; calibrate anew"
 
 
 def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsys):

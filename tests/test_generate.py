@@ -510,7 +510,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("hf", "a", *BYTES, "--max-new-tokens", "0"): "--max-new-tokens: 0: expected an integer >= 1",
     ("hf", "a", *BYTES, "--max-new-tokens", "-1"): "--max-new-tokens: -1: expected an integer >= 1",
     ("hf", "a", *BYTES, "--max-new-tokens", "abc"): "--max-new-tokens: abc: expected an integer >= 1",
-    ("hf", "a", *BYTES, "--max-new-tokens", "1000000000000"): "--max-new-tokens = 1000000000000: with the 2 tokens of "
+    ("hf", "a", *BYTES, "--max-new-tokens", "2000000000"): "--max-new-tokens = 2000000000: with the 2 tokens of "
     "the longest prompt, expected at most 1,048,576, in batches of 1; shorten it, or set --batch-size lower",
     ("hf", *BYTES, "--prompts", "long.txt"): "--max-new-tokens = 64: with the 2,000,001 tokens of the longest prompt, "
     "expected at most 1,048,576",

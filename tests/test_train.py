@@ -786,7 +786,7 @@ def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:
     shutil.copytree(runs.folder / "saved", runs.folder / "copy")
     argv = [str(runs.folder / "small.toml"), "--checkpoint.enable", "--training.steps=3", *arguments]
     (lines,) = runs.ranks(1).run(lines_of_run, argv=[*argv, f"--checkpoint.folder={runs.folder}/copy/checkpoint"])
-    number = next(number for number, line in enumerate(lines) if line.startswith("resumed after step 3 "))
+    number = next(number for number, line in enumerate(lines) if line.startswith("weights    resumed after step 3 "))
     return [line for line in lines[number + 1 : number + 2] if line.startswith("changed")]
 
 
