@@ -228,11 +228,13 @@ PATHS = [key for key in TEXTS if key.endswith(("path", "folder")) or key == "pla
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_a_text_has_neither_nul_nor_bytes_that_are_no_utf8(tmp_path: Path, key: str):
+def test_a_text_has_neither_control_characters_nor_bytes_that_are_no_utf8(tmp_path: Path, key: str):
     text = '["a", "b{}c"]' if OPTIONS[key].annotation is not str else '"b{}c"'
-    nul, surrogate = text.format("\\u0000"), text.format("\udcff")
-    message = "expected UTF-8 text without NUL"
-    assert problems(lambda: load(tmp_path, f"{key} = {nul}")) == [f"{tmp_path / 'run.toml'}: {key} = {nul}: {message}"]
+    escape, nul, surrogate = text.format("\\u001b"), text.format("\\u0000"), text.format("\udcff")
+    message = "expected UTF-8 text without control characters"
+    for odd in (nul, escape):
+        line = f"{tmp_path / 'run.toml'}: {key} = {odd}: {message}"
+        assert problems(lambda odd=odd: load(tmp_path, f"{key} = {odd}")) == [line]
     argument = surrogate.strip('"')
     shown = text.format("\\udcff")
     assert problems(lambda: load(tmp_path, "", f"--{key}={argument}"))[0] == f"command line: {key} = {shown}: {message}"
@@ -250,7 +252,10 @@ def test_a_path_that_no_file_can_have_is_rejected(tmp_path: Path, key: str, path
 
 def test_a_wrong_text_in_a_table_is_named(tmp_path: Path):
     toml = '[[training.datasets]]\nname = "a"\ndataset = "text"\ndataset_path = "{}"\n'
-    for path, message in (("a\\u0000", "expected UTF-8 text without NUL"), ("a" * 256, "expected a path of at most ")):
+    for path, message in (
+        ("a\\u0000", "expected UTF-8 text without control characters"),
+        ("a" * 256, "expected a path of at most "),
+    ):
         (line,) = problems(lambda path=path: load(tmp_path, toml.format(path)))
         start = f'{tmp_path / "run.toml"}: training.datasets.0.dataset_path = "{path}": {message}'
         assert line.startswith(start)

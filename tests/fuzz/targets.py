@@ -33,8 +33,8 @@ from titanlite.config.schema import Model
 from titanlite.data import cache_builder, token_shards
 from titanlite.data.chat_template import ChatTemplate
 from titanlite.data.documents import open_dataset, read_documents
+from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.token_cache import open_token_cache
-from titanlite.data.tokenizer import build_tokenizer
 from titanlite.generate.folder import ModelFolder
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
@@ -272,9 +272,9 @@ def tokenizer(folder: Path) -> Any:
     def check(data: tuple[str, bytes]) -> None:
         write_files(folder, {**{name: to_json(value) for name, value in seeds.items()}, data[0]: data[1]})
         dataset = source("json", folder / "a.jsonl", dataset_format="messages")
-        tokenizer = build_tokenizer(str(folder))
+        tokenizer = HuggingFaceTokenizer(folder)
         chat = ChatTemplate(tokenizer)
-        added = tokenizer.tokenizer.get_added_tokens_decoder()  # type: ignore[union-attr]
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
         counts = list[int]()
 
         def document(values: dict[str, Any]) -> str:

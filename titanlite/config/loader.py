@@ -53,8 +53,9 @@ class Section(BaseModel):
     @classmethod
     def _no_odd_characters(cls, value: Any) -> Any:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        if any(re.search("[\0\ud800-\udfff]", text) for text in texts):  # surrogates: bytes that are not UTF-8
-            raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without NUL")
+        # A run prints texts, and a terminal obeys control characters. Surrogates are bytes that are not UTF-8.
+        if any(re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) for text in texts):
+            raise PydanticCustomError(OWN_MESSAGE, "expected UTF-8 text without control characters")
         return value
 
 
