@@ -5,6 +5,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,17 @@ def test_a_wrong_page_breaks_the_site(page: str, tmp_path: Path):
     file = "index.md" if page.startswith("[") else "other.md"
     (docs / file).write_text(f"# Home\n\n{page}\n")
     assert build_site(tmp_path, tmp_path / "site").returncode != 0
+
+
+# Hostile input
+
+
+def test_the_page_has_the_numbers_of_the_tests(request: pytest.FixtureRequest):
+    """The table of hostile input in docs/reliability.md counts the cases of tests."""
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    stated = {name: int(number) for name, number in re.findall(r"`(test_\w+)` (\d+)", page)}
+    counts = Counter(item.originalname for item in request.session.items if item.originalname in stated)
+    assert len(stated) > 20
+    if counts.keys() != stated.keys():
+        pytest.skip("not all of the tests are collected")
+    assert stated == counts
