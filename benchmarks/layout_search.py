@@ -22,7 +22,6 @@ from python_path import with_python_path
 from titanlite.advise.command import make_task, parse_options
 from titanlite.advise.search import search
 from titanlite.advise.search_space import GIB
-from titanlite.plan.planner import silence_warnings
 
 TASKS = (
     "--gpus 8 --device h100 --model llama3_8b --seq-len 8192",
@@ -87,7 +86,6 @@ def main() -> None:
     parser.add_argument("--old", type=Path, metavar="CHECKOUT", help="checkout of commit 4641fed")
     parser.add_argument("--tasks", type=int, nargs="+", default=range(1, len(TASKS)), help="their numbers, from 1")
     arguments = parser.parse_args()
-    silence_warnings()
     lines = [compare(TASKS[number - 1], arguments.old) for number in arguments.tasks]
     print("\n| task | before: layout, AC | planned | step | now: layout, AC | planned | step | step time |")
     print("| --- " * 8 + "|")

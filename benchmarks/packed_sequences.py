@@ -30,11 +30,11 @@ from titanlite.config.schema import Training
 from titanlite.data.best_fit import pack, split_documents
 from titanlite.data.documents import open_stream
 from titanlite.data.mixture import BLOCK, Component, MixedSequences
+from titanlite.data.open import build_tokenizer
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
 from titanlite.data.streaming import StreamingSequences
 from titanlite.data.token_cache import open_token_cache
-from titanlite.data.tokenizer import build_tokenizer
 
 DOCUMENTS, SEQUENCES, SEQ_LEN = 100_000, 2_000, 2_048
 

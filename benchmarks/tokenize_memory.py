@@ -29,9 +29,9 @@ from tokenize_speed import make_text, make_tokenizer
 
 from titanlite.config.schema import Training
 from titanlite.data.files import LARGEST_ROW
+from titanlite.data.open import build_tokenizer
 from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
-from titanlite.data.tokenizer import build_tokenizer
 
 CASES = ("line", "line, wide", "array", "document", "parquet", "parquet, long")
 

@@ -91,9 +91,9 @@ def work(program: str, text: Path, assets: Path, folder: Path) -> dict[str, floa
     """Tokenize the text with one program."""
     if program == "titanlite":
         from titanlite.config.schema import Training
+        from titanlite.data.open import build_tokenizer
         from titanlite.data.source import Source
         from titanlite.data.token_cache import open_token_cache
-        from titanlite.data.tokenizer import build_tokenizer
 
         own, source = build_tokenizer(str(assets)), Source(Training(dataset="json", dataset_path=str(text)))
         begin = time.perf_counter()

@@ -219,7 +219,7 @@ ROPE = {
                                 "rope_scaling_factor": 4.0, "rope_beta_fast": 32.0},
     "yarn, factor": YARN | {"rope_attention_factor": 1.5},
     "yarn, ramp of no width": YARN | {"rope_beta_fast": 1.001, "rope_beta_slow": 1.0, "rope_original_seq_len": 6},
-    "yarn, all channels fast": YARN | {"rope_original_seq_len": 10**12},
+    "yarn, all channels fast": YARN | {"rope_original_seq_len": 2**31 - 1},
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from titanlite import build, config, devices, launcher
 from titanlite.config.stage_split import module_names
 from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
-from titanlite.plan import command
+from titanlite.plan import command, planner, report
 from titanlite.plan.dry_run import fold_stage
 from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
 from titanlite.plan.report import checkpoint_line, verdict
@@ -339,10 +339,10 @@ def test_a_plan_says_how_many_devices_it_assumes(monkeypatch, capsys):
     assert command.main([str(ROOT / "configs" / "debug.toml"), *rejected]) == 2
     problem = "training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 8 = 64"
     assert capsys.readouterr().err == f"error: command line: {problem}; {note}\n"
-    monkeypatch.setattr(command, "make_plan", lambda loaded, show_progress: mock.Mock(world_size=resolve(loaded)[2]))
-    monkeypatch.setattr(command, "verdict", lambda plan: (True, ""))
+    monkeypatch.setattr(planner, "make_plan", lambda loaded, show_progress: mock.Mock(world_size=resolve(loaded)[2]))
+    monkeypatch.setattr(report, "verdict", lambda plan: (True, ""))
     for option, expected in {"--training.steps=9": f"{note}\n", SHARD: ""}.items():
-        monkeypatch.setattr(command, "print_report", lambda *_: print("report"))
+        monkeypatch.setattr(report, "print_report", lambda *_: print("report"))
         assert command.main([str(ROOT / "configs" / "debug.toml"), option]) == 0
         assert capsys.readouterr().out.startswith(f"{expected}report\n")
 
@@ -381,8 +381,8 @@ def test_a_users_own_device(tmp_path):
     with pytest.raises(config.ConfigError) as error:
         make_plan(loaded(f"--plan.device={tmp_path / 'mine.toml'}"))
     assert [problem.partition("mine.toml: ")[2] for problem in error.value.problems] == [
-        "memory_bandwidth = -1.0: expected a finite number >= 1e-18 and <= 1e+30",
-        "missing key watts: expected a finite number >= 1e-18 and <= 1e+30",
+        "memory_bandwidth = -1.0: expected a finite number >= 1e-18",
+        "missing key watts: expected a finite number >= 1e-18",
         'devices_per_node = "4": expected an integer >= 1',
         f"unknown key volts; expected {', '.join(devices.Device.model_fields)}",
     ]
