@@ -10,7 +10,7 @@ from unittest import mock
 
 import pyarrow.lib
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from tests.data_helpers import source
 from titanlite import config
@@ -153,6 +153,12 @@ def test_the_first_problem_of_a_record_is_named(content, problem):
     with pytest.raises(ConfigError) as raised:
         parse(Counts, content, "some.json")
     assert str(raised.value) == problem
+
+
+def test_a_problem_of_a_record_has_no_control_characters():
+    with pytest.raises(ValidationError) as raised:
+        Counts.model_validate({"counts": {}, "\x1b[2J": 1})
+    assert files.first_problem(raised.value) == "\\x1b[2J: Extra inputs are not permitted"
 
 
 class Entry(Record):

@@ -278,8 +278,9 @@ def tokenizer(folder: Path) -> Any:
         counts = list[int]()
 
         def document(values: dict[str, Any]) -> str:
+            text = chat.document(dataset.training, values)
             counts.append(1 + len(values["messages"]))  # special tokens of the template: BOS, and EOS of each message
-            return chat.document(dataset.training, values)
+            return text
 
         for segment in open_dataset(dataset)[0]:
             for _, conversation in read_documents(dataset, segment, document):

@@ -36,11 +36,13 @@ THREADS = 4
 class Worker:
     """Calls functions on a tokenizer in a process of its own, which ends when this one does."""
 
+    process: Any = None
+
     def __init__(self, hf_assets_path: str):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
-        self.process: Any = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "titanlite.data.worker", hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -120,7 +122,8 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
         return self.call(HuggingFaceTokenizer.decode, tokens)
 
     def __del__(self) -> None:
-        self.close()
+        if self.process:
+            self.close()
 
 
 # In the worker -------------------------------------------------------------------------------------------------------

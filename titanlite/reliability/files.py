@@ -9,7 +9,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, printable
 from titanlite.errors import TrainingError
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -37,7 +37,7 @@ def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
 def first_problem(error: ValidationError) -> str:
     """Return the place of the first problem, as `files.state.bytes`, and what is wrong there."""
     first = error.errors()[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    return printable(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"]))))
 
 
 def checksum(data: bytes | memoryview) -> str:
