@@ -1,25 +1,38 @@
 """Compare the numbers of two checkouts bit for bit, over short runs that cover whatever touches a step.
 
-    python benchmarks/same_numbers.py OLD NEW [--runs NAME ...] [--log FILE]
+    python benchmarks/same_numbers.py OLD NEW [--runs NAME ...] [--log FILE] [--folder FOLDER]
 
 OLD and NEW are folders of checkouts, as `git worktree add ../old REVISION` makes them. Each run trains a tiny model in
-both, on CPUs with gloo, in the same environment, and compares
+both at once, on CPUs with gloo, in the environment of this process, and compares
 
-- the exit status, and every tag of metrics.jsonl whose value does not depend on the clock;
-- every tensor of the last checkpoint: weights, optimizer states, random number generators;
-- of each rank, the sequence of collectives from the first optimizer step to the last: operator, ranks of its group,
-  bytes of its tensors; and how often the host reads a value of a tensor, for which it would wait for a GPU.
+- exit status: of each launch, and the text in its log by which it did what its name says;
+- values: every tag of metrics.jsonl that does not depend on the clock, generated samples, and state.json of the last
+  checkpoint without the config;
+- tensors: weights, optimizer states and every other tensor of the last checkpoint, but
+- random states: the states of the random number generators in it;
+- collectives: of each rank, from the first optimizer step to the last, in their order: operator, reduction, ranks of
+  the group, types and sizes of the tensors;
+- reads: of each rank, between the same two steps, how often the main thread reads a value of a tensor, for which the
+  host would wait for a GPU: item, tolist, numpy, cpu, bool, int, float, equal, nonzero and what else needs the values.
 
-Exit status: 0 all runs are equal; 1 some differ, each with the first difference.
+Collectives and reads are recorded by hooks of torch: of titanlite only train.py in the root of a checkout is named, so
+files may move. The ranks are forked from a process that has imported torch, which would take each of them seconds.
+
+All differences are counted; the first of each kind is printed. Exit status: 0 all runs are equal; 1 some differ.
 """
 
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
+import signal
 import sys
 import tempfile
+import threading
+import time
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +67,19 @@ BASE = {
 }
 CLOCK = ("time_metrics/", "memory/", "throughput", "tflops", "mfu", "time")
 """Beginnings of the tags that depend on the clock or the machine."""
-READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu")
+READ_METHODS = ("tolist", "numpy", "cpu", "__array__")
+"""Methods of tensors that read values without an operator of READ_OPERATORS."""
+READ_OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "bincount", "unique_dim")
+"""Operators for which the host needs the values of a tensor: item, bool, int and float end in the first."""
+PRELOADED = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+    *("torch.distributed.tensor.experimental", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"),
+    *("torch.nn.attention.flex_attention", "torch.utils.tensorboard", "safetensors.torch", "numpy", "pydantic"),
+    "torchft",
+)
+"""Modules beside torch that the ranks find imported, where they are installed."""
+TIMEOUT = 300
+"""Seconds after which a launch is killed."""
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
@@ -71,6 +96,10 @@ class Run(NamedTuple):
     """Replica groups, each a launch of so many ranks."""
     status: int = 0
     """Exit status that every launch must have: a run that does not even start compares nothing."""
+    shows: str = ""
+    """Text that the log of the last launch must have: a run that does not do what its name says compares nothing."""
+    stopped_after: int = 0
+    """Optimizer step before which the first rank gets SIGTERM."""
 
 
 TP, PP, CP = (f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
@@ -170,30 +199,31 @@ RUNS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records the collectives and the host's reads of a rank between its first and its last optimizer step."""
+    """Records the collectives and the host's reads of a rank, and its optimizer steps."""
 
-    def __init__(self, file: Path):
+    def __init__(self, stopped_after: int):
         super().__init__()
-        self.file, self.events = file, list[Any]()
-        register_optimizer_step_pre_hook(lambda *_: self.events.append("optimizer step"))
-        for name in READS:
+        self.events, self.n_steps, self.stopped_after = list[Any](), 0, stopped_after
+        register_optimizer_step_pre_hook(lambda *_: self._step())
+        for name in READ_METHODS:
             self._count(name, getattr(Tensor, name))
-        leave = os._exit
-
-        def save_and_leave(status: int) -> None:
-            self.file.write_text(json.dumps(self.events))
-            leave(status)
-
-        os._exit = save_and_leave
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile compile, whose graphs call their collectives through the dispatcher too."""
         return True
 
+    def _step(self) -> None:
+        self.events.append("optimizer step")
+        self.n_steps += 1
+        if self.n_steps == self.stopped_after and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # a thread takes note of it
+
     def _count(self, name: str, read: Any) -> None:
         def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.events.append("read")
+            if threading.current_thread() is threading.main_thread():
+                self.events.append(name)
             return read(tensor, *args, **kwargs)
 
         setattr(Tensor, name, counted)
@@ -203,29 +233,96 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # they first make local tensors of themselves, and come again
         if function.namespace in ("c10d", "_c10d_functional"):
             self.events.append([str(function), *described([*args, *(kwargs or {}).values()])])
+        elif function._schema.name.removeprefix("aten::") in READ_OPERATORS:
+            self.events.append(function._schema.name)
         return function(*args, **(kwargs or {}))
 
 
-def described(arguments: list[Any]) -> tuple[list[int] | None, int]:
-    """Return the ranks of the group and the bytes of the tensors among a collective's arguments."""
-    ranks, n_bytes = None, 0
+def described(arguments: list[Any]) -> list[Any]:
+    """Return what is compared of a collective's arguments: the ranks of its group, the type and size of its tensors,
+    and the numbers and texts, such as the rank that sends and the reduction."""
+    found: list[Any] = []
     for argument in arguments:
-        for item in argument if isinstance(argument, (list, tuple)) else [argument]:
-            for tensor in item if isinstance(item, list) else [item]:
-                n_bytes += tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+        if isinstance(argument, torch.ScriptObject):
+            if "ProcessGroup" in str(argument._type()):
+                found.append(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
         elif isinstance(argument, str) and argument in dist.distributed_c10d._world.pg_names.values():
-            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(argument))
-    return ranks, n_bytes
+            found.append(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(argument)))
+        elif isinstance(argument, Tensor):
+            found.append(f"{argument.dtype} x {argument.numel()}")
+        elif isinstance(argument, (list, tuple)):
+            found.append(described([*argument]))
+        elif isinstance(argument, (bool, int, str)):
+            found.append(argument)
+    return found
 
 
-def train(file: str, argv: list[str]) -> None:
-    """Train as train.py of the checkout does, and write to a file what the rank did."""
-    from titanlite.train import main  # of the checkout, which is first in PYTHONPATH
+def train(file: Path, checkout: Path, argv: list[str], stopped_after: int) -> None:
+    """Run train.py of a checkout in this process, which is new, write what it did to a file, and end the process."""
+    process, leave, recorder = os.getpid(), os._exit, Recorder(stopped_after)
 
-    with Recorder(Path(f"{file}-{os.environ['RANK']}.json")):
-        main(argv)
+    def save_and_leave(status: int) -> None:
+        if os.getpid() == process:  # not a process that the rank has forked
+            own = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "titanlite"}
+            foreign = [name for name, module in own.items() if not str(module.__file__).startswith(f"{checkout}/")]
+            file.write_text(json.dumps({"events": recorder.events, "foreign": foreign}))
+        leave(status)
+
+    os._exit = save_and_leave
+    os.chdir(checkout)
+    sys.path.insert(0, str(checkout))
+    sys.argv = [str(checkout / "train.py"), *argv]
+    status = 0
+    try:
+        with recorder:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    save_and_leave(status)
+
+
+class Start(NamedTuple):
+    """A launch of a run's ranks."""
+
+    checkout: Path
+    ranks: int
+    argv: list[str]
+    files: str
+    """Beginning of the path of each file that its ranks write for this script."""
+    environment: dict[str, str]
+    stopped_after: int
+
+
+def start_ranks(start: Start) -> None:
+    """Fork the ranks, as torchrun starts them, and end with the status of the first one that fails."""
+    ranks: dict[int, int] = {}
+    for rank in range(start.ranks):
+        if not (process := os.fork()):
+            log = os.open(f"{start.files}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1), os.dup2(log, 2)
+            os.environ |= start.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            train(Path(f"{start.files}-{rank}.json"), start.checkout, start.argv, start.stopped_after)
+        ranks[process] = rank
+    deadline, failed = time.monotonic() + TIMEOUT, 0
+    while ranks:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            time.sleep(0.02)
+        elif process in ranks:
+            del ranks[process]
+            code = os.waitstatus_to_exitcode(status)
+            if code and not failed:
+                failed, deadline = code, min(deadline, time.monotonic() + 20)  # the others end by themselves
+        if time.monotonic() > deadline:
+            failed = failed or 99
+            for each in ranks:
+                os.kill(each, signal.SIGKILL)
+            deadline += TIMEOUT
+    os._exit(failed % 256)
 
 
 # The runs ------------------------------------------------------------------------------------------------------------
@@ -260,23 +357,38 @@ def launch(checkout: Path, folder: Path, data: Path, run: Run, options: dict[str
     """Run the launches of a run at once, one for each replica group; return their exit statuses."""
 
     def one(group: int) -> int:
-        own = {"job.dump_folder": f"{folder}/group-{group}", "training.cache_folder": str(data / "cache")}
+        own = {
+            "job.dump_folder": f"{folder}/group-{group}",
+            "training.cache_folder": f"{folder.parent}/cache-{folder.name[-3:]}",
+        }
         own |= {"fault_tolerance.replica_id": group} if run.groups > 1 else {}
-        values = BASE | options | own
         config = folder / f"config-{group}.toml"
         config.write_text("")
+        values = BASE | options | own
         texts = {key: value if isinstance(value, str) else toml(value) for key, value in values.items()}
         argv = [str(config), *(f"--{key}={text.replace('{data}', str(data))}" for key, text in texts.items())]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-        command = [sys.executable, *launcher, f"--nproc-per-node={run.ranks}", __file__]
-        environment = with_python_path({**os.environ, "OMP_NUM_THREADS": "1"}, checkout)
-        with open(folder / f"{record}-{group}.log", "w") as log:
-            rank = ["--rank", f"{folder}/{record}-{group}"]
-            streams = {"stdout": log, "stderr": subprocess.STDOUT}
-            return subprocess.run([*command, *rank, *argv], cwd=checkout, env=environment, **streams).returncode
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(run.ranks)}
+        environment |= {"LOCAL_WORLD_SIZE": str(run.ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "same_numbers"}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        environment |= {"TORCHFT_LIGHTHOUSE": lighthouse.address()} if lighthouse else {}
+        environment |= {"PYTHONPATH": with_python_path({**os.environ}, checkout)["PYTHONPATH"]}
+        start = Start(checkout, run.ranks, argv, f"{folder}/{record}-{group}", environment, run.stopped_after)
+        process = multiprocessing.get_context("forkserver").Process(target=start_ranks, args=(start,))
+        process.start()
+        process.join()
+        return process.exitcode or 0
 
+    lighthouse = None
+    if run.groups > 1:
+        from torchft.coordination import LighthouseServer
+
+        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=run.groups, heartbeat_timeout_ms=5000)
     with ThreadPoolExecutor(run.groups) as threads:
-        return list(threads.map(one, range(run.groups)))
+        statuses = list(threads.map(one, range(run.groups)))
+    if lighthouse:
+        lighthouse.shutdown()
+    return statuses
 
 
 def toml(value: Any) -> str:
@@ -288,48 +400,120 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def results(checkout: Path, folder: Path, data: Path, run: Run) -> dict[str, Any]:
-    """Train a run with a checkout, and return all that is compared, by what it is."""
-    from safetensors import safe_open
+KINDS = ("exit status", "values", "tensors", "random states", "collectives", "reads")
 
-    found: dict[str, Any] = {"exit statuses": launch(checkout, folder, data, run, run.options, "first")}
+
+def results(checkout: Path, folder: Path, data: Path, run: Run) -> dict[str, dict[str, Any]]:
+    """Train a run with a checkout, and return all that is compared, by its kind and by what it is."""
+    folder.mkdir()
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    found["exit status"]["first launch"] = launch(checkout, folder, data, run, run.options, "first")
     if run.then is not None:
         options = run.options | {"training.steps": 8} | run.then
-        found["exit statuses"] += launch(checkout, folder, data, run, options, "then")
+        found["exit status"]["second launch"] = launch(checkout, folder, data, run, options, "second")
     for file in sorted(folder.glob("group-*/metrics.jsonl")):
         for line in map(json.loads, file.read_text().splitlines()):
             for tag, value in line.items():
                 if not tag.startswith(CLOCK):
-                    found[f"{file.parent.name}, step {line['step']}, {tag}"] = value
+                    found["values"][f"{file.parent.name}, step {line['step']}, {tag}"] = value
+    for file in sorted(folder.glob("*.log")):
+        samples = [line for line in file.read_text().splitlines() if ": sample " in line]
+        found["values"] |= {f"{file.stem}, line {number}": line for number, line in enumerate(samples)}
     for group in sorted(folder.glob("group-*")):
         steps = sorted(group.glob("checkpoint/step-*"), key=lambda path: int(path.name.split("-")[1].split(".")[0]))
-        for file in sorted(steps[-1].glob("*.safetensors")) if steps else []:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
-                    value = tensors.get_tensor(name)
-                    bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                    found[f"{group.name}, {steps[-1].name}, {file.name}, {name}"] = str(value.dtype), value.shape, bits
+        found["values"][f"{group.name}, checkpoints"] = [step.name for step in steps]
+        if steps:
+            read_checkpoint(steps[-1], f"{group.name}, {steps[-1].name}", found)
     for file in sorted(folder.glob("*-*-*.json")):
-        events = json.loads(file.read_text())
+        events = json.loads(file.read_text())["events"]
         marks = [number for number, event in enumerate(events) if event == "optimizer step"] or [0]
-        steps = events[marks[0] : marks[-1]]
-        found[f"rank {file.stem}, reads of the host"] = steps.count("read")
-        found[f"rank {file.stem}, collectives"] = [event for event in steps if event != "read"]
+        steps = [event for event in events[marks[0] : marks[-1]] if event != "optimizer step"]
+        found["collectives"][f"rank {file.stem}"] = [event for event in steps if isinstance(event, list)]
+        found["reads"][f"rank {file.stem}"] = Counter(event for event in steps if isinstance(event, str))
     return found
 
 
-def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """Return which result differs first, and how; None if all are equal bit for bit."""
-    for name in old.keys() | new.keys() if old.keys() != new.keys() else old:
-        one, other = old.get(name, "nothing"), new.get(name, "nothing")
-        if name.endswith("collectives") and one != other and "nothing" not in (one, other):
+def read_checkpoint(folder: Path, name: str, found: dict[str, dict[str, Any]]) -> None:
+    """Add the tensors and the state of a checkpoint to what is compared."""
+    from safetensors import safe_open
+
+    for key, value in json.loads((folder / "state.json").read_text()).items():
+        if key != "config":  # it has the folder of the run
+            found["values"][f"{name}, {key}"] = value
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dictionary)
+                value = tensors.get_tensor(key)
+                bits = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                kind = "random states" if key.startswith("random.") else "tensors"
+                found[kind][f"{name}, {file.name}, {key}"] = str(value.dtype), tuple(value.shape), bits
+
+
+def mistakes(folder: Path, run: Run, found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return why the results of a run in one checkout compare nothing, or not what its name says."""
+    wrong = [f"{each}: {statuses}" for each, statuses in found["exit status"].items() if {*statuses} != {run.status}]
+    logs = sorted(folder.glob("second-*.log")) or sorted(folder.glob("first-*.log"))
+    if run.shows and not any(run.shows in log.read_text() for log in logs):
+        wrong.append(f"no log has {run.shows!r}")
+    records = sorted(folder.glob("*-*-*.json"))
+    if len(records) != run.ranks * run.groups * (1 + (run.then is not None)):
+        wrong.append(f"only {len(records)} ranks left a record")
+    for file in records:
+        if foreign := json.loads(file.read_text())["foreign"]:
+            wrong.append(f"rank {file.stem} imported {foreign[0]} of another checkout")
+    wrong += [f"rank {rank}: no collective" for rank, events in found["collectives"].items() if not events]
+    return wrong + [f"no {kind}" for kind in ("values", "tensors", "random states") if not found[kind]]
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return which results of a kind are not equal bit for bit, and how they differ."""
+    found = [f"{name}: only in {'OLD' if name in old else 'NEW'}" for name in old.keys() ^ new.keys()]
+    for name in [name for name in old if name in new]:
+        one, other = old[name], new[name]
+        if isinstance(one, Counter):
+            if one.total() != other.total():
+                found.append(f"{name}: {one.total()} and {other.total()}: {dict(one - other)} and {dict(other - one)}")
+        elif isinstance(one, tuple):
+            if one != other:
+                found.append(
+                    f"{name}: {one[:2]} and {other[:2]}, other bits"
+                    if one[:2] == other[:2]
+                    else f"{name}: {one[:2]} and {other[:2]}"
+                )
+        elif name.startswith("rank") and one != other:
             place = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-            return f"{name}: {len(one)} and {len(other)}; number {place}: {one[place:][:1]} and {other[place:][:1]}"
-        if isinstance(one, tuple) and isinstance(other, tuple) and one != other:
-            return f"{name}: other bits"
-        if repr(one) != repr(other):  # NaN is equal to itself
-            return f"{name}: {one} and {other}"
-    return None
+            found.append(
+                f"{name}: {len(one)} and {len(other)}; number {place}: {one[place:][:1]} and {other[place:][:1]}"
+            )
+        elif repr(one) != repr(other):  # NaN is equal to itself
+            found.append(f"{name}: {one} and {other}")
+    return found
+
+
+def compare(name: str, sides: dict[str, Path], parent: Path, data: Path) -> tuple[list[str], set[str]]:
+    """Train a run with both checkouts at once. Return the lines about it, and the kinds of results that differ."""
+    run, begin = RUNS[name], time.monotonic()
+    folders = {side: parent / f"{[*RUNS].index(name)}-{side}" for side in sides}
+    with ThreadPoolExecutor(len(sides)) as threads:
+        started = {
+            side: threads.submit(results, checkout, folders[side], data, run) for side, checkout in sides.items()
+        }
+        found = {side: each.result() for side, each in started.items()}
+    lines, kinds = [], set()
+    for side in sides:
+        if wrong := mistakes(folders[side], run, found[side]):
+            kinds.add("exit status")
+            lines.append(f"    {side} does not do what it is for: {'; '.join(wrong)}; see {folders[side]}")
+    for kind in KINDS:
+        if each := differences(found["old"][kind], found["new"][kind]):
+            kinds.add(kind)
+            lines.append(f"    {kind}: {len(each)} of {len(found['old'][kind])} differ; first {each[0]}")
+    sums = {kind: len(found["old"][kind]) for kind in ("values", "tensors", "random states")}
+    sums["collectives"] = sum(map(len, found["old"]["collectives"].values()))
+    sums["reads"] = sum(each.total() for each in found["old"]["reads"].values())
+    summary = ", ".join(f"{count:,} {kind}" for kind, count in sums.items())
+    verdict = "equal" if not kinds else "only random states differ" if kinds == {"random states"} else "DIFFERS"
+    return [f"{name}: {verdict} ({summary}; {time.monotonic() - begin:.0f} s)", *lines], kinds
 
 
 def main() -> int:
@@ -341,47 +525,31 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="also write the lines here")
     parser.add_argument("--folder", type=Path, help="keep here what the runs write")
     arguments = parser.parse_args()
-    lighthouse, lines, n_different = None, [], 0
-    if any(RUNS[name].groups > 1 for name in arguments.runs):
-        from torchft.coordination import LighthouseServer
-
-        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, heartbeat_timeout_ms=5000)
-        os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    multiprocessing.set_forkserver_preload(["torch", *PRELOADED])
+    sides = {side: getattr(arguments, side).resolve() for side in ("old", "new")}
+    lines, differing = [], list[set[str]]()
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         parent = (arguments.folder or Path(temporary)).resolve()
         data = parent / "data"
         data.mkdir(parents=True)
         write_data(data)
-        for number, name in enumerate(arguments.runs):
-            found = []
-            for side in ("old", "new"):
-                folder = parent / f"{number}-{side}"
-                folder.mkdir()
-                found.append(results(getattr(arguments, side).resolve(), folder, data, RUNS[name]))
-            wrong = {status for status in found[0]["exit statuses"] if status != RUNS[name].status}
-            difference = f"exit status {wrong}, see the logs in --folder" if wrong else first_difference(*found)
-            n_different += difference is not None
-            kinds = Counter(each for key, value in found[0].items() for each in kinds_of(key, value))
-            summary = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-            lines.append(f"{name}: {'equal' if difference is None else f'DIFFERS: {difference}'} ({summary})")
-            print(lines[-1], flush=True)
-    lines.append(f"{len(arguments.runs)} runs, {n_different} differ; torch {torch.__version__}")
+        for name in arguments.runs:
+            own, kinds = compare(name, sides, parent, data)
+            print("\n".join(own), flush=True)
+            lines += own
+            differing.append(kinds)
+    n_random = sum(kinds == {"random states"} for kinds in differing)
+    lines.append(
+        f"{len(differing)} runs: {sum(map(bool, differing)) - n_random} differ, {n_random} in random states only; "
+        f"torch {torch.__version__}, {time.monotonic() - begin:.0f} s"
+    )
     print(lines[-1])
     if arguments.log:
         arguments.log.write_text("\n".join(lines) + "\n")
-    return min(n_different, 1)
-
-
-def kinds_of(key: str, value: Any) -> list[str]:
-    """Return what a result is, once for each thing that was compared, for the summary of a run."""
-    if key.endswith("collectives"):
-        return ["collectives"] * sum(event != "optimizer step" for event in value)
-    if key.endswith("reads of the host"):
-        return ["reads"] * value
-    return ["tensors"] if isinstance(value, tuple) else ["values"] if ", step" in key else []
+    return int(any(differing))
 
 
 if __name__ == "__main__":
-    if "--rank" in sys.argv[1:2]:
-        train(sys.argv[2], sys.argv[3:])
     sys.exit(main())
