@@ -67,8 +67,11 @@ BASE = {
 }
 CLOCK = ("time_metrics/", "memory/", "throughput", "tflops", "mfu", "time")
 """Beginnings of the tags that depend on the clock or the machine."""
-READ_METHODS = ("tolist", "numpy", "cpu", "__array__")
-"""Methods of tensors that read values without an operator of READ_OPERATORS."""
+READ_METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+"""Methods of tensors that read values. Some end in an operator of READ_OPERATORS, and are counted once."""
+COLLECTIVES = ("all", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored_barrier", "send", "recv")
+"""Beginnings of the methods of a process group that communicate. Most end in an operator, whose arguments are then
+recorded: not those that are called in a custom operator, such as ring attention, which no TorchDispatchMode sees."""
 READ_OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "bincount", "unique_dim")
 """Operators for which the host needs the values of a tensor: item, bool, int and float end in the first."""
 PRELOADED = (
@@ -98,6 +101,8 @@ class Run(NamedTuple):
     """Exit status that every launch must have: a run that does not even start compares nothing."""
     shows: str = ""
     """Text that the log of the last launch must have: a run that does not do what its name says compares nothing."""
+    calls: str = ""
+    """Beginning of the name of a collective that must be recorded of each rank."""
     stopped_after: int = 0
     """Optimizer step before which the first rank gets SIGTERM."""
 
@@ -186,9 +191,11 @@ RUNS = {
         2, {"parallelism.data_parallel_replicate_degree": 2, "debug.sdc_check_freq": 2}
     ),
     "tp 2": Run(2, {TP: 2}),
-    "ring 2": Run(2, {CP: 2}),
+    "ring 2": Run(2, {CP: 2}, calls="send"),
     "Ulysses 2, documents": Run(
-        2, {CP: 2, "parallelism.context_parallel_ulysses_degree": 2, "training.document_mask": True}
+        2,
+        {CP: 2, "parallelism.context_parallel_ulysses_degree": 2, "training.document_mask": True},
+        calls="all_to_all",
     ),
     "pp 2, compiled": Run(2, COMPILE | INTERLEAVED | {PP: 2}),
     "pp 2, zero-bubble, validation": Run(
@@ -221,7 +228,9 @@ class Recorder(TorchDispatchMode):
         self.events, self.n_steps, self.stopped_after = list[Any](), 0, stopped_after
         register_optimizer_step_pre_hook(lambda *_: self._step())
         for name in READ_METHODS:
-            self._count(name, getattr(Tensor, name))
+            self._record(Tensor, name, lambda name, _: name)
+        for name in [name for name in dir(dist.ProcessGroup) if name.lstrip("_").startswith(COLLECTIVES)]:
+            self._record(dist.ProcessGroup, name, lambda name, arguments: [name, *described(arguments)])
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -235,13 +244,18 @@ class Recorder(TorchDispatchMode):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)  # a thread takes note of it
 
-    def _count(self, name: str, read: Any) -> None:
-        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                self.events.append(name)
-            return read(tensor, *args, **kwargs)
+    def _record(self, owner: Any, name: str, event: Any) -> None:
+        """Have a method record its calls by the main thread, unless an operator in it does."""
+        method = getattr(owner, name)
 
-        setattr(Tensor, name, counted)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            n_before = len(self.events)
+            result = method(*args, **kwargs)
+            if threading.current_thread() is threading.main_thread() and len(self.events) == n_before:
+                self.events.append(event(name, [*args, *kwargs.values()]))
+            return result
+
+        setattr(owner, name, recorded)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
@@ -258,11 +272,11 @@ def described(arguments: list[Any]) -> list[Any]:
     and the numbers and texts, such as the rank that sends and the reduction."""
     found: list[Any] = []
     for argument in arguments:
-        if isinstance(argument, torch.ScriptObject):
-            if "ProcessGroup" in str(argument._type()):
-                group = dist.ProcessGroup.unbox(argument)
-                registered = group in dist.distributed_c10d._world.pg_map  # torchft's are not
-                found.append(dist.get_process_group_ranks(group) if registered else f"{group.size()} replica groups")
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            argument = dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, dist.ProcessGroup):
+            registered = argument in dist.distributed_c10d._world.pg_map  # torchft's are not
+            found.append(dist.get_process_group_ranks(argument) if registered else f"{argument.size()} replica groups")
         elif isinstance(argument, str) and argument in dist.distributed_c10d._world.pg_names.values():
             found.append(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(argument)))
         elif isinstance(argument, Tensor):
@@ -370,6 +384,12 @@ def write_data(folder: Path) -> None:
     (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def arguments_of(options: dict[str, Any], data: Path) -> list[str]:
+    """Return the arguments of train.py for the options of a run."""
+    texts = {key: value if isinstance(value, str) else toml(value) for key, value in (BASE | options).items()}
+    return [f"--{key}={text.replace('{data}', str(data))}" for key, text in texts.items()]
+
+
 def launch(checkout: Path, folder: Path, data: Path, run: Run, options: dict[str, Any], record: str) -> list[int]:
     """Run the launches of a run at once, one for each replica group; return their exit statuses."""
 
@@ -381,9 +401,7 @@ def launch(checkout: Path, folder: Path, data: Path, run: Run, options: dict[str
         own |= {"fault_tolerance.replica_id": group} if run.groups > 1 else {}
         config = folder / f"config-{group}.toml"
         config.write_text("")
-        values = BASE | options | own
-        texts = {key: value if isinstance(value, str) else toml(value) for key, value in values.items()}
-        argv = [str(config), *(f"--{key}={text.replace('{data}', str(data))}" for key, text in texts.items())]
+        argv = [str(config), *arguments_of(options | own, data)]
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(run.ranks)}
         environment |= {"LOCAL_WORLD_SIZE": str(run.ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "same_numbers"}
@@ -478,7 +496,10 @@ def mistakes(folder: Path, run: Run, found: dict[str, dict[str, Any]]) -> list[s
     for file in records:
         if foreign := json.loads(file.read_text())["foreign"]:
             wrong.append(f"rank {file.stem} imported {foreign[0]} of another checkout")
-    wrong += [f"rank {rank}: no collective" for rank, events in found["collectives"].items() if not events]
+    wrong += [f"{rank}: no collective" for rank, events in found["collectives"].items() if not events]
+    for rank, events in found["collectives"].items():
+        if run.calls and not any(name.startswith(run.calls) for name, *_ in events):
+            wrong.append(f"{rank}: no collective {run.calls!r}")
     needed = ("values",) if run.status else ("values", "tensors", "random states")  # a run that diverges saves none
     return wrong + [f"no {kind}" for kind in needed if not found[kind]]
 
@@ -544,6 +565,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep here what the runs write")
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"RUST_LOG": "warn", "PYTHONWARNINGS": "ignore:resource_tracker"}  # lines that tell nothing here
     multiprocessing.set_forkserver_preload(["torch", *PRELOADED])
     sides = {side: getattr(arguments, side).resolve() for side in ("old", "new")}
     lines, differing = [], list[set[str]]()

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,33 @@ def test_these_checks_can_fail(load_script):
     assert [*unknown_options('["--model.no_such_option=2"]')] == ["model.no_such_option"]
     assert not [*unknown_options('["--training.seq_len=2", "torch.float32"]')]
     assert missing_files("see benchmarks/logs/no_such.log") == {"benchmarks/logs/no_such.log"}
+
+
+# Two checkouts compared -----------------------------------------------------------------------------------------------
+
+
+def test_runs_of_two_checkouts_have_valid_options(tmp_path, load_script, monkeypatch):
+    script = load_script(BENCHMARKS / "same_numbers.py")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:1")
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    script.write_data(tmp_path)
+    for run in script.RUNS.values():
+        for options in [run.options, *([run.options | run.then] if run.then else [])]:
+            own = {"fault_tolerance.replica_id": 0} if run.groups > 1 else {}
+            loaded = load([str(config), *script.arguments_of(options | own, tmp_path)])
+            check(loaded, Launch(0, 0, run.ranks, run.ranks, n_devices=0))
+
+
+def test_differences_of_two_checkouts_are_all_found(load_script):
+    differences = load_script(BENCHMARKS / "same_numbers.py").differences
+    nan, tensor = float("nan"), ("torch.float32", (1,), b"abcd")
+    old = {"loss": nan, "w": tensor, "rank 0": [["send", 1], ["recv", 0]], "rank 1": Counter(item=2), "lr": 0.0}
+    assert not differences(old, {**old, "loss": float("nan"), "rank 1": Counter(tolist=2)})
+    new = {"loss": 0.5, "w": (*tensor[:2], b"abce"), "rank 0": [["send", 1]], "rank 1": Counter(item=3), "lr": -0.0}
+    assert [line.split(":")[0] for line in differences(old, new)] == [*old]
+    assert differences(old, {})
+    assert differences({}, new)
 
 
 # The session on one GPU -----------------------------------------------------------------------------------------------
