@@ -81,7 +81,7 @@ PRELOADED = (
     "torchft",
 )
 """Modules beside torch that the ranks find imported, where they are installed."""
-TIMEOUT = 300
+TIMEOUT = 900
 """Seconds after which a launch is killed."""
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -514,11 +514,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
                 found.append(f"{name}: {one.total()} and {other.total()}: {dict(one - other)} and {dict(other - one)}")
         elif isinstance(one, tuple):
             if one != other:
-                found.append(
-                    f"{name}: {one[:2]} and {other[:2]}, other bits"
-                    if one[:2] == other[:2]
-                    else f"{name}: {one[:2]} and {other[:2]}"
-                )
+                how = "other bits" if one[:2] == other[:2] else f"{one[:2]} and {other[:2]}"
+                found.append(f"{name}: {how}")
         elif name.startswith("rank") and one != other:
             place = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
             found.append(
