@@ -41,7 +41,8 @@ def main() -> None:
         mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
         run = TrainingRun(config, device)
-        logger = metrics.MetricsLogger(Path(folder), config.metrics, last_step=0, steps=rounds, config="")
+        logger = metrics.MetricsLogger(Path(folder), config.metrics, steps=rounds, config="")
+        logger.begin(0)
         meter = metrics.ThroughputMeter(
             device,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
@@ -54,7 +55,7 @@ def main() -> None:
             meter.step_done()
             stepped = time.perf_counter()
             values = {"loss_metrics/global_avg_loss": 5.0, "loss_metrics/global_max_loss": 5.0, "grad_norm": 1.0}
-            values |= {"lr": 1e-3, "n_tokens_seen": step, **meter.read()}
+            values |= {"lr": 1e-3, "n_tokens_seen": step, **meter.metrics()}
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 logger.log(step, values, meter.seconds_per_step)
             step_seconds.append(stepped - start)

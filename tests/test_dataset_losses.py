@@ -28,8 +28,18 @@ class Rank:
             contributes_loss=contributes,
         )
         training: Any = SimpleNamespace(global_batch_size=BATCH, seq_len=T)
-        mixture = SimpleNamespace(names=["a", "b", "c"], datasets_of=lambda positions: [p % 3 for p in positions])
-        self.losses = DatasetLosses(mixture, train_step, training, data_rank=data_rank)
+        mixture = SimpleNamespace(
+            names=["a", "b", "c"],
+            datasets_of=lambda positions: [p % 3 for p in positions],
+            metrics=lambda position: {},
+        )
+        self.loader: Any = SimpleNamespace(position=0)
+        self.losses = DatasetLosses(mixture, self.loader, train_step, training, data_rank=data_rank)
+
+    def end_step(self, position: int, *, is_test: bool = False) -> None:
+        """End a step whose global batch ends before an index."""
+        self.loader.position = position
+        self.losses.after_backward(1, [], torch.zeros(()), is_test=is_test)
 
     def forward(self, of_sequences: list[float], n_ignored: int = 0) -> None:
         """A microbatch of sequences whose tokens have these losses, but for the first ones of each."""
@@ -41,51 +51,59 @@ class Rank:
 
 def test_losses_are_means_over_the_tokens_of_all_steps_since_the_last_reading(monkeypatch):
     rank = Rank(monkeypatch)
-    rank.losses.begin_step()
+    rank.losses.before_backward()
     rank.forward([1, 2, 3, 4], n_ignored=1)
     rank.forward([5, 6])
-    rank.losses.end_step(BATCH)
+    rank.end_step(BATCH)
     a, b, c = (3 * 1 + 3 * 4) / 6, (3 * 2 + 4 * 5) / 7, (3 * 3 + 4 * 6) / 7
     assert rank.losses.metrics() == pytest.approx({"data/a/loss": a, "data/b/loss": b, "data/c/loss": c})
     for position, loss in ((2 * BATCH, 1.0), (3 * BATCH, 2.0)):
-        rank.losses.begin_step()
+        rank.losses.before_backward()
         rank.forward([loss] * BATCH)
-        rank.losses.end_step(position)
+        rank.end_step(position)
     assert rank.losses.metrics() == dict.fromkeys(("data/a/loss", "data/b/loss", "data/c/loss"), 1.5)
     assert rank.losses.metrics() == {}
 
 
 def test_a_rank_has_every_dth_sequence(monkeypatch):
     rank = Rank(monkeypatch, data_rank=1, degree=2)
-    rank.losses.begin_step()
+    rank.losses.before_backward()
     rank.forward([1, 2, 3])  # of the global indices 7, 9, 11
-    rank.losses.end_step(2 * BATCH)
+    rank.end_step(2 * BATCH)
     assert rank.losses.metrics() == {"data/a/loss": 2, "data/b/loss": 1, "data/c/loss": 3}
 
 
 def test_validation_is_not_recorded(monkeypatch):
     rank = Rank(monkeypatch)
     rank.forward([1.0] * BATCH)
-    rank.losses.begin_step()
+    rank.losses.before_backward()
     rank.forward([2.0] * BATCH)
-    rank.losses.end_step(BATCH)
+    rank.end_step(BATCH)
     rank.forward([1.0] * BATCH)
     assert set(rank.losses.metrics().values()) == {2.0}
+
+
+def test_the_test_of_the_last_weights_is_not_recorded(monkeypatch):
+    rank = Rank(monkeypatch)
+    rank.losses.before_backward()
+    rank.forward([1.0] * BATCH)
+    rank.end_step(BATCH, is_test=True)
+    assert rank.losses.metrics() == {}
 
 
 def test_a_step_without_a_finite_loss_does_not_count(monkeypatch):
     rank = Rank(monkeypatch)
     for position, loss in ((BATCH, 2.0), (2 * BATCH, float("nan")), (3 * BATCH, float("inf"))):
-        rank.losses.begin_step()
+        rank.losses.before_backward()
         rank.forward([loss, *[2.0] * (BATCH - 1)])
-        rank.losses.end_step(position)
+        rank.end_step(position)
     assert rank.losses.totals().tolist() == [[2 * 2.0 * T, 2 * T]] * 3
 
 
 def test_a_rank_that_contributes_no_loss_adds_nothing(monkeypatch):
     rank = Rank(monkeypatch, contributes=False)
-    rank.losses.begin_step()
-    rank.losses.end_step(BATCH)
+    rank.losses.before_backward()
+    rank.end_step(BATCH)
     assert rank.losses.totals().tolist() == [[0, 0]] * 3
 
 

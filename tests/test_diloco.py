@@ -27,14 +27,13 @@ from tests.test_fault_tolerance import (
     needs_torchft,
     plain_step,
 )
-from tests.test_parity import CPU, resolve
+from tests.test_parity import resolve
 from tests.test_train import SMALL
 from titanlite import build
 from titanlite.config import Config, ConfigError
 from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.diloco import DiLoCo, OuterOptimizer
 from titanlite.errors import TrainingError
-from titanlite.optimizer import gradient_norm
 from titanlite.parity.reference import trace_of
 
 lighthouse = groups_of_test.lighthouse
@@ -55,10 +54,10 @@ def take_round(dying_ranks: tuple[int, ...] = (), during: str = "") -> dict[str,
         replicas._sum_shards = end_process
     contributed = False
     for step in groups_of_test._group["steps"]:
-        forward_backward(step)
+        _, loss_sum, valid = forward_backward(step)
         if dies and during == "training" and step % SYNC_STEPS == 2:
             end_process()
-        run.update(gradient_norm(run.parameters.values(), CPU))
+        run.update(run.totals(loss_sum, valid))
         contributed = replicas.updated(step, stopping=False)
         if replicas.step % SYNC_STEPS == 0:
             break

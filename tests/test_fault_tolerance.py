@@ -25,10 +25,11 @@ from tests.test_parity import CPU, resolve
 from tests.test_train import SMALL
 from titanlite import build
 from titanlite import config as config_module
+from titanlite.checkpoint.run import RunState
 from titanlite.config import Config, ConfigError
 from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy
-from titanlite.optimizer import gradient_norm, lr_factor, set_lr
+from titanlite.optimizer import set_lr
 from titanlite.parity.process_pool import ProcessPool, RankDied
 from titanlite.parity.reference import RandomSequences, trace_of
 from titanlite.parity.shrink import shrink
@@ -70,7 +71,8 @@ def join(config: Config, address: str, identity: int = 7, last_step: int = 0) ->
     from titanlite.fault_tolerance import Replicas
 
     run = TrainingRun(config, CPU)
-    arguments = config.fault_tolerance, config.comm, run.model, run.optimizer, [identity], CPU, Signals()
+    sections, tokens = (config.fault_tolerance, config.comm), config.tokens_per_step
+    arguments = *sections, run.model, run.optimizer, [identity], tokens, CPU, Signals()
     if config.fault_tolerance.semi_sync_method == "diloco":
         outer = OuterOptimizer(run.parameters, config.fault_tolerance)
         outer.begin()
@@ -78,23 +80,20 @@ def join(config: Config, address: str, identity: int = 7, last_step: int = 0) ->
     else:
         replicas = Replicas(*arguments)
 
-    def load_state(state: dict[str, Any]) -> None:
-        run.loader.close()
-        run.loader.start(state["data"])
-
     saved = {"batches_of_groups": 0, "synchronized_step": 0} if last_step else {}
-    load_state({"data": {"next_sequence": last_step * config.training.global_batch_size}})
-    replicas.continue_from(last_step, saved, lambda: {"data": run.loader.state(), **replicas.state()}, load_state)
-    run.train_step = dataclasses.replace(run.train_step, count_over_groups=replicas.count)
-    _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(100))
+    run.loader.close()
+    run.loader.start({"next_sequence": last_step * config.training.global_batch_size})
+    replicas.begin(last_step, saved, RunState(run.loader, run.guard, replicas), lambda last_shared_step: None)
+    run.train_step = dataclasses.replace(run.train_step, groups=replicas)
+    _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(last_step, 100))
 
 
 def forward_backward(step: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Compute the gradients of a step; return its batches, its sum of losses and its number of tokens."""
     config, run = _group["config"], _group["run"]
-    set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+    set_lr(run.optimizer, step, config.optimizer, config.lr_scheduler)
     batches = run.loader.next()
-    return batches, *run.train_step.forward_backward(batches)
+    return batches, *run.gradients(batches)
 
 
 def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -106,18 +105,17 @@ def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
         batches, loss_sum, valid = forward_backward(step)
         if dist.get_rank() in dying_ranks:
             os.kill(os.getpid(), signal.SIGKILL)
-        replicas.sum_gradients(run.parameters.values())
-        dist.all_reduce(loss_sum)
-        loss_sum, norm = replicas.agree(loss_sum, gradient_norm(run.parameters.values(), CPU))
         ones = torch.ones(1, dtype=torch.float64)
         replicas.sum(ones)
-        if replicas.commits():
+        totals = run.totals(loss_sum, valid)
+        if totals is not None:
             break
         run.optimizer.zero_grad()
         run.loader.take_back(batches)
-    run.update(norm)
+    run.update(totals)
     weights = run.trace_of_all_stages("weight", run.parameters)
-    numbers = {"loss": (loss_sum / valid).item(), "norm": norm.item(), "ones": ones.item(), "valid": valid.item()}
+    loss, norm, *_ = totals.read()
+    numbers = {"loss": loss, "norm": norm, "ones": ones.item(), "valid": valid.item()}
     return {"step": step, "attempts": attempts, "living": replicas.living, **numbers} | weights
 
 
@@ -145,7 +143,7 @@ def plain_step(
 ) -> dict[str, float]:
     """Take a step on the sequences of some groups, without anything of titanlite's training step."""
     sequences, size, ranks = RandomSequences(config), 16, config.parallelism.data_parallel_degree
-    set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+    set_lr(optimizer, step, config.optimizer, config.lr_scheduler)
     fed = [n for n in range((step - 1) * size, step * size) if n % (2 * ranks) // ranks in groups]
     tokens, targets = (torch.stack([torch.from_numpy(sequences[n][k]) for n in fed]) for k in range(2))
     valid = (targets != IGNORED).sum()

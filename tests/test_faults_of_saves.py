@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.checkpoint_helpers import write_checkpoint
 from tests.test_train import computed, error_message, folder, read_metrics, run_train, runs  # noqa: F401
-from titanlite import train
+from titanlite import optimizer
 from titanlite.checkpoint import checkpointer, command
 from titanlite.checkpoint import ranks as waiting
 from titanlite.checkpoint.checkpointer import Checkpointer
@@ -111,12 +111,12 @@ WRECKING = [
 
 def train_wrecked(argv: list[str], at_step: int) -> str:
     """Train as run_train, with a learning rate of 1e30 in one step."""
-    real = train.lr_factor
+    real = optimizer.lr_factor
 
     def lr_factor(step: int, options: Any) -> float:
         return real(step, options) * (1e32 if step == at_step else 1)
 
-    with mock.patch.object(train, "lr_factor", lr_factor):
+    with mock.patch.object(optimizer, "lr_factor", lr_factor):
         return run_train(argv)
 
 
@@ -267,8 +267,10 @@ def train_with_a_slow_disk(argv: list[str], fails_alone: bool) -> str:
     def fail(*arguments: Any) -> float:
         raise ValueError("a bug") if rank == 1 or not fails_alone else KeyboardInterrupt
 
-    real = train.lr_factor
-    watch = mock.patch.object(train, "lr_factor", lambda step, options: fail() if step == 4 else real(step, options))
+    real = optimizer.lr_factor
+    watch = mock.patch.object(
+        optimizer, "lr_factor", lambda step, options: fail() if step == 4 else real(step, options)
+    )
     with watch, mock.patch.object(checkpointer, "write_file", write):
         try:
             return run_train(argv)

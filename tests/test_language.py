@@ -104,7 +104,7 @@ TERMS = {
     "learning-rate schedule": "titanlite/optimizer.py",
     "gradient clipping": "titanlite/optimizer.py",
     "gradient norm": "titanlite/optimizer.py",
-    "loss scaling": "titanlite/optimizer.py",
+    "loss scaling": "titanlite/step_guard.py",
     "resharding": "titanlite/checkpoint/checkpointer.py",
     "distributed checkpoint": "titanlite/checkpoint/checkpointer.py",
     "resume": "titanlite/checkpoint/checkpointer.py",

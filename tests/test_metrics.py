@@ -24,9 +24,9 @@ from titanlite.reliability.appended_file import AppendedFile
 
 
 def open_logger(folder: Path, last_step: int = 0, **options: bool) -> metrics.MetricsLogger:
-    return metrics.MetricsLogger(
-        folder, Metrics(**options), last_step=last_step, steps=100, config="the config of this run\n"
-    )
+    logger = metrics.MetricsLogger(folder, Metrics(**options), steps=100, config="the config of this run\n")
+    logger.begin(last_step)
+    return logger
 
 
 def line_of(step: int, **values: float) -> bytes:
@@ -64,13 +64,13 @@ def test_damaged_lines_are_set_aside_and_the_good_ones_stay(tmp_path, capsys, da
         assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == DAMAGED[damage] * number
         line = f"{tmp_path}/metrics.jsonl: moved 1 damaged line to metrics.jsonl.damaged\n"
         assert capsys.readouterr().out == line
-        logger.log(3, {}, 1.0)
+        logger.log(3, {"lr": 0.1}, 1.0)
         assert steps_of(tmp_path) == [1, 2, 3]
 
 
 def test_a_last_line_without_its_end_is_good(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_bytes(line_of(1) + line_of(2).rstrip())
-    open_logger(tmp_path, last_step=2, enable_tensorboard=False).log(3, {}, 1.0)
+    open_logger(tmp_path, last_step=2, enable_tensorboard=False).log(3, {"lr": 0.1}, 1.0)
     assert steps_of(tmp_path) == [1, 2, 3]
     assert "damaged" not in capsys.readouterr().out
 
@@ -197,7 +197,7 @@ def metrics_of_a_step(folder: Path, peak: metrics.PeakFlops, capsys: pytest.Capt
     """Return the values of a step by tag, and its line on the console."""
     meter = metrics.ThroughputMeter(torch.device("cpu"), tokens_per_step=1e6, flops_per_token=10**9, peak=peak)
     meter.step_done()
-    values = {"loss_metrics/global_avg_loss": 5.0, "grad_norm": 1.0, "lr": 0.1, **meter.read()}
+    values = {"loss_metrics/global_avg_loss": 5.0, "grad_norm": 1.0, "lr": 0.1, **meter.metrics()}
     capsys.readouterr()
     open_logger(folder, enable_tensorboard=False).log(1, values, meter.seconds_per_step)
     return values, capsys.readouterr().out

@@ -252,7 +252,7 @@ def test_metrics_of_the_load():
     assert values["moe/load_entropy"] == pytest.approx(0.5)
     assert values["moe/balance_loss"] == pytest.approx(4 * (0.5 * 0.4 + 0.5 * 0.4))
     assert values["moe/dropped_tokens"] == 0
-    assert balance.relative_loads() == [2, 2, 0, 0] * 4
+    assert balance.metrics()["moe/tokens_per_expert"].tolist() == [2, 2, 0, 0] * 4
 
 
 # The layer against transformers --------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import torch
 
 from tests.checkpoint_helpers import assert_skipped
 from tests.test_train import LOSS, computed, folder, read_metrics, run_train, runs  # noqa: F401
-from titanlite import train
+from titanlite import train_step
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.errors import TrainingError
 from titanlite.optimizer import scale_gradients
-from titanlite.outlier_steps import OutlierSteps
+from titanlite.step_guard import OutlierSteps
 
 ON = ["--training.skip_outlier_sigma=6", "--training.outlier_window=4", "--checkpoint.enable"]
 ON.append("--checkpoint.interval=1")
@@ -20,7 +20,7 @@ ON.append("--checkpoint.interval=1")
 
 def train_with_outliers(argv: list[str], steps: tuple[int, ...], first: int = 1) -> str:
     """Train as run_train, where the gradients of some steps are a thousand times as large. `first`: of this start."""
-    norm, calls = train.gradient_norm, iter(range(first, 1000))
+    norm, calls = train_step.gradient_norm, iter(range(first, 1000))
 
     def gradient_norm(parameters: Any, device: Any) -> Any:
         parameters = list(parameters)
@@ -28,7 +28,7 @@ def train_with_outliers(argv: list[str], steps: tuple[int, ...], first: int = 1)
             scale_gradients(parameters, 1000.0)
         return norm(parameters, device)
 
-    with mock.patch.object(train, "gradient_norm", gradient_norm):
+    with mock.patch.object(train_step, "gradient_norm", gradient_norm):
         return run_train(argv)
 
 

@@ -23,17 +23,21 @@ from safetensors import safe_open
 
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
+from tests.test_architecture import LINES_OF_A_DEBUG_RUN
 from tests.test_step_costs import no_value_is_read
-from titanlite import config, metrics, progress, summary, train
+from titanlite import build, config, metrics, progress, step_guard, summary, train, train_step
 from titanlite.build import meta_model
 from titanlite.checkpoint import checkpointer, convert
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.data.loader import Loader
-from titanlite.optimizer import LossScale, build_optimizer
+from titanlite.errors import TrainingError
+from titanlite.optimizer import build_optimizer
+from titanlite.parallel import mesh
 from titanlite.parity.training_run import TrainingRun
 from titanlite.reliability.process import Signals, children
+from titanlite.step_guard import LossScale
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +131,7 @@ class StopAfter(Signals):
     """Signals that ask to stop during a step of the run; each step looks at it once."""
 
     def __init__(self, step: int):
-        self.finished_steps, self.saves, self.step = itertools.count(1), 0, step
+        self.finished_steps, self.saves, self.answered_saves, self.step = itertools.count(1), 0, 0, step
 
     @property
     def stopping(self) -> bool:
@@ -160,7 +164,7 @@ def run_train(argv: list[str], stop_after: int = 10**9, not_finite: Steps = (), 
     try:
         with mock.patch.object(TrainStep, "forward_backward", forward_backward):
             train.train(job, launch, StopAfter(stop_after if launch.rank == 0 else 10**9))
-    except (config.ConfigError, train.TrainingError) as error:
+    except (config.ConfigError, TrainingError) as error:
         return str(error)
     return ""
 
@@ -174,7 +178,7 @@ def error_message(runs: Runs, world_size: int, run: str, *arguments: str, **case
 
 def train_without_reading(argv: list[str]) -> str:
     """Train as run_train, where no value of a tensor may be read between the backward and the optimizer's step."""
-    watch, norm, step = contextlib.ExitStack(), train.gradient_norm, train.clipped_step
+    watch, norm, step = contextlib.ExitStack(), train_step.gradient_norm, train_step.clipped_step
 
     def gradient_norm(*arguments: Any) -> Any:
         watch.enter_context(no_value_is_read())
@@ -184,7 +188,7 @@ def train_without_reading(argv: list[str]) -> str:
         with watch:
             step(*arguments)
 
-    with mock.patch.multiple(train, gradient_norm=gradient_norm, clipped_step=clipped_step):
+    with mock.patch.multiple(train_step, gradient_norm=gradient_norm, clipped_step=clipped_step):
         return run_train(argv)
 
 
@@ -200,7 +204,7 @@ def test_no_value_is_read_between_backward_and_optimizer_step(runs, folder):
 def lines_of_a_run(argv: list[str], not_finite: Steps = ()) -> list[str]:
     """Train as run_train, and return what rank 0 prints."""
     lines: list[str] = []
-    with mock.patch.object(train, "print", lambda line, **keywords: lines.append(line), create=True):
+    with mock.patch.object(mesh, "print", lambda line, **keywords: lines.append(line), create=True):
         assert run_train(argv, not_finite=not_finite) == ""
     return lines
 
@@ -225,14 +229,14 @@ ACTIVITIES = {
     "build.build_data": "building the run",
     "build.build_model": "building the model",
     "build.build_loader": "starting the loop",
-    "MetricsLogger.__init__": "starting the loop",
+    "MetricsLogger.begin": "starting the loop",
     "Checkpointer.resume": "loading a checkpoint",
     "Loader.next": "waiting for data",
     "TrainStep.forward_backward": "forward and backward",
-    "gradient_norm": "updating the weights",
-    "clipped_step": "updating the weights",
-    "explain_nonfinite": "updating the weights",
-    "largest_loss": "logging",
+    "train_step.gradient_norm": "updating the weights",
+    "train_step.clipped_step": "updating the weights",
+    "step_guard.explain_nonfinite": "updating the weights",
+    "TrainStep.largest_loss": "logging",
     "MetricsLogger.log": "logging",
     "build.build_validation_batches": "validation",
     "Checkpointer.save": "saving a checkpoint",
@@ -245,7 +249,12 @@ ACTIVITIES = {
 
 def activities(argv: list[str]) -> dict[str, list[str]]:
     """Train as run_train, where a step is not finite, and return what the rank was doing at each call."""
-    places = {"": train, "build": train.build, "MetricsLogger": metrics.MetricsLogger}
+    places = {
+        "build": build,
+        "train_step": train_step,
+        "step_guard": step_guard,
+        "MetricsLogger": metrics.MetricsLogger,
+    }
     places |= {"Checkpointer": checkpointer.Checkpointer, "TrainStep": TrainStep, "Loader": Loader}
     seen: dict[str, list[str]] = {name: [] for name in ACTIVITIES}
 
@@ -273,7 +282,7 @@ def test_what_a_rank_does_has_its_name(runs, folder):
     expected = {name: [activity] for name, activity in ACTIVITIES.items()}
     for name in ("Loader.next", "TrainStep.forward_backward"):
         expected[name].append("testing the last checkpoint")
-    for name in ("gradient_norm", "clipped_step"):  # in the first step, other ranks may compile
+    for name in ("train_step.gradient_norm", "train_step.clipped_step"):  # in the first step, other ranks may compile
         expected[name].insert(0, "forward and backward")
     assert seen == expected
 
@@ -853,22 +862,26 @@ def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str, st
 
 
 def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
-    """train.main without torchrun is one rank; packages that a run does not use are not imported."""
+    """train.main without torchrun is one rank; packages that a run does not use are not imported, and the lines of
+    titanlite that it does import have a limit, with checkpoints."""
     script = (
         "import os, sys\n"
         "from titanlite import train\n"
         "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas', 'torchft')\n"
         "exit_process = os._exit\n"
         "def spy(status):\n"
+        "    own = [module.__file__ for name, module in sys.modules.items() if name.split('.')[0] == 'titanlite']\n"
+        "    print('lines', sum(len(open(file).readlines()) for file in own))\n"
         "    print('imported', [name for name in heavy if name in sys.modules], flush=True)\n"
         "    exit_process(status)\n"
         "os._exit = spy\n"
         "train.main(sys.argv[1:])\n"
     )
-    status, out, error = run_script(folder, script, "--training.steps=2")
+    status, out, error = run_script(folder, script, "--training.steps=2", "--checkpoint.enable")
     assert (status, error) == (0, "")
     assert "step 2/2  loss" in out
     assert out.endswith("imported []\n")
+    assert 5000 < int(out.split()[-3]) <= LINES_OF_A_DEBUG_RUN
 
 
 def test_saving_and_loading_print_progress(folder):

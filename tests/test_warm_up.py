@@ -28,15 +28,16 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
     counters.clear()
     compilation_time_metrics.clear()
     training = TrainingRun(job, CPU)
+    training.train_step.runner.compiles, training.train_step.runner.validates = False, True
     batches, generator, graphs, left = training.loader.next(), torch.get_rng_state(), [], []
     if warm_up:
-        training.train_step.runner.warm_up(batches[0], validates=True)
+        training.train_step.runner.warm_up(batches[0])
         left = [name for name, parameter in training.parameters.items() if parameter.grad is not None]
         left += [] if torch.equal(generator, torch.get_rng_state()) else ["random state"]
         graphs.append(compiled_graphs())
-    loss_sum, _ = training.train_step.forward_backward(batches)
+    loss_sum, valid = training.train_step.forward_backward(batches)
     trace = {"loss": loss_sum} | trace_of("gradient", {name: p.grad for name, p in training.parameters.items()})
-    training.update(torch.ones((), dtype=torch.float64))
+    training.update(training.totals(loss_sum, valid))
     trace["validation loss"] = torch.tensor(training.train_step.validate(batches))
     graphs.append(compiled_graphs())
     training.loader.close()

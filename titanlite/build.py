@@ -1,19 +1,25 @@
-"""Build the objects of a run from its resolved config: model, train step, optimizer, data.
+"""Build the objects of a run from its resolved config: what a config asks for is known here, and nothing asks again.
 
 train.py, the planner and the parity test build their run here, so what they plan and compare is what trains.
 """
 
 import functools
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from titanlite import optimizer
-from titanlite.config import Config, ConfigError
-from titanlite.config.schema import stage_modules
+from titanlite import metrics, provenance
+from titanlite import optimizer as optimizers
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.run import RunCheckpoints
+from titanlite.config import Config, ConfigError, Launch
+from titanlite.config.schema import Debug, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import (
     Batch,
@@ -27,12 +33,34 @@ from titanlite.data.loader import (
 from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
 from titanlite.loss import chunked_cross_entropy
-from titanlite.model import Llama
+from titanlite.model import Llama, flops_per_token
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
 from titanlite.progress import mark
-from titanlite.train_step import SingleStageRunner, TrainStep
+from titanlite.reliability.process import Signals
+from titanlite.reliability.same_config import options_of_run
+from titanlite.step_guard import StepGuard
+from titanlite.train_step import Balance, OneGroup, Runner, SingleStageRunner, TrainStep
+from titanlite.validation import Validator
+
+
+class Data(NamedTuple):
+    """The packed sequences of a run."""
+
+    train: Sequences
+    validation: Validated | None
+    """None where validation is not enabled."""
+    identity: str
+    """Of the datasets and the tokenizer: the same for the same sequences."""
+
+
+def set_seed(debug: Debug, rank: int) -> None:
+    """Seed this rank's generators, and choose deterministic algorithms if debug.deterministic is set."""
+    torch.manual_seed(debug.seed + rank)
+    if debug.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # NVIDIA's condition for repeatable cuBLAS products
+        torch.use_deterministic_algorithms(True)
 
 
 def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
@@ -105,11 +133,17 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
 
 
 def build_train_step(
-    config: Config, layout: Layout, model: Llama, stages: dict[int, Llama], device: torch.device
+    config: Config,
+    layout: Layout,
+    model: Llama,
+    stages: dict[int, Llama],
+    device: torch.device,
+    groups: OneGroup | None = None,
 ) -> TrainStep:
-    """Return the forward and backward of this rank's optimizer steps, for what `build_model` returned."""
+    """Return the forward, backward and update of this rank's optimizer steps, for what `build_model` and `build_groups`
+    returned. `groups`: None for one group."""
     parallelism, training = config.parallelism, config.training
-    runner: Any = SingleStageRunner(model)
+    runner: Runner = SingleStageRunner(model)
     if parallelism.pipeline_parallel_degree > 1:
         from titanlite.parallel.pipeline import PipelineRunner
 
@@ -121,14 +155,50 @@ def build_train_step(
             hidden_shape=config.hidden_shape,
             dtype=getattr(torch, training.mixed_precision_param),
             device=device,
+            compiles=config.compile.enable,
+            validates=config.validation.enable,
         )
     # Several ranks work on the same tokens. The one that has the logits, of the first tp rank, contributes their loss.
     contributes_loss = model.output is not None and layout.mesh.get_local_rank("tp") == 0
-    balance = build_balance(config, model, device)
-    return TrainStep(model, runner, parallelism, device=device, contributes_loss=contributes_loss, balance=balance)
+    return TrainStep(
+        model,
+        runner,
+        parallelism,
+        device=device,
+        contributes_loss=contributes_loss,
+        max_norm=training.max_norm,
+        balance=build_balance(config, model, device),
+        groups=groups or OneGroup(),
+    )
 
 
-def build_balance(config: Config, model: Llama, device: torch.device) -> Any:
+def build_groups(
+    config: Config,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    data_identity: str,
+    device: torch.device,
+    signals: Signals,
+) -> OneGroup:
+    """Return which steps there are, and what is summed over whom: one group, or the replica groups of
+    [fault_tolerance]. They connect when they begin."""
+    section = config.fault_tolerance
+    if not section.enable:
+        return OneGroup()
+    from titanlite.config.fault_tolerance_rules import numerics
+    from titanlite.fault_tolerance import Replicas
+
+    identity, tokens = [*numerics(config), data_identity], config.tokens_per_step
+    arguments = section, config.comm, model, optimizer, identity, tokens, device, signals
+    if not section.uses_diloco:
+        return Replicas(*arguments)
+    from titanlite.diloco import DiLoCo, OuterOptimizer
+
+    outer = OuterOptimizer(dict(model.named_parameters()), section)
+    return DiLoCo(outer, config.training.global_batch_size, *arguments)
+
+
+def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
     """Return the LoadBalance of a model with experts; None for any other."""
     if not config.model.moe.n_experts:
         return None
@@ -141,7 +211,7 @@ def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
-    built = optimizer.build_optimizer(model, config.optimizer, layout.mesh if layout else None)
+    built = optimizers.build_optimizer(model, config.optimizer, layout.mesh if layout else None)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
@@ -149,7 +219,7 @@ def build_optimizer(
     return built
 
 
-def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Validated | None, str]:
+def build_data(config: Config, *, builds_cache: bool) -> Data:
     """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
@@ -176,7 +246,7 @@ def build_data(config: Config, *, builds_cache: bool) -> tuple[Sequences, Valida
         other = next(rank for rank, name in enumerate(identities) if name != identities[0])
         problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
         raise ConfigError([problem])
-    return sequences, validation, identity
+    return Data(sequences, validation, identity)
 
 
 def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
@@ -216,3 +286,75 @@ def build_validation_batches(config: Config, layout: Layout, sequences: Validate
     degree = config.parallelism.data_parallel_degree
     total = n_validation_batches(sequences, training, validation, data_parallel_degree=degree)
     return validation_batches(sequences, training, validation, **share), total
+
+
+def build_metrics(
+    config: Config, launch: Launch, device: torch.device, sizes: dict[str, int]
+) -> tuple[metrics.ThroughputMeter, metrics.Logger]:
+    """Return the meter of this rank, and the logger, which writes on rank 0 only. `sizes`: see `parameter_sizes`."""
+    meter = metrics.ThroughputMeter(
+        device,
+        tokens_per_step=config.tokens_per_step / config.fault_tolerance.n_groups / launch.world_size,
+        flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
+        peak=metrics.PeakFlops(device, getattr(torch, config.training.mixed_precision_param)),
+    )
+    if launch.rank > 0:
+        return meter, metrics.Logger()
+    resolved = provenance.describe(device, launch.world_size) + config.toml()
+    folder, steps = Path(config.job.dump_folder), config.training.steps
+    return meter, metrics.MetricsLogger(folder, config.metrics, steps=steps, config=resolved)
+
+
+def build_checkpoints(
+    config: Config,
+    data: Data,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    further: Mapping[str, Tensor],
+    signals: Signals,
+) -> RunCheckpoints:
+    """Return the checkpoints of a run. `further`: tensors that they have beside those of the model and the optimizer,
+    see Checkpointer. Every rank must call it."""
+    training, checkpoint, checkpointer = config.training, config.checkpoint, None
+    if checkpoint.enable:
+        identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
+        if training.datasets:
+            identity["mixture"] = data.train.identity
+        may_differ = {"mixture"} if training.change_mixture_on_resume else set()
+        options = identity, config.comm, may_differ, further, options_of_run(config)
+        checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
+    return RunCheckpoints(checkpointer, checkpoint, model, optimizer, training.steps, signals)
+
+
+def build_validator(config: Config, layout: Layout, data: Data, train_step: TrainStep, signals: Signals) -> Validator:
+    """Return what computes the validation loss of a run."""
+    batches = functools.partial(build_validation_batches, config, layout, data.validation)
+    return Validator(config.validation, train_step, batches, signals)
+
+
+def add_observers(
+    config: Config,
+    layout: Layout,
+    train_step: TrainStep,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    guard: StepGuard,
+    checkpoints: RunCheckpoints,
+    logger: metrics.Logger,
+) -> None:
+    """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
+    training, validation = config.training, config.validation
+    if training.datasets:
+        from titanlite.dataset_losses import DatasetLosses
+
+        losses = DatasetLosses(loader.mixture, loader, train_step, training, data_rank=layout.data_rank)
+        train_step.observers.append(losses)
+    if config.debug.sdc_check_freq:
+        from titanlite.sdc import CorruptionCheck
+
+        check = CorruptionCheck(config.debug.sdc_check_freq, train_step, optimizer, guard, checkpoints.checkpointer)
+        train_step.observers.append(check)
+    if validation.generate_prompts:
+        from titanlite.generate.samples import Samples
+
+        train_step.observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))

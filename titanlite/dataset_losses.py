@@ -9,23 +9,25 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from titanlite.config.schema import Training
+from titanlite.data.loader import Batch, Loader
 from titanlite.loss import IGNORED
-from titanlite.train_step import TrainStep
+from titanlite.train_step import Observer, TrainStep
 
 
-class DatasetLosses:
+class DatasetLosses(Observer):
     """Adds up the token losses of each dataset over training steps, on every rank for the tokens that it contributes.
 
     The output head passes on the token losses of one microbatch after the other, in the order of this rank's sequences.
     They are not read from the device before `totals` is called.
 
     Args:
-        mixture: has the `names` of the datasets, and `datasets_of`, as MixedSequences do.
+        mixture: has the `names` of the datasets, `datasets_of` and `metrics`, as MixedSequences do.
+        loader: has the position in the data.
         data_rank: which of the data-parallel ranks this one is.
     """
 
-    def __init__(self, mixture: Any, train_step: TrainStep, training: Training, *, data_rank: int):
-        self.mixture, self.data_rank, self.device = mixture, data_rank, train_step.device
+    def __init__(self, mixture: Any, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int):
+        self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
         self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # of a sequence, on this rank
         self._recorded: list[Tensor] | None = None
@@ -42,15 +44,16 @@ class DatasetLosses:
             both = torch.stack([losses_N.double(), (targets_N != IGNORED).double()], 1)
             self._recorded.append(both.unflatten(0, (-1, self.tokens)).sum(1))
 
-    def begin_step(self) -> None:
+    def before_backward(self) -> None:
         """Record the losses of the forward passes that follow."""
         self._recorded = []
 
-    def end_step(self, position: int) -> None:
-        """Add what was recorded, of the global batch that ends before a global index. A step of which this rank's
-        losses are not finite does not count."""
+    def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
+        """Add what was recorded, of the global batch that ends where the loader is. A step of which this rank's losses
+        are not finite does not count."""
         recorded, self._recorded = self._recorded, None
-        if recorded:
+        position = self.loader.position
+        if recorded and not is_test:
             positions = range(position - self.batch_size + self.data_rank, position, self.degree)
             datasets = torch.tensor(self.mixture.datasets_of(positions))
             of_datasets = one_hot(datasets, len(self.mixture.names)).double().to(self.device, non_blocking=True)
@@ -65,6 +68,8 @@ class DatasetLosses:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean token loss of each dataset that had a token, in nats, by its tag. Every rank must call it."""
+        """Return what the mixture has read, and the mean token loss of each dataset that had a token, in nats, by tag.
+        Every rank must call it."""
         rows = zip(self.mixture.names, self.totals().tolist(), strict=True)
-        return {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
+        losses = {f"data/{name}/loss": loss / n_tokens for name, (loss, n_tokens) in rows if n_tokens}
+        return self.mixture.metrics(self.loader.position) | losses

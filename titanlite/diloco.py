@@ -5,7 +5,7 @@ each takes the same outer step with it, from the weights of the last synchroniza
 group that joins waits for the next synchronization, adds nothing to its average, and gets the others' state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from titanlite.errors import TrainingError
 from titanlite.fault_tolerance import AskedToStop, Replicas
 from titanlite.progress import mark
 from titanlite.shards import local_shard
+from titanlite.train_step import OneGroup
 
 
 class OuterOptimizer:
@@ -86,11 +87,15 @@ class DiLoCo(Replicas):
     def __init__(self, outer: OuterOptimizer, global_batch_size: int, *arguments: Any):
         super().__init__(*arguments)
         self.outer, self._global_batch_size = outer, global_batch_size
-        self.step, self._last, self._synchronized, self._batches = 0, 0, 0, 0
+        self.step, self._synchronized, self._batches = 0, 0, 0
 
-    def continue_from(self, last_step: int, saved: dict[str, Any], *state: Any) -> None:
-        """Begin after a step, which may be between two synchronizations."""
-        super().continue_from(last_step, saved, *state)
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state of the outer optimizer, by name."""
+        return self.outer.tensors()
+
+    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+        """Connect with the other groups, and begin after a step, which may be between two synchronizations."""
+        super().begin(last_step, saved, state, abandon)
         self.step, self._synchronized, self._batches = last_step, last_step, self.manager.batches_committed()
         if saved.get("synchronized_step") is None:
             self.outer.begin()
@@ -98,7 +103,7 @@ class DiLoCo(Replicas):
             self._load_counts(saved)
         self._set_torchft_step(goes_on=last_step > self._synchronized)
 
-    def _load_counts(self, state: dict[str, Any]) -> None:
+    def _load_counts(self, state: Mapping[str, Any]) -> None:
         self._batches, self._synchronized = state["batches_of_groups"], state["synchronized_step"]
 
     def _set_torchft_step(self, *, goes_on: bool) -> None:
@@ -118,7 +123,7 @@ class DiLoCo(Replicas):
         synchronization, and this group's own since."""
         return self._batches + self.step - self._synchronized
 
-    def steps(self, last: int) -> Iterator[int]:
+    def steps(self, last_step: int, last: int) -> Iterator[int]:
         """Yield the number of each step until `last` has been taken.
 
         Raises:
@@ -138,19 +143,9 @@ class DiLoCo(Replicas):
         """Return whether groups synchronize after a step."""
         return step == self._last or step % self.section.sync_steps == 0
 
-    def count(self, valid: Tensor) -> None:
-        """Do nothing: a group divides the losses of a step by its own number of tokens."""
-
-    def sum_gradients(self, parameters: Any) -> None:
-        """Do nothing: a step is one group's."""
-
-    def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss and the gradient norm of this group."""
-        return loss_sum, norm
-
-    def commits(self) -> bool:
-        """Return True: a step of one group always counts."""
-        return True
+    # Between two synchronizations a step is one group's: it divides the losses by its own number of tokens.
+    count = OneGroup.count
+    totals = OneGroup.totals
 
     def updated(self, step: int, *, stopping: bool) -> bool:
         """Synchronize, if it is time. A group that is asked to stop, also while it waits for others, leaves that to its
@@ -215,8 +210,8 @@ class DiLoCo(Replicas):
 
     def _start_data(self, position: int) -> None:
         """Go on in the data with the sequence of this number."""
-        state = self._state()
-        self._load_state({**state, "data": {**state["data"], "next_sequence": position}})
+        state = self._state.save()
+        self._state.load({**state, "data": {**state["data"], "next_sequence": position}})
 
     def _shared_tensors(self) -> list[Tensor]:
         """Return the shards of the outer optimizer's state: nothing else is the same in all groups."""
@@ -227,13 +222,13 @@ class DiLoCo(Replicas):
     def _saved(self) -> dict[str, Any]:
         """Return this rank's outer state, and where the data was at the last synchronization. Inner optimizer states
         are not sent: torchft sends each rank of a group the state of another group, and they would not fit together."""
-        position = self._state()["data"]["next_sequence"]
+        position = self._state.save()["data"]["next_sequence"]
         position -= (self.step - self._synchronized) * self._global_batch_size
         return {"tensors": self._sent_tensors(), "position": position, **self.state()}
 
     def _replace_state(self, saved: dict[str, Any]) -> None:
         """Set the weights to those of the last synchronization, which another group has sent."""
         self.outer.restore()
-        self.abandon(self._synchronized)
+        self._abandon(self._synchronized)
         self._load_counts(saved)
         self._position = saved["position"]

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,11 +28,14 @@ from titanlite.config.fault_tolerance_schema import FaultTolerance
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
+from titanlite.optimizer import gradient_norm
 from titanlite.parallel import mesh
+from titanlite.parallel.mesh import log_rank0
 from titanlite.progress import alive, mark, progress
 from titanlite.reliability.process import Signals
 from titanlite.sdc import hash_of_bits
 from titanlite.shards import local_shard
+from titanlite.train_step import OneGroup, Totals, sum_over_ranks
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -49,17 +52,18 @@ class AskedToStop(TrainingError):
     """A replica group was asked to stop while it waited for others."""
 
 
-class Replicas:
+class Replicas(OneGroup):
     """Connects this rank's group with the others. Every rank of a group must make the same calls.
 
     Args:
         section: the options of [fault_tolerance].
         comm: its init_timeout_seconds is how long a group may take to send its state.
         identity: what groups of the same run share, plain JSON.
+        tokens_per_step: tokens of a step of all groups.
         signals: tells whether this rank was asked to stop, while the group waits for others.
 
     Raises:
-        ConfigError: if torchft is not installed, or the lighthouse does not answer.
+        ConfigError: if torchft is not installed.
     """
 
     def __init__(
@@ -69,28 +73,34 @@ class Replicas:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         identity: list[Any],
+        tokens_per_step: int,
         device: torch.device,
         signals: Signals,
     ):
         self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
+        self.tokens_per_step = tokens_per_step
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step, or the last synchronization."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
         self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []  # who took the steps: the first one, quorum, groups
-        self.abandon: Callable[[int], None] = lambda last_shared_step: None  # called before the state of another
+        self._last = 0
         self.has_state_of_another = False
         """Whether the state was another group's once. A run may then end without a step of its own."""
         self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
         require_torchft()
+
+    def _connect(self) -> None:
+        """Connect this group with the others. Raises ConfigError if the lighthouse does not answer."""
+        section = self.section
         # One line about a failure is enough.
         os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
         import torchft
 
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
-        self._groups = (torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo)(
+        self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
             timedelta(milliseconds=section.process_group_timeout_ms)
         )
         self._ranks = dist.new_group(backend="gloo")  # with a timeout of its own, see `_join`
@@ -106,7 +116,7 @@ class Replicas:
                 state_dict=self._saved,
                 min_replica_size=section.min_replica_size,
                 use_async_quorum=False,
-                timeout=timedelta(seconds=comm.init_timeout_seconds),
+                timeout=timedelta(seconds=self._timeout),
                 quorum_timeout=ATTEMPT,
                 connect_timeout=ATTEMPT,
                 rank=dist.get_rank(),
@@ -122,37 +132,32 @@ class Replicas:
             problem = f"environment: TORCHFT_LIGHTHOUSE = {where}: the lighthouse does not answer: {error}"
             raise ConfigError([problem]) from None
 
-    def continue_from(
-        self,
-        last_step: int,
-        saved: dict[str, Any],
-        state: Callable[[], dict[str, Any]],
-        load_state: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Begin after a step.
+    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+        """Connect with the other groups, and begin after a step; see OneGroup.
 
-        Args:
-            last_step: the step that this group's weights are of.
-            saved: the state of their checkpoint, with what `self.state` has returned or None; empty without one.
-            state: returns what another group needs beside tensors and random states, as plain JSON, with `self.state`.
-            load_state: takes what `state` of another group has returned.
+        Raises:
+            ConfigError: if the lighthouse does not answer.
         """
+        mark("connecting to the lighthouse")
+        self._connect()
         batches = saved.get("batches_of_groups")
         batches = last_step * self.section.group_size if batches is None else batches
         self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
-        self._state, self._load_state, self._history = state, load_state, saved.get("history", [])
+        self._state, self._abandon, self._history = state, abandon, saved.get("history", [])
+        mark("starting the loop")
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has of the groups, as plain JSON."""
         return {"batches_of_groups": self.batches, "history": self._history}
 
-    def steps(self, last: int) -> Iterator[int]:
+    def steps(self, last_step: int, last: int) -> Iterator[int]:
         """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
         is then that of the step before.
 
         Raises:
             AskedToStop: if the group was asked to stop while it waited for others.
         """
+        self._last = last
         while self.manager.current_step() < last:
             self._join()
             if self.manager.current_step() < last:  # else the others have ended, and it has their last state
@@ -195,12 +200,12 @@ class Replicas:
         self._in_step = True
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor over the living groups, in place. If that fails, `commits` returns False."""
+        """Sum a tensor over the living groups, in place. If that fails, `_committed` returns False."""
         self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
 
     def count(self, valid: Tensor) -> None:
         """Sum a step's number of tokens over the living groups, in place, and compare what the groups must share. Does
-        nothing between `commits` and the next step.
+        nothing between `totals` and the next step.
 
         Raises:
             ConfigError, TrainingError: as `_exchange` does.
@@ -248,9 +253,22 @@ class Replicas:
         self.manager.report_error(RuntimeError(problem))
         return None
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the living groups, shard by shard."""
-        self._sum_shards([local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None])
+    def totals(
+        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals
+    ) -> Totals | None:
+        """Sum what a step has computed, over the ranks of this group and over the living groups; see OneGroup. The
+        gradient norm is that of any group, since gradients are sums, but for what different hardware rounds
+        differently. Prints when other groups live than in the step before."""
+        members = list(parameters)
+        self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
+        norm = gradient_norm(members, self.device)
+        loss, stopping, saving = sum_over_ranks(loss_sum, signals)
+        both = torch.stack([loss, norm])
+        self.sum(both)
+        step = self.manager.current_step() + 1
+        if not self._committed(step, f"step {step}: not taken"):
+            return None
+        return Totals(torch.stack([both[0] / valid, both[1] / max(len(self.living), 1), stopping, saving]))
 
     def _sum_shards(self, shards: list[Tensor]) -> None:
         """Sum plain tensors over the living groups, in place."""
@@ -267,19 +285,6 @@ class Replicas:
                 chunk.copy_(summed.view_as(chunk))
             alive()
 
-    def agree(self, loss_sum: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the groups' losses, and their gradient norm: that of any of them, since gradients are sums,
-        but for what different hardware rounds differently."""
-        both = torch.stack([loss_sum, norm])
-        self.sum(both)
-        return both[0], both[1] / max(len(self.living), 1)
-
-    def commits(self) -> bool:
-        """Return whether the step counts, the same on all ranks of a group; call it once in a step. If not, its
-        gradients are wrong. Prints when other groups live than in the step before."""
-        step = self.manager.current_step() + 1
-        return self._committed(step, f"step {step}: not taken")
-
     def _committed(self, step: int, failure: str) -> bool:
         """Return whether all ranks of this group have received all sums for `step`; else print `failure`."""
         if self.device.type == "cuda":
@@ -293,36 +298,30 @@ class Replicas:
             reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
             if self.manager.num_participants() < self.section.min_replica_size:
                 reason = "fewer than fault_tolerance.min_replica_size"
-            self._print(f"{failure}, and repeated with the replica groups that are left: {reason}")
+            log_rank0(f"{failure}, and repeated with the replica groups that are left: {reason}")
             return False
         self._n_failures, self._state_hash = 0, None
         if self.living != self._lived or self._healed:
             healed = "; this one has got its state from another" * self._healed
             living = ", ".join(map(str, self.living))
-            self._print(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
+            log_rank0(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
         if not self._history or self._history[-1][1:] != (self._quorum, self.living):
             self._history = [*self._history, (step, self._quorum, self.living)]
         self._is_member, self._healed, self._lived = True, False, self.living
         return True
 
-    def updated(self, step: int, *, stopping: bool) -> bool:
-        """Take note that a step has updated the weights, and whether the training is to stop after it. Return False if
-        they are now those of a later step of another group. `self.stopping` is set if this one was asked to stop
-        meanwhile."""
-        return True
-
-    def _print(self, message: str) -> None:
-        if dist.get_rank() == 0:
-            print(message, flush=True)
+    def final_step(self, step: int, *, is_last: bool) -> int:
+        """Return the last step of the run, if another group has taken it, and this one got its state."""
+        return self._last if self.has_state_of_another and not is_last else step
 
     @property
     def batches(self) -> int:
         """Number of batches of groups that the weights are trained on: one for each living group in each step."""
         return self.manager.batches_committed()
 
-    def metrics(self, tokens_per_step: int) -> dict[str, float]:
-        """Return values of the last step by tag; `tokens_per_step` are those of all groups."""
-        tokens = self.batches * tokens_per_step // self.section.group_size
+    def metrics(self) -> dict[str, float]:
+        """Return values of the last step by tag."""
+        tokens = self.batches * self.tokens_per_step // self.section.group_size
         return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
 
     def _shared_tensors(self) -> list[Tensor]:
@@ -348,14 +347,14 @@ class Replicas:
         """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        state = {"state": self._state(), "history": self._history}
+        state = {"state": self._state.save(), "history": self._history}
         return {"tensors": self._sent_tensors(), "random": random_states(), **state}
 
     def _replace_state(self, saved: dict[str, Any]) -> None:
         """Continue from what another group has sent beside tensors."""
         for name, value in saved["random"].items():
             (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
-        self._load_state(saved["state"])
+        self._state.load(saved["state"])
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
@@ -365,7 +364,7 @@ class Replicas:
             tensor.copy_(other)
         shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
         if shared is not None:
-            self.abandon(shared)
+            self._abandon(shared)
         self._replace_state(saved)
         self._is_loading, self._healed, self.has_state_of_another = False, True, True
 

@@ -8,11 +8,13 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from titanlite.config.launch import quantity
 from titanlite.config.loader import ConfigError, show
@@ -89,8 +91,8 @@ class ThroughputMeter:
     def step_done(self) -> None:
         self._steps += 1
 
-    def read(self) -> dict[str, float]:
-        """Return values by tag since the last reading; throughput is per rank."""
+    def metrics(self) -> dict[str, float]:
+        """Return values by tag since the last call; throughput is per rank."""
         seconds = time.perf_counter() - self._start
         self.seconds_per_step = seconds / self._steps
         tokens_per_second = self.tokens_per_step / self.seconds_per_step
@@ -109,16 +111,51 @@ class ThroughputMeter:
         return values
 
 
-class MetricsLogger:
+def step_values(loss: float, largest: float, norm: float, lr: float, n_tokens: int) -> dict[str, float]:
+    """Return the values of a step by tag: losses in nats, the gradient norm, the learning rate, tokens seen."""
+    return {
+        "loss_metrics/global_avg_loss": loss,
+        "loss_metrics/global_max_loss": largest,
+        "grad_norm": norm,
+        "lr": lr,
+        "n_tokens_seen": n_tokens,
+    }
+
+
+class Logger:
+    """The logger of all ranks but the first: it writes nothing."""
+
+    def begin(self, last_step: int) -> None:
+        """Prepare the files of a run that begins after a step."""
+
+    def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Write the values of a step by tag, if there are any; a tensor is written as a histogram."""
+
+    def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Write the texts that follow some prompts."""
+
+    def remove_after(self, step: int) -> None:
+        """Remove what was logged of later steps, which the weights are no longer of."""
+
+    def close(self) -> None:
+        """Write what a full disk has kept from being written, or say that it is lost."""
+
+
+class MetricsLogger(Logger):
     """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
 
-    A new run, with last_step 0, moves the files of an earlier one to previous/DATE. A resumed run removes what was
-    logged after `last_step`, the step that it resumes from; if it cannot, that raises ConfigError. Later, what cannot
-    be written, as on a full disk, is one line on stderr. `steps` is the run's last step.
+    A new run moves the files of an earlier one to previous/DATE. A resumed run removes what was logged after the step
+    that it resumes from; if it cannot, that raises ConfigError. Later, what cannot be written, as on a full disk, is
+    one line on stderr. `steps` is the run's last step.
     """
 
-    def __init__(self, dump_folder: Path, metrics: Metrics, *, last_step: int, steps: int, config: str):
-        self.file, self.steps, self.tensorboard = AppendedFile(dump_folder / "metrics.jsonl"), steps, None
+    def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
+        self.folder, self.metrics, self.steps, self.config = dump_folder, metrics, steps, config
+        self.file, self.tensorboard = AppendedFile(dump_folder / "metrics.jsonl"), None
+
+    def begin(self, last_step: int) -> None:
+        """Prepare the files of a run that begins after a step, 0 for a new one."""
+        dump_folder, metrics, config = self.folder, self.metrics, self.config
         tb_folder = metrics.save_tb_folder if metrics.enable_tensorboard else ""
         try:
             dump_folder.mkdir(parents=True, exist_ok=True)
@@ -136,20 +173,22 @@ class MetricsLogger:
             self.tensorboard = EventFile(dump_folder / tb_folder, first_step=last_step + 1)
             self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
 
-    def log(self, step: int, values: dict[str, float], seconds_per_step: float) -> None:
-        """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null."""
+    def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null. A tensor is a
+        histogram in TensorBoard."""
+        histograms = {tag: value.tolist() for tag, value in values.items() if isinstance(value, Tensor)}
+        values = {tag: value for tag, value in values.items() if tag not in histograms}
+        if not values:
+            return
         print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
         record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self.file.append((json.dumps({"step": step, **record}) + "\n").encode())
         if self.tensorboard:
             self.tensorboard.add_scalars(values, step)
+            for tag, value in histograms.items():
+                self.tensorboard.add_histogram(tag, value, step)
 
-    def log_histogram(self, step: int, tag: str, values: list[float]) -> None:
-        """Write the distribution of some numbers to TensorBoard."""
-        if self.tensorboard:
-            self.tensorboard.add_histogram(tag, values, step)
-
-    def log_samples(self, step: int, prompts: list[str], texts: list[str]) -> None:
+    def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             print(f"step {step}: sample {index}: {show(prompt)} -> {show(text)}", flush=True)
@@ -223,7 +262,7 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int else None
 
 
-def _console_line(step: int, steps: int, values: dict[str, float], seconds_per_step: float) -> str:
+def _console_line(step: int, steps: int, values: Mapping[str, float], seconds_per_step: float) -> str:
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
     if "grad_norm" in values:
         parts += [

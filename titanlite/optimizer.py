@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, gradient clipping by the global norm, and dynamic loss scaling."""
+"""The optimizer, its learning-rate schedule, and gradient clipping by the global norm."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.optimizer_schema import LRScheduler, Optimizer
-from titanlite.config.schema import Training
 from titanlite.model import Llama
 from titanlite.shards import local_shard, n_replicas
 
@@ -85,11 +84,13 @@ def lr_factor(step: int, lr_scheduler: LRScheduler) -> float:
     return min(up, lr_scheduler.min_lr_factor + (1 - lr_scheduler.min_lr_factor) * down)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
+def set_lr(optimizer: torch.optim.Optimizer, step: int, section: Optimizer, lr_scheduler: LRScheduler) -> float:
+    """Set the learning rate of a step, counted from 1, in all parameter groups, and return it."""
+    lr = section.lr * lr_factor(step, lr_scheduler)
     for group in optimizer.param_groups:
         # A tensor is an argument of compiled code, so its value is replaced in place.
         group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
+    return lr
 
 
 @torch.no_grad()
@@ -143,39 +144,3 @@ def clipped_step(optimizer: torch.optim.Optimizer, factor: Tensor, finite: Tenso
     elif finite.item():
         scale_gradients((weight for group in optimizer.param_groups for weight in group["params"]), factor)
         optimizer.step()
-
-
-class LossScale:
-    """Dynamic loss scaling (arXiv:1710.03740) is for mixed precision: float16 has no gradients below 6e-8, so the loss
-    is multiplied by a factor before the backward and gradients are divided by it after.
-
-    The factor is doubled after `growth_interval` steps without overflow; None: it never changes.
-    """
-
-    def __init__(self, initial: float = 1.0, growth_interval: int | None = None):
-        self.value, self.growth_interval, self._good_steps = initial, growth_interval, 0
-        self.dynamic = growth_interval is not None
-
-    def update(self, *, overflowed: bool) -> None:
-        """Adapt the factor after a step, by whether gradients were not finite on any rank."""
-        self._good_steps = 0 if overflowed else self._good_steps + 1
-        if self.dynamic and overflowed:
-            self.value /= 2
-        elif self.dynamic and self._good_steps == self.growth_interval:
-            self.value, self._good_steps = self.value * 2, 0
-
-    def state(self) -> list[float]:
-        """Return plain JSON for a checkpoint."""
-        return [self.value, self._good_steps]
-
-    def load(self, state: list[float]) -> None:
-        """Continue from `state`, if the factor is dynamic."""
-        if self.dynamic:
-            self.value, self._good_steps = state
-
-
-def build_loss_scale(training: Training) -> LossScale:
-    """Build the loss scale, which is 1 for every compute type but float16."""
-    if training.mixed_precision_param != "float16":
-        return LossScale()
-    return LossScale(training.initial_loss_scale, training.loss_scale_growth_interval)

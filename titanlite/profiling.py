@@ -1,24 +1,53 @@
-"""Chrome traces and CUDA memory snapshots of a running training."""
+"""Chrome traces and CUDA memory snapshots of a running training, and when Python collects garbage."""
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from titanlite.config.schema import Profiling
+from titanlite.config.schema import Job, Profiling
+from titanlite.progress import mark
 
 StepDone = Callable[[int], None]  # to call with the number of each step after it
 
 
-def build_profilers(dump_folder: Path, profiling: Profiling, rank: int) -> list[AbstractContextManager[StepDone]]:
-    """Build the enabled profilers: contexts for the training loop that yield a function to call after each step."""
-    freq, profilers = profiling.profile_freq, []
+@contextmanager
+def profilers(job: Job, profiling: Profiling, rank: int) -> Iterator[StepDone]:
+    """Run the enabled profilers; yield a function to call after each step."""
+    folder, freq, enabled = Path(job.dump_folder), profiling.profile_freq, []
     if profiling.enable_profiling:
-        profilers.append(traces(dump_folder / profiling.save_traces_folder, freq, rank))
+        enabled.append(traces(folder / profiling.save_traces_folder, freq, rank))
     if profiling.enable_memory_snapshot:
-        profilers.append(memory_snapshots(dump_folder / profiling.save_memory_snapshot_folder, freq, rank))
-    return profilers
+        enabled.append(memory_snapshots(folder / profiling.save_memory_snapshot_folder, freq, rank))
+    with ExitStack() as stack:
+        called = [stack.enter_context(profiler) for profiler in enabled]
+
+        def step_done(step: int) -> None:
+            for call in called:
+                mark("profiling")
+                call(step)
+
+        yield step_done
+
+
+@contextmanager
+def collected_garbage() -> Iterator[Callable[[int, int], None]]:
+    """Have Python collect garbage only when told to, on all ranks in the same step. Yield a function to call after each
+    step with its number and training.gc_freq."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    def collect(step: int, freq: int) -> None:
+        if step % freq == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        gc.enable()
 
 
 @contextmanager

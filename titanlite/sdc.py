@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.folder import SUSPECT
 from titanlite.checkpoint.reader import plain_shard
+from titanlite.data.loader import Batch
 from titanlite.errors import TrainingError
 from titanlite.progress import alive
+from titanlite.step_guard import StepGuard
+from titanlite.train_step import Observer, TrainStep
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 CHUNK_ELEMENTS = 2**22
@@ -38,14 +41,33 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
     return total
 
 
-class CorruptionCheck:
+class CorruptionCheck(Observer):
     """Compares replicas and repeated steps. Every rank must make the same calls. The checkpointer, if there is one,
-    calls checkpoints good only when a later check has agreed."""
+    calls checkpoints good only when a later check has agreed.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer | None):
-        self.parameters, self.optimizer, self.checkpointer = dict(model.named_parameters()), optimizer, checkpointer
+    Args:
+        freq: every how many steps.
+        guard: has the loss scale of a step.
+    """
+
+    def __init__(
+        self,
+        freq: int,
+        train_step: TrainStep,
+        optimizer: torch.optim.Optimizer,
+        guard: StepGuard,
+        checkpointer: Checkpointer | None,
+    ):
+        self.freq, self.train_step, self.guard = freq, train_step, guard
+        self.parameters, self.optimizer = dict(train_step.model.named_parameters()), optimizer
+        self.checkpointer = checkpointer
         if checkpointer:
             checkpointer.agreed_step = 0
+
+    def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
+        """Check a step if it is due, and always the test of the last weights. Raises TrainingError as `check` does."""
+        if is_test or step % self.freq == 0:
+            self.check(step, loss_sum, lambda: self.train_step.forward_backward(batches, self.guard.loss_scale))
 
     def check(self, step: int, loss_sum: Tensor, compute_again: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Compare a step's loss and gradients with those of `compute_again`, and the weights with their replicas'.

@@ -1,8 +1,12 @@
-"""The gradients of one optimizer step, and the loss without them. Training and the parity tests run this same code."""
+"""One optimizer step: its gradients, what is summed over whom, and the update. The loss without gradients, too.
+
+Training, the parity tests, the tests of replica groups and the planner run this same code.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,10 +15,20 @@ from torch import Tensor, nn
 from titanlite.config.schema import Parallelism
 from titanlite.data.loader import Batch
 from titanlite.loss import count_valid
-from titanlite.optimizer import scale_gradients
+from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, scale_gradients
 from titanlite.parallel import fsdp
 from titanlite.progress import alive
 from titanlite.reliability.process import Signals
+
+
+class Runner(Protocol):
+    """Runs a model, or the stages of a pipeline: a SingleStageRunner or a PipelineRunner."""
+
+    def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
+        """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the sum of the token losses."""
 
 
 class SingleStageRunner:
@@ -34,22 +48,156 @@ class SingleStageRunner:
         return self.model(batch.tokens, **batch.inputs())
 
 
+class Totals(NamedTuple):
+    """What all ranks know of a step once its gradients are summed, on the device."""
+
+    numbers: Tensor
+    """The mean loss, the gradient norm, and how many ranks were asked to stop and to save: [4] in float64."""
+
+    @property
+    def norm(self) -> Tensor:
+        return self.numbers[1]
+
+    def read(self) -> list[float]:
+        """Return the numbers. The host waits for the device: the only time in a step that is not logged."""
+        return self.numbers.tolist()
+
+
+def sum_over_ranks(loss_sum: Tensor, signals: Signals) -> Tensor:
+    """Return the sums over all ranks of `loss_sum` and of whether a rank was asked to stop, and to save: [3]."""
+    asked = [torch.full_like(loss_sum, flag) for flag in (signals.stopping, signals.asked_to_save)]
+    sums = torch.stack([loss_sum, *asked])
+    dist.all_reduce(sums)
+    return sums
+
+
+class OneGroup:
+    """Which steps there are, and what is summed over whom: all ranks are one group. A run whose groups may die has
+    Replicas or DiLoCo instead (fault_tolerance.py, diloco.py)."""
+
+    stopping = False
+    """Whether the group was asked to stop while it waited for others."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has beside the model and the optimizer, by name."""
+        return {}
+
+    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+        """Begin after a step, before `steps`.
+
+        Args:
+            saved: the state of the checkpoint of that step; empty without one.
+            state: the RunState, which another group may need.
+            abandon: removes what was logged of later steps than one, before the group gets another's state.
+        """
+
+    def steps(self, last_step: int, last: int) -> Iterable[int]:
+        """Yield the number of each step from that after `last_step` to `last`."""
+        return range(last_step + 1, last + 1)
+
+    def count(self, valid: Tensor) -> None:
+        """Sum a step's number of tokens over the groups, in place."""
+
+    def totals(
+        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals
+    ) -> Totals | None:
+        """Sum what a step has computed. Every rank must call it.
+
+        Args:
+            loss_sum: the sum of this rank's token losses.
+            valid: the global number of valid tokens.
+            parameters: those of this rank, with their gradients.
+            signals: tells whether this rank was asked to stop or to save.
+
+        Returns:
+            None if a group was lost, so that the step has to be taken again.
+        """
+        norm = gradient_norm(parameters, loss_sum.device)
+        loss, stopping, saving = sum_over_ranks(loss_sum, signals)
+        return Totals(torch.stack([loss / valid, norm, stopping, saving]))
+
+    def updated(self, step: int, *, stopping: bool) -> bool:
+        """Record that a step has updated the weights, and whether the training is to stop after it. Return False if
+        they are now those of a later step of another group."""
+        return True
+
+    def final_step(self, step: int, *, is_last: bool) -> int:
+        """Return the step that the weights are of at the end, after `step` has ended; `is_last`: as a last one."""
+        return step
+
+    def metrics(self) -> dict[str, float]:
+        """Return values of the last step by tag."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the groups, as plain JSON."""
+        return {}
+
+
+class Observer:
+    """Sees the steps of a run and may end it by an exception. It must not change a number that a step computes."""
+
+    def before_backward(self) -> None:
+        """See that a step begins."""
+
+    def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
+        """See what the forward and backward of a step have computed, the gradients in the parameters.
+
+        Args:
+            loss_sum: the sum of this rank's token losses.
+            is_test: whether it only tests the last weights of a run, and no update follows.
+        """
+
+    def after_validation(self, step: int) -> None:
+        """See that a validation is done."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return values by tag since the last call. Every rank must call it."""
+        return {}
+
+
+class Balance(Protocol):
+    """Balances the load of experts (moe/balance.py)."""
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget the loads of the step before. The backward passes of this one multiply losses by `loss_scale`."""
+
+    def update(self, taken: Tensor) -> None:
+        """Adjust the routers by the load of the step that was just taken; `taken`: whether it was."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return values of the last step by tag."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """Computes losses and gradients on one rank."""
+    """Computes losses, gradients and updates on one rank."""
 
     model: nn.Module
     """All modules that this rank has."""
-    runner: Any
-    """A SingleStageRunner or a PipelineRunner."""
+    runner: Runner
     parallelism: Parallelism
     device: torch.device
     contributes_loss: bool
     """Whether this rank's tokens and losses count. Of the ranks that work on the same tokens, only one contributes."""
-    balance: Any = None
-    """The LoadBalance of a model with experts, to be updated after each optimizer step; None: there are none."""
-    count_over_groups: Callable[[Tensor], None] | None = None
-    """Replicas.count, which sums the number of tokens over replica groups in place; None: there is one group."""
+    max_norm: float
+    """Gradients are clipped to this norm."""
+    balance: Balance | None = None
+    """Of a model with experts."""
+    groups: OneGroup = dataclasses.field(default_factory=OneGroup)
+    observers: list[Observer] = dataclasses.field(default_factory=list)
+
+    def gradients(
+        self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a step's gradients before the eyes of the observers. Arguments and result are those of
+        `forward_backward`; `is_test`: see Observer."""
+        for observer in self.observers:
+            observer.before_backward()
+        loss_sum, valid = self.forward_backward(batches, loss_scale)
+        for observer in self.observers:
+            observer.after_backward(step, batches, loss_sum, is_test=is_test)
+        return loss_sum, valid
 
     def forward_backward(self, batches: list[Batch], loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global loss in the parameters.
@@ -70,8 +218,7 @@ class TrainStep:
             self.balance.begin_step(loss_scale)
         valid = count_valid([batch.targets for batch in batches], self.device) * self.contributes_loss
         dist.all_reduce(valid)
-        if self.count_over_groups:
-            self.count_over_groups(valid)
+        self.groups.count(valid)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for accumulation_step, batch in enumerate(batches, 1):
             fsdp.prepare_accumulation_step(self.model, self.parallelism, last=accumulation_step == len(batches))
@@ -80,6 +227,24 @@ class TrainStep:
         if loss_scale != 1:
             scale_gradients(self.model.parameters(), 1 / loss_scale)
         return (loss_sum if self.contributes_loss else torch.zeros_like(loss_sum)), valid
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, taken: Tensor) -> None:
+        """Clip the gradients, whose norm is `norm`, and update the weights, unless the update is not `taken`: both are
+        scalars on the device. Every rank must call it."""
+        clipped_step(optimizer, clip_factor(norm, self.max_norm), taken)
+        if self.balance:
+            self.balance.update(taken)
+
+    def largest_loss(self, loss_sum: Tensor, batches: list[Batch]) -> float:
+        """Return the largest of the ranks' own mean losses of a step, in nats. Every rank must call it."""
+        own = loss_sum / count_valid([batch.targets for batch in batches], loss_sum.device)
+        own = own.nan_to_num(nan=-math.inf) if self.contributes_loss else torch.full_like(own, -math.inf)  # 0 / 0
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        return own.item()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return values of the last step by tag; those of a tensor are for a histogram."""
+        return self.balance.metrics() if self.balance else {}
 
     @torch.no_grad()
     def validate(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.checkpoint.reader import plain_shard
@@ -67,6 +66,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer states by "optimizer." and DCP's flat name; create them if there are none yet. Learning
     rates and betas come from the config and are not saved."""
+    # Here: the import takes half a second.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return {f"optimizer.{name}": value for name, value in state.items() if name.startswith("state.")}
 

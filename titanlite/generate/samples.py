@@ -13,14 +13,19 @@ from titanlite.data.loader import Batch
 from titanlite.data.open import build_tokenizer
 from titanlite.generate.sampling import logits_at
 from titanlite.generate.text import continuation, encode_prompts
+from titanlite.metrics import Logger
 from titanlite.parallel import fsdp
 from titanlite.progress import alive
+from titanlite.train_step import Observer, TrainStep
 
 
-class Samples:
+class Samples(Observer):
     """Continues validation.generate_prompts greedily. Raises ConfigError if one is too long for a sequence."""
 
-    def __init__(self, training: Training, validation: Validation, hf_assets_path: str):
+    def __init__(
+        self, training: Training, validation: Validation, hf_assets_path: str, train_step: TrainStep, logger: Logger
+    ):
+        self.train_step, self.logger = train_step, logger
         self.training, self.prompts, self.n_tokens = training, validation.generate_prompts, validation.generate_tokens
         self.tokenizer = build_tokenizer(hf_assets_path)
         self._tokens = encode_prompts(self.tokenizer, self.prompts)
@@ -30,9 +35,14 @@ class Samples:
                 problem = f"validation.generate_prompts: {show(text)} has {len(prompt)} tokens: expected at most {most}"
                 raise ConfigError([f"{problem}, which is training.seq_len - validation.generate_tokens"])
 
+    def after_validation(self, step: int) -> None:
+        """Log the text that follows each prompt."""
+        self.logger.log_samples(step, self.prompts, self.generate())
+
     @torch.no_grad()
-    def generate(self, model: nn.Module, device: torch.device) -> list[str]:
+    def generate(self) -> list[str]:
         """Return the text that follows each prompt. Every rank must call it, and each returns the same."""
+        model, device = self.train_step.model, self.train_step.device
         size, texts = self.training.local_batch_size, []
         loss, model.output.loss = model.output.loss, logits_at
         for first in range(0, len(self._tokens), size):

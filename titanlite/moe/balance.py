@@ -7,6 +7,7 @@ Shapes: L layers of the full model, E experts.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,9 @@ class LoadBalance:
                 below_E = (load_E.sum() - n_experts * load_E).sign()  # in integers, so that no rounding decides
                 router.balance_bias += self.moe.balance_bias_rate * below_E * taken
 
-    def metrics(self) -> dict[str, float]:
-        """Return values of the last step by tag. Loads are relative to the mean over a layer's experts."""
+    def metrics(self) -> dict[str, Any]:
+        """Return values of the last step by tag. Loads are relative to the mean over a layer's experts; that of every
+        expert of every layer is a tensor, for a histogram."""
         n_experts, records = self.moe.n_experts, self.records.cpu()
         loads_LE, scores_LE, z_L = records[:, :n_experts], records[:, n_experts:-1], records[:, -1]
         shares_LE = loads_LE / loads_LE.sum(1, keepdim=True)
@@ -73,9 +75,4 @@ class LoadBalance:
         }
         if self.moe.z_loss_weight:
             values["moe/z_loss"] = z_L.mean().item() / self.tokens_per_step
-        return values
-
-    def relative_loads(self) -> list[float]:
-        """Return the load of every expert of every layer in the last step; 1: the mean over the layer's experts."""
-        loads_LE = self.records[:, : self.moe.n_experts]
-        return (loads_LE / loads_LE.mean(1, keepdim=True)).flatten().tolist()
+        return values | {"moe/tokens_per_expert": (loads_LE / loads_LE.mean(1, keepdim=True)).flatten()}

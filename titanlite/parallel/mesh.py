@@ -25,6 +25,12 @@ def device_of(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank) if launch.n_devices else torch.device("cpu")
 
 
+def log_rank0(message: str) -> None:
+    """Print a line on the first rank, or in a process without ranks."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
 @contextlib.contextmanager
 def process_group(launch: Launch, comm: Comm, dump_folder: str) -> Iterator[None]:
     """Start the process group of all ranks, and destroy it after the body. After a timeout NCCL's flight recorder dumps

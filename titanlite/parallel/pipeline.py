@@ -59,6 +59,10 @@ class PipelineRunner:
     """Of the activations between stages: [tokens of a microbatch on this rank, D]."""
     dtype: torch.dtype
     device: torch.device
+    compiles: bool = False
+    """Whether the first `forward_backward` begins with `warm_up`."""
+    validates: bool = False
+    """Whether `forward` will be called: then `warm_up` compiles it too."""
 
     def __post_init__(self) -> None:
         schedule = self.parallelism.pipeline_parallel_schedule
@@ -86,6 +90,9 @@ class PipelineRunner:
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
         sum in float64 on the rank with the last stage, 0 on the others. All ranks of a pipeline need the same batch."""
+        if self.compiles:
+            self.warm_up(batch)
+            self.compiles = False
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
@@ -128,13 +135,12 @@ class PipelineRunner:
             work.wait()
         return loss_sum
 
-    def warm_up(self, batch: Batch, *, validates: bool) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """Compile all stages of this rank by a microbatch, without messages; leave no gradients. In the schedule, they
-        compile one after the other, as their first inputs arrive, and later receives time out. `validates`: compile the
-        forward without gradients too."""
+        compile one after the other, as their first inputs arrive, and later receives time out."""
         microbatch = self._split(batch)[0]
         for number, stage in self.stages.items():
-            for trains in (True, False) if validates else (True,):
+            for trains in (True, False) if self.validates else (True,):
                 hidden = torch.zeros(self.hidden_shape, dtype=self.dtype, device=self.device, requires_grad=trains)
                 with torch.set_grad_enabled(trains):
                     output = stage(hidden if number else microbatch.tokens, **microbatch.inputs())

@@ -17,8 +17,9 @@ from titanlite.data.packing import Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.loss import IGNORED, cross_entropy
 from titanlite.model import Documents
-from titanlite.optimizer import build_loss_scale, lr_factor, scale_gradients, set_lr
+from titanlite.optimizer import scale_gradients, set_lr
 from titanlite.progress import progress
+from titanlite.step_guard import build_loss_scale
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
@@ -79,11 +80,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     optimizer = build.build_optimizer(config, model)
-    balance = None
-    if config.model.moe.n_experts:
-        from titanlite.moe.balance import LoadBalance
-
-        balance = LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
+    balance = build.build_balance(config, model, device)
     sequences, batch_size = RandomSequences(config), training.global_batch_size
     compute_dtype, scale = getattr(torch, training.mixed_precision_param), build_loss_scale(training).value
     parameters = dict(model.named_parameters())
@@ -109,7 +106,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     trace = trace_of("initial weight", parameters)
     with progress("single-process reference", total=steps, unit="steps") as advance:
         for step in range(1, steps + 1):
-            set_lr(optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
+            set_lr(optimizer, step, config.optimizer, config.lr_scheduler)
             loss, of_datasets = losses_of_step(step)
             optimizer.zero_grad()
             if balance:

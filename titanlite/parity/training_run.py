@@ -10,10 +10,13 @@ from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config, Launch
 from titanlite.data.loader import Batch
 from titanlite.dataset_losses import DatasetLosses
-from titanlite.optimizer import build_loss_scale, clip_factor, clipped_step, gradient_norm, lr_factor, set_lr
+from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh
 from titanlite.parity.reference import RandomSequences, Trace, trace_of
 from titanlite.progress import progress
+from titanlite.reliability.process import Signals
+from titanlite.step_guard import StepGuard
+from titanlite.train_step import Totals
 
 
 class TrainingRun:
@@ -23,7 +26,7 @@ class TrainingRun:
     """
 
     def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
-        self.device, self.max_norm = device, config.training.max_norm
+        self.device = device
         self.layout = mesh.build_layout(config.parallelism, device)
         self.model, stages = build.build_model(config, self.layout, device)
         self.train_step = build.build_train_step(config, self.layout, self.model, stages, device)
@@ -32,21 +35,24 @@ class TrainingRun:
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences, config = RandomSequences(config), config.replace(training__datasets=[])
         self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
-        self.dataset_losses = DatasetLosses(
-            sequences, self.train_step, config.training, data_rank=self.layout.data_rank
-        )
+        self.guard = StepGuard(config.training, device)
         self.parameters = dict(self.model.named_parameters())
 
-    def step(self, batch: list[Batch]) -> None:
+    def step(self, batches: list[Batch]) -> None:
         """Take one optimizer step with the current learning rate."""
-        self.train_step.forward_backward(batch)
-        self.update(gradient_norm(self.parameters.values(), self.device))
+        self.update(self.totals(*self.gradients(batches)))
 
-    def update(self, norm: Tensor) -> None:
-        """Clip the gradients, whose norm is `norm`, and update the weights."""
-        clipped_step(self.optimizer, clip_factor(norm, self.max_norm), norm.isfinite())
-        if self.train_step.balance:
-            self.train_step.balance.update(norm.isfinite())
+    def gradients(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """Return this rank's sum of token losses and the global number of valid tokens, as the training does."""
+        return self.train_step.gradients(0, batches, self.guard.loss_scale)
+
+    def totals(self, loss_sum: Tensor, valid: Tensor) -> Totals | None:
+        """Sum what `gradients` has returned; None if a replica group was lost."""
+        return self.train_step.groups.totals(loss_sum, valid, self.parameters.values(), Signals())
+
+    def update(self, totals: Totals) -> None:
+        """Clip the gradients and update the weights, unless the step is not finite."""
+        self.train_step.update(self.optimizer, totals.norm, self.guard.taken(totals))
         self.optimizer.zero_grad()
 
     def trace_of_all_stages(self, kind: str, tensors: dict[str, Tensor]) -> Trace:
@@ -63,23 +69,21 @@ def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Chec
     Every rank must call it. Each returns the trace of the full model.
     """
     run = TrainingRun(config, mesh.device_of(launch), checkpointer)
-    scale, last_step = build_loss_scale(config.training).value, run.last_step + steps
+    last_step, sections = run.last_step + steps, (run.train_step, config.training)
+    dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)
+    run.train_step.observers.append(dataset_losses)
     trace = run.trace_of_all_stages("initial weight", run.parameters)
     with progress("layout", total=steps, unit="steps", enabled=launch.rank == 0) as advance:
-        for step in range(run.last_step + 1, last_step + 1):
-            set_lr(run.optimizer, config.optimizer.lr * lr_factor(step, config.lr_scheduler))
-            batches = run.loader.next()
-            run.dataset_losses.begin_step()
-            loss_sum, valid = run.train_step.forward_backward(batches, scale)
-            run.dataset_losses.end_step(run.loader.position)
-            dist.all_reduce(loss_sum)
-            sums, counts = run.dataset_losses.totals().T
-            norm = gradient_norm(run.parameters.values(), run.device)
-            numbers = {"loss": loss_sum / valid, "losses of datasets": sums / counts.clamp(min=1), "norm": norm}
+        for step in run.train_step.groups.steps(run.last_step, last_step):
+            set_lr(run.optimizer, step, config.optimizer, config.lr_scheduler)
+            totals = run.totals(*run.gradients(run.loader.next()))
+            sums, counts = dataset_losses.totals().T
+            loss, norm, *_ = totals.numbers
+            numbers = {"loss": loss, "losses of datasets": sums / counts.clamp(min=1), "norm": norm}
             trace |= trace_of(f"step {step}", numbers)
             gradients = {name: p.grad for name, p in run.parameters.items()}
             trace |= run.trace_of_all_stages(f"step {step} gradient", gradients)
-            run.update(norm)
+            run.update(totals)
             advance(1)
     trace |= run.trace_of_all_stages("final weight", named_tensors(run.model))
     if checkpointer:

@@ -19,7 +19,6 @@ from titanlite.config.optimizer_schema import QUANTIZED_STATES
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.model import Llama
-from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.plan import expert_load
@@ -27,7 +26,8 @@ from titanlite.plan.fusion import fuse
 from titanlite.plan.memory_timeline import Bytes
 from titanlite.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
 from titanlite.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
-from titanlite.train_step import SingleStageRunner
+from titanlite.reliability.process import Signals
+from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 
 CPU = torch.device("cpu")
 SPLIT = 3
@@ -112,12 +112,12 @@ def dry_run(
             from titanlite.low_bit_adam import create_value_tables  # here: the import takes a second
 
             create_value_tables(config.optimizer.state_dtype)
-        create_states, take_step = _create_states, _optimizer_step
+        create_states, record = _create_states, _record_low_bit_adam
         if config.optimizer.name == "Muon":
             from titanlite.plan import muon_step  # here, since most plans do without
 
             create_states = muon_step.create_states
-            take_step = muon_step.recorder(config, layout.mesh, names, axes)
+            record = muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
@@ -131,7 +131,9 @@ def dry_run(
             _run_accumulation_steps(config, trace, stage)
         else:
             _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
-        _update(config, trace, stage, optimizer, take_step, balance)
+        is_run = not _is(optimizer, "LowBitAdam") and not _is(optimizer, "Muon")
+        step = optimizer if is_run else RecordedStep(optimizer, functools.partial(record, trace, optimizer))
+        _update(config, trace, stage, step, balance)
         trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
@@ -159,26 +161,30 @@ def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> 
         segment.events[:] = events
 
 
-def _update(
-    config: Config,
-    trace: OpTrace,
-    stage: Llama,
-    optimizer: torch.optim.Optimizer,
-    take_step: Callable[[OpTrace, torch.optim.Optimizer, Tensor], None],
-    balance: Any = None,
-) -> None:
-    """Run what follows the last backward: the gradient norm, clipping, the optimizer's step and the balance of the load
-    of experts."""
+class RecordedStep:
+    """Stands for an optimizer whose step is recorded instead of run. The update scales gradients by what is on the
+    device, as it does for the optimizer itself (optimizer.clipped_step)."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]):
+        self.param_groups, self.zero_grad, self.step = optimizer.param_groups, optimizer.zero_grad, step
+
+
+def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
+    """Run what follows the last backward: the sums over ranks, clipping, the optimizer's step and the balance of the
+    load of experts."""
     trace.mark("update")
-    for parameter in stage.parameters():
+    parameters = list(stage.parameters())
+    for parameter in parameters:
         for tensor in _local(parameter.grad):
             trace.allocation_of(tensor).kind = "gradients"
+    options = {"device": CPU, "contributes_loss": True, "max_norm": config.training.max_norm, "balance": balance}
+    train_step = TrainStep(stage, SingleStageRunner(stage), config.parallelism, **options)
     with torch.no_grad():
-        parameters = list(stage.parameters())
-        norm = gradient_norm(parameters, CPU)
-        take_step(trace, optimizer, clip_factor(norm, config.training.max_norm))
-        if balance:
-            balance.update(norm.isfinite())
+        loss_sum, valid = (torch.ones((), dtype=torch.float64) for _ in range(2))
+        totals = train_step.groups.totals(loss_sum, valid, parameters, Signals())
+        train_step.update(optimizer, totals.norm, torch.tensor(True))  # a constant, whose value fake tensors know
         optimizer.zero_grad()
 
 
@@ -201,12 +207,9 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
     return type(optimizer).__name__ == name  # without importing its module, which may take a second
 
 
-def _optimizer_step(trace: OpTrace, optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
-    """Step the optimizer on gradients multiplied by `factor`. LowBitAdam's compiled step reads and writes each weight
-    and its states once, and reads its gradient."""
-    if not _is(optimizer, "LowBitAdam"):
-        clipped_step(optimizer, factor, torch.tensor(True))  # a constant, whose value fake tensors know
-        return
+def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
+    """Record the compiled step of LowBitAdam, which reads and writes each weight and its states once, and reads its
+    gradient."""
     for weight, state in optimizer.state.items():
         updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
         gradient = sum(local.nbytes for local in _local(weight.grad))

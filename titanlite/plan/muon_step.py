@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import build
 from titanlite.config import Config
 from titanlite.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group, work_of
-from titanlite.optimizer import clipped_step
 from titanlite.plan.op_trace import Communication, OpTrace, Work
 from titanlite.shards import local_shard
 
@@ -27,7 +25,7 @@ def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tupl
 
 def recorder(
     config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
-) -> Callable[[OpTrace, Muon, Tensor], None]:
+) -> Callable[[OpTrace, Muon], None]:
     """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
@@ -50,20 +48,19 @@ def create_states(optimizer: Muon) -> None:
 def record_step(
     trace: OpTrace,
     optimizer: Muon,
-    factor: Tensor,
     *,
     shapes: Sequence[tuple[int, ...]],
     group: dist.ProcessGroup,
     local_experts: bool,
 ) -> None:
-    """Step the AdamW of the other weights on gradients multiplied by `factor`, and record what Muon does.
+    """Step the AdamW of the other weights, and record what Muon does.
 
     Args:
         shapes: of all matrices of the full stage.
         group: the ranks that share the work.
         local_experts: whether each rank has the full experts that it orthogonalizes.
     """
-    clipped_step(optimizer.adamw, factor, torch.tensor(True))  # a constant, whose value fake tensors know
+    optimizer.adamw.step()
     for weight in optimizer.matrices:
         size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
         # Momentum is updated and read ahead, the weight decayed, and the result subtracted.

@@ -50,12 +50,17 @@ class Signals:
     even in a call that never returns."""
 
     def __init__(self) -> None:
-        self.stopping, self.saves = False, 0
+        self.stopping, self.saves, self.answered_saves = False, 0, 0
         self.nothing_to_save = True
         """Whether a stop ends the process at once."""
         self.stopped: Callable[[], None] = lambda: None
         """Called before a signal ends the process."""
         self._interrupts, self._interrupted = 0, -math.inf
+
+    @property
+    def asked_to_save(self) -> bool:
+        """Whether a save was asked for since the last one."""
+        return self.saves > self.answered_saves
 
     def listen(self, received: Callable[[int], None]) -> None:
         """Call `received` with the number of each signal, in a thread. Only the main thread may call this."""

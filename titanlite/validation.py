@@ -1,0 +1,47 @@
+"""The validation loss of a training run, every validation.freq steps and after the last one."""
+
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from titanlite.config.schema import Validation
+from titanlite.data.loader import Batch
+from titanlite.metrics import VALIDATION_LOSS
+from titanlite.progress import mark, progress
+from titanlite.reliability.process import Signals
+from titanlite.train_step import TrainStep
+
+
+class Validator:
+    """Validates when it is due; does nothing where validation is not enabled. Every rank must make the same calls.
+
+    Args:
+        batches: returns this rank's batches of one validation, and how many they are.
+        signals: tells whether this rank was asked to stop, which ends a validation.
+    """
+
+    def __init__(
+        self,
+        validation: Validation,
+        train_step: TrainStep,
+        batches: Callable[[], tuple[Iterator[Batch], int]],
+        signals: Signals,
+    ):
+        self.validation, self.train_step, self.batches, self.signals = validation, train_step, batches, signals
+        self.was_stopped = False
+        """Whether the last validation ended because a rank was asked to stop."""
+
+    def after_step(self, step: int, *, is_last: bool, stopping: bool) -> dict[str, float]:
+        """Return the validation loss by its tag, in nats; nothing if it is not due, or a rank was asked to stop."""
+        if not self.validation.enable or stopping or not (is_last or step % self.validation.freq == 0):
+            return {}
+        mark("validation")
+        batches, total = self.batches()
+        with progress("validation", total=total, unit="batches", enabled=dist.get_rank() == 0) as advance:
+            loss = self.train_step.validate(batches, advance, self.signals)
+        if loss is None:
+            self.was_stopped = True
+            return {}
+        for observer in self.train_step.observers:
+            observer.after_validation(step)
+        return {VALIDATION_LOSS: loss}
