@@ -259,14 +259,11 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option;
-    memory_budget: the compiler chooses what is saved, within memory_budget."""
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
     selective_ac_option: Union[Literal["op", "every_second_mm"], Count] = "op"
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
     same, but of every second matrix product only; N: full activation checkpointing every N layers, none in between."""
-    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of a block's activations to save, from 0 (its inputs only) to 1 (all that its backward uses)."""
 
 
 class Compile(Section):
