@@ -85,7 +85,6 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
-    "-1, or a finite number >= 1": ["parallelism.expert_parallel_row_bound = 0.5"],
     "-1, or an integer >= 1": [
         "model.moe.expert_dim = 0",
         "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',

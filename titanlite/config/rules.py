@@ -72,7 +72,6 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
-    (["parallelism.expert_parallel_row_bound"], EXPERT, ABOVE_1, (1,)),
     (["plan.expert_imbalance"], EXPERT, ABOVE_1, (1,)),
     ([f"model.mla.{key}" for key in Mla.model_fields if key != "kv_lora_rank"], LATENT, ABOVE_0, (0,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),

@@ -223,10 +223,6 @@ class Parallelism(Section):
     expert_parallel_degree: Ranks = 1
     """Ranks that the experts of a layer are partitioned over. They are no ranks of their own: this divides dp_shard x
     cp x tp, and each expert is sharded over the quotient."""
-    expert_parallel_row_bound: Union[Literal[-1], Annotated[float, Field(ge=1, allow_inf_nan=False)]] = -1
-    """Pad the rows that a rank sends to another to this many times their mean, so that the host need not wait for the
-    device. More do not fit: the step's loss is then NaN, and no token is lost without notice. -1: the exact number,
-    for which the host waits once a layer."""
 
     @property
     def n_stages(self) -> int:
