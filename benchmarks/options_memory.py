@@ -79,7 +79,6 @@ ONLY_ON_CUDA: dict[str, Options] = {
     "CPU offload": {"training.enable_cpu_offload": "true"},
     "optimizer states in host memory": {"optimizer.enable_cpu_offload": "true"},
     "compiled": {"compile.enable": "true"},
-    "compiled, memory_budget": {"compile.enable": "true", "activation_checkpoint.mode": "memory_budget"},
 }
 
 

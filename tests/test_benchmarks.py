@@ -132,12 +132,7 @@ def missing_files(text: str) -> set[str]:
     return {name for name in names if not (ROOT / name).is_file()}
 
 
-# The page of renamed things names the old scripts.
-@pytest.mark.parametrize(
-    "path",
-    [path for path in [*PAGES, *SCRIPTS] if path.name != "renamed.md"],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_benchmark_files_that_a_page_or_script_names_exist(path):
     assert not missing_files(path.read_text())
 

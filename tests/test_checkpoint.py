@@ -254,7 +254,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest of another checkpoint": (from_another(MANIFEST), f"{STATE}: it is not the file that the manifest"),
     "older format": (
         lambda step: (step / MANIFEST).rename(step / ".metadata"),
-        "it is of an older format: run `titanlite convert` on it",
+        "if it is of torchtitan, run `titanlite convert` on it",
     ),
     "newer version": (
         lambda step: change_manifest(step, lambda content: content.update(version=2)),
@@ -489,16 +489,16 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert command.main([]) == 2
 
 
-def test_a_pickle_in_the_older_format_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pickle_of_torchtitan_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither resuming, nor starting from its weights, nor converting reads it as code."""
     monkeypatch.chdir(tmp_path)
     old = tmp_path / "step-7"
     old.mkdir()
     (old / ".metadata").write_bytes(pickle.dumps(Code()))
     (old / STATE).write_text("{}")
-    assert "it is of an older format: run `titanlite convert` on it" in problem(old)
+    assert "if it is of torchtitan, run `titanlite convert` on it" in problem(old)
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "convert", str(old), str(tmp_path / "new")],
+        [sys.executable, "-m", "titanlite", "convert", str(old), "debug", str(tmp_path / "new")],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -65,7 +65,7 @@ LONG = "a" * 5000
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["checkpoint", LONG], ["generate", LONG, "text"], ["convert", LONG, "new"],
+        ["checkpoint", LONG], ["generate", LONG, "text"], ["convert", LONG, "debug", "new"],
         ["eval", LONG, "--dataset=pydoc_topics"], ["export", LONG, "out"], ["config", f"{LONG}.toml"],
         ["train", f"{LONG}.toml"],
         ["tokenize", f"{LONG}.toml"], ["plan", f"{LONG}.toml"], ["config", "debug", f"--job.dump_folder={LONG}"],
@@ -148,7 +148,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "too many ranks": (["calibrate", "x.toml", "--ranks", BIG], f"argument --ranks: {BIG}: expected an integer >= 1"),
     "two folders": (["checkpoint", "a", "b"], "expected one folder"),
-    "one folder": (["convert", "a"], "expected two folders"),
+    "one folder": (["convert", "a"], "expected a checkpoint, a config and a folder"),
     "generate without a folder": (["generate"], "the following arguments are required: FOLDER"),
     "many tokens": (["generate", "/", "x", "--max-new-tokens", BIG], f"{BIG}: expected an integer >= 1"),
     "eval without a dataset": (["eval", "/"], "the following arguments are required: --dataset"),

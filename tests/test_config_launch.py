@@ -199,13 +199,6 @@ SPLIT = 'fails in its split backward under "InterleavedZeroBubble"; use torch 2.
     ("settings", "remedy", "rejected", "versions"),
     [
         pytest.param(
-            {COMPILE: True, AC_MODE: "memory_budget", TENSOR: 2},
-            {f"--{TENSOR}": 1},
-            {AC_MODE: "cannot estimate the graphs of tensor parallelism; use another torch, or another mode"},
-            ["2.12"],
-            id="memory budget",
-        ),
-        pytest.param(
             {**ZERO_BUBBLE, "training.loss_chunks": 2},
             {f"--{SCHEDULE}": "1F1B"},
             {"training.loss_chunks": SPLIT},

@@ -41,7 +41,6 @@ REJECTED = [
     ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have no biases"}),
     ({EXPERTS: 6, EXPERT: 4}, {EXPERT: "expected a divisor of model.moe.n_experts = 6"}),
     ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
-    ({EXPERTS: 8, COMPILE: True, AC_MODE: "memory_budget"}, {AC_MODE: "unsupported with experts"}),
     ({EXPERTS: 8, RESHARD: 2}, {RESHARD: "unsupported with experts"}),
     ({EXPERTS: 8, IMBALANCE: 1.5}, {IMBALANCE: "read only when parallelism.expert_parallel_degree is above 1"}),
     ({EXPERTS: 8, EXPERT: 2, IMBALANCE: 2.5}, {IMBALANCE: "expected at most 2, with which a rank receives all"}),
@@ -99,14 +98,8 @@ REJECTED = [
     ({"training.outlier_window": 8}, {"training.outlier_window": "when training.skip_outlier_sigma is above 0; set"}),
     ({STEPS: 5, TOTAL_STEPS: 5, f"--{STEPS}": 6}, {TOTAL_STEPS: "expected at least training.steps = 6"}),
     # activation checkpointing and compilation
-    ({SAC: 2, BUDGET: 0.2}, {SAC: 'is "selective"; set that', BUDGET: 'is "memory_budget"; set that'}),
-    # each in the other's mode
-    ({AC_MODE: "selective", BUDGET: 0.2}, {BUDGET: 'is "memory_budget"; set that'}),
-    ({COMPILE: True, AC_MODE: "memory_budget", SAC: 1}, {SAC: 'is "selective"; set that'}),
-    # without compiled blocks
-    ({AC_MODE: "memory_budget"}, {AC_MODE: "the compiler chooses what is saved"}),
-    ({COMPILE: True, COMPONENTS: ["loss"], f"--{AC_MODE}": "memory_budget"},
-     {AC_MODE: "the compiler chooses what is saved"}),
+    ({SAC: 2}, {SAC: 'is "selective"; set that'}),
+    ({AC_MODE: "full", SAC: 1}, {SAC: 'is "selective"; set that'}),
     ({COMPILE: True, COMPONENTS: ["model", "optimizer"]}, {COMPONENTS: 'expected "model", "loss" or both'}),
     # precision
     ({LOSS_SCALE: 8.0, GROWTH: 10}, {LOSS_SCALE: 'is "float16"; set that', GROWTH: 'is "float16"; set that'}),
@@ -282,10 +275,8 @@ BAD_VALUES = [
      BALANCE: 'expected one of "layers"'}),
     ({MASK: "yes", BACKEND: "math"}, {MASK: "expected true or false"}),
     ({COMPILE: "yes", COMPILER: "aot_eager", TENSOR: 2, ASYNC: True}, {COMPILE: "expected true or false"}),
-    ({COMPILE: True, COMPILER: "eager", AC_MODE: "memory_budget", TENSOR: 2, ASYNC: True},
-     {COMPILER: 'expected one of "inductor"'}),
-    ({COMPILE: "yes", AC_MODE: "memory_budget"}, {COMPILE: "expected true or false"}),
-    ({AC_MODE: "op", SAC: 2, BUDGET: 0.2}, {AC_MODE: 'expected one of "none"'}),
+    ({COMPILE: True, COMPILER: "eager", TENSOR: 2, ASYNC: True}, {COMPILER: 'expected one of "inductor"'}),
+    ({AC_MODE: "op", SAC: 2}, {AC_MODE: 'expected one of "none"'}),
     ({PARAM: "fp16", LOSS_SCALE: 8.0, GROWTH: 10}, {PARAM: 'expected one of "auto"'}),
     ({DTYPE: "bf16", ROUNDING: True}, {DTYPE: 'expected one of "float32"'}),
     ({FLOAT8: "yes", EMULATE: True}, {FLOAT8: "expected true or false"}),
@@ -317,11 +308,6 @@ MESSAGES = {
         {**TEXT_STREAM, VALIDATE: True},
         "FILE: validation.enable = true: streaming cannot split off validation documents; set validation.dataset_path "
         "(files) or validation.dataset_split (hub), or training.streaming = false",
-    ),
-    "memory budget": (
-        {AC_MODE: "memory_budget"},
-        'FILE: activation_checkpoint.mode = "memory_budget": the compiler chooses what is saved; set compile.enable = '
-        'true, with "model" in compile.components, or another mode',
     ),
     "torchao": (
         {STATES: "int8", IMPLEMENTATION: "foreach"},
@@ -423,7 +409,6 @@ def test_option_whose_feature_is_off(tmp_path: Path, key: str, value: Any, condi
 # ---------------------------------------------------------------------------------------------------------------------
 # Right configs
 
-BUDGETED = {COMPILE: True, AC_MODE: "memory_budget"}
 ACCEPTED = {
     "empty": {},
     "stream of c4, validated on its own split": {**C4_STREAM, VALIDATE: True},
@@ -436,7 +421,6 @@ ACCEPTED = {
         GROWTH: 2000,
         EMULATE: False,
         SAC: "op",
-        BUDGET: 0.5,
     },
     "hub dataset": {
         DATASET: "hub",
@@ -469,9 +453,6 @@ ACCEPTED = {
     "float16 turned off": {PARAM: "auto", LOSS_SCALE: 8.0},
     "float8 turned off": {FLOAT8: False, PRECOMPUTE: True},
     "every block checkpointed": {AC_MODE: "selective", SAC: 1},
-    "memory budget of another backend": {**BUDGETED, COMPILER: "aot_eager"},
-    "smallest memory budget": {**BUDGETED, BUDGET: 0},
-    "largest memory budget": {**BUDGETED, BUDGET: 1},
     "float16": {PARAM: "float16"},
     "float16 from the smallest scale": {PARAM: "float16", LOSS_SCALE: 1e-30, GROWTH: 1},
     "8-bit optimizer states": {STATES: "int8", IMPLEMENTATION: "fused"},

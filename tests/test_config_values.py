@@ -85,7 +85,6 @@ WRONG_VALUES = {
         "parallelism.pipeline_parallel_last_stage_less_layers = 0.5", "parallelism.fsdp_forward_prefetch = -1",
         "parallelism.fsdp_forward_prefetch = true", "parallelism.fsdp_backward_prefetch = -1", "plan.tokens = -1",
     ],
-    "-1, or a finite number >= 1": ["parallelism.expert_parallel_row_bound = 0.5"],
     "-1, or an integer >= 1": [
         "model.moe.expert_dim = 0",
         "model.head_dim = 0", "model.head_dim = -2", "model.head_dim = 64.0", 'model.head_dim = "auto"',
@@ -135,8 +134,7 @@ WRONG_VALUES = {
     ],
     "a finite number >= 0 and <= 1": [
         "lr_scheduler.min_lr_factor = 1.1", "lr_scheduler.min_lr_factor = -0.1",
-        "activation_checkpoint.memory_budget = 1.1", "activation_checkpoint.memory_budget = -0.1",
-        "activation_checkpoint.memory_budget = nan",
+        "lr_scheduler.min_lr_factor = nan",
     ],
     "-1, or a finite number >= 0 and <= 1": [
         "lr_scheduler.decay_ratio = 1.5", "lr_scheduler.decay_ratio = -0.5", 'lr_scheduler.decay_ratio = "all"',
@@ -194,7 +192,7 @@ WRONG_VALUES = {
         'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",
         'float8.filter_fqns = "layers.0."', "float8.filter_fqns = [1]", 'float8.filter_fqns = [["layers.0."]]',
     ],
-    'one of "none", "full", "selective", "memory_budget"': [
+    'one of "none", "full", "selective"': [
         'activation_checkpoint.mode = "op"', "activation_checkpoint.mode = true",
     ],
     'one of "op", "every_second_mm", or an integer >= 1': [
@@ -634,7 +632,7 @@ HELP = {
     "      epochs: -1, or a finite number > 0; default -1. How often it may be read at most, also a fraction; then it "
     "drops out. -1: without a limit.",
     '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", or an integer >= 1; default "op"',
-    "  --activation_checkpoint.memory_budget   a finite number >= 0 and <= 1; default 0.5",
+    "  --lr_scheduler.min_lr_factor   a finite number >= 0 and <= 1; default 0.0",
     "  --profiling.profile_freq   an integer >= 4; default 10",
     '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',
     "  --validation.steps   -1, or an integer >= 1; default 16",

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PROSE_COLUMNS, README_LINES = 100, 200
-OLD_NAMES = "renamed.md"  # the first column of its tables has names that no longer exist
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -32,14 +31,6 @@ OTHER_PROJECTS = ("kempnerforge/", "litgpt/")
 """Packages of other projects whose files docs/comparison.md names."""
 SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json", "safetensors"}
 """What follows `model.` or `plan.` in the name of a file."""
-
-
-def without_old_names(path: Path, text: str) -> str:
-    """Return a page's text; of the page with old names, the tables' new names only."""
-    if path.name != OLD_NAMES:
-        return text
-    lines = [line.rsplit("|", 2)[1] if line.startswith("|") else line for line in text.splitlines()]
-    return "\n".join(lines)
 
 
 # Links
@@ -98,9 +89,8 @@ def is_code(module: str, name: str) -> bool:
     )
 
 
-def unknown_options(path: Path, text: str) -> list[str]:
+def unknown_options(text: str) -> list[str]:
     """Return the options that a page names, as `section.key` or in a TOML block, and that do not exist."""
-    text = without_old_names(path, text)
     unknown = [
         f"{section}.{key}"
         for section, key in OPTION.findall(re.sub(r"^```python.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
@@ -122,7 +112,7 @@ def unknown_options(path: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_option_exists(path: Path):
-    assert set(unknown_options(path, path.read_text())) <= EXAMPLES
+    assert set(unknown_options(path.read_text())) <= EXAMPLES
 
 
 @pytest.mark.parametrize(
@@ -139,13 +129,7 @@ def test_every_option_exists(path: Path):
 )
 def test_an_unknown_option_is_found(text: str):
     right = "`training.steps`, optimizer.build_optimizer, checkpoint.md, `config.training.x`\n\n"
-    assert len(unknown_options(ROOT / "docs" / "new.md", right + text + "\n")) == 1
-
-
-def test_old_names_are_read_on_the_page_of_new_names_only():
-    table = "| `training.stepz` | `training.steps` |\n"
-    assert unknown_options(ROOT / "docs" / OLD_NAMES, table) == []
-    assert unknown_options(ROOT / "docs" / OLD_NAMES, "| `a` | `training.stepz` |\n") == ["training.stepz"]
+    assert len(unknown_options(right + text + "\n")) == 1
 
 
 # Files
@@ -158,13 +142,12 @@ def repository_files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in files if path.is_file()]
 
 
-def unknown_files(path: Path, text: str) -> list[str]:
+def unknown_files(text: str) -> list[str]:
     """Return the Python, TOML and shell files and the shipped configs that a page names and that do not exist.
 
     A page may write files of its own (`title="..."`, `--write`). Names that begin with `my` or are in capitals are the
     reader's.
     """
-    text = without_old_names(path, text)
     written = {"config.toml", "outputs/config.toml", "outputs/node.toml"}  # by a run, and by titanlite calibrate
     written |= set(re.findall(r'title="(.+?)"', text)) | set(re.findall(r"(?:--write|>) (\S+)", text))
     files = repository_files()
@@ -185,7 +168,7 @@ def unknown_files(path: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_exists(path: Path):
-    assert unknown_files(path, path.read_text()) == []
+    assert unknown_files(path.read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -193,7 +176,7 @@ def test_every_file_exists(path: Path):
 )
 def test_an_unknown_file_is_found(name: str):
     right = "`data/loader.py`, configs/70b.toml, my_run.toml, CONFIG.toml, titanlite plan 70b, titanlite train CONFIG: "
-    assert len(unknown_files(ROOT / "docs" / "new.md", right + name + "\n")) == 1
+    assert len(unknown_files(right + name + "\n")) == 1
 
 
 # Form

@@ -371,14 +371,15 @@ def test_every_step_has_torchtitans_learning_rate(
 
 
 def test_activation_checkpointing():
-    mode, option, budget = (f"activation_checkpoint.{key}" for key in ("mode", "selective_ac_option", "memory_budget"))
+    mode, option = (f"activation_checkpoint.{key}" for key in ("mode", "selective_ac_option"))
     assert config_of({option: "op"}).activation_checkpoint.selective_ac_option == "every_second_mm"
     assert config_of({option: "3"}).activation_checkpoint.selective_ac_option == 3
     assert config_of({option: "0"}).activation_checkpoint.mode == "full"
-    assert config_of({mode: "full", option: "2", budget: 0.3}).activation_checkpoint.mode == "full"
+    assert config_of({mode: "full", option: "2"}).activation_checkpoint.mode == "full"
     assert row_of({mode: "full", option: "2"}, option).status == NOT_READ
-    budgeted = config_of({mode: "memory_budget", budget: 0.3, "compile.enable": True}).activation_checkpoint
-    assert (budgeted.mode, budgeted.memory_budget) == ("memory_budget", 0.3)
+    budgeted = {mode: "memory_budget", "compile.enable": True}
+    assert row_of(budgeted, mode).status == MISSING
+    assert 'expected one of "none", "full", "selective"' in problems_of(converted(budgeted), "converted")[0]
     assert problems_of(converted({option: "every"}), "converted")
 
 

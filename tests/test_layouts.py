@@ -47,7 +47,6 @@ BIASES_AND_NORMS = {"model__attention_bias": "all", "model__mlp_bias": True, "mo
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
-BUDGET = COMPILED | {"activation_checkpoint__mode": "memory_budget"}
 EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
 EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
 CHUNKED_LOSS = {"training__loss_chunks": 3}
@@ -261,9 +260,6 @@ NIGHTLY = {
     "compiled, selective AC, cp x tp": COMPILED | SELECTIVE | CP | TP,
     **{f"compiled, {mode} AC, {name}": COMPILED | {"activation_checkpoint__mode": mode} | AXES[name]
        for mode in ("full", "selective") for name in ("pp", "shard")},
-    **{f"compiled, memory budget, {name}": BUDGET | product(*name.split(" x "))
-       for name in ("pp", "shard x tp", "cp x tp")},
-    "compiled, memory budget 0, shard": BUDGET | SHARD | {"activation_checkpoint__memory_budget": 0.0},
     "compiled, tp, no loss parallel": COMPILED | TP | {"disable_loss_parallel": True},
     "chunked cross-entropy, 3 chunks, compiled, tp": CHUNKED_LOSS | COMPILED | TP,
     "chunked cross-entropy, 3 chunks, InterleavedZeroBubble x tp":
@@ -271,7 +267,6 @@ NIGHTLY = {
     "document mask, pp x cp x tp": DOCUMENTS | PP | CP | TP,
     "compiled, full AC, tp": COMPILED | FULL | TP,
     "compiled, selective AC, every second mm, tp": COMPILED | EVERY_SECOND_MM | TP,
-    "compiled, memory budget, tp": BUDGET | TP,
     "compiled loss only, tp, no loss parallel":
         COMPILED | TP | {"compile__components": '["loss"]', "disable_loss_parallel": True},
     "compiled, cp": COMPILED | CP,
@@ -298,9 +293,7 @@ def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
     if order in V_SHAPED and torch.__version__ < "2.12":
         pytest.skip("unsupported on a CPU with torch 2.11")
     functions = {"float8__enable", "int8__enable", "training__loss_chunks"} & set(options)
-    budget = options.get("activation_checkpoint__mode") == "memory_budget" and "tensor_parallel_degree" in options
-    split_backward = functions and order in SPLIT_BACKWARD
-    if (budget and torch.__version__.startswith("2.12.")) or (split_backward and torch.__version__ < "2.13"):
+    if functions and order in SPLIT_BACKWARD and torch.__version__ < "2.13":
         pytest.skip("unsupported with this torch")
     data_ranks = options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1)
     accumulation_steps = options.pop("accumulation_steps", 2)
@@ -631,29 +624,6 @@ def test_only_the_named_components_are_compiled(ranks, tmp_path):
     assert of_blocks > 0
     assert of_loss > 0
     assert of_both == of_blocks + of_loss
-
-
-def saved_elements(job: config.Config) -> int:
-    """Count the elements that a step's forward saves for its backward."""
-    torch.compiler.reset()
-    elements = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal elements
-        elements += tensor.numel()
-        return tensor
-
-    forward_backward(job, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
-    return elements
-
-
-def test_larger_memory_budget_saves_more_for_backward(ranks, tmp_path):
-    counts = []
-    for budget in 0.0, 0.5, 1.0:
-        job = resolve(tmp_path, 1, MODEL | BUDGET | {"activation_checkpoint__memory_budget": budget})
-        counts += ranks(1).run(saved_elements, job=job)
-    least, half, most = counts
-    assert least < half < most
 
 
 # The tensor-parallel plan --------------------------------------------------------------------------------------------

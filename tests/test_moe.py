@@ -1,7 +1,6 @@
 """Mixture of experts: the layer against transformers and against a loop, and every layout with experts against one
 process in float64."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -366,7 +365,6 @@ EP, EP_4, SHARD_4 = ({key: n} for key, n in (
 ))  # fmt: skip
 EP_8 = {"expert_parallel_degree": 8, "model__moe__n_experts": 8}
 SHARD_EP = SHARD | EP
-PADDED = {"expert_parallel_row_bound": 2.0}
 BIAS = {"model__moe__balance_bias": True, "model__moe__balance_bias_rate": 0.05}
 LOSSES = {"model__moe__balance_loss_weight": 0.1, "model__moe__z_loss_weight": 0.01}
 LAYOUTS = {
@@ -385,7 +383,6 @@ LAYOUTS = {
     "compiled, shard, ep, balanced by losses": COMPILED | SHARD_EP | LOSSES,
     "Muon, shard, ep": MUON | SHARD_EP,
     "Muon, shard 4, fewer experts than ranks": MUON | SHARD_4 | {"model__moe__n_experts": 2},
-    "shard, ep, padded rows, full AC": SHARD_EP | PADDED | FULL,
 }
 NIGHTLY = {
     "pp": PP,
@@ -415,9 +412,6 @@ NIGHTLY = {
     "tp, selective AC, every second mm": TP | EVERY_SECOND_MM,
     "pp x shard x tp, ep 4": PP | SHARD | TP | EP_4,
     "replicate x shard x tp, ep 4": REPLICATE | SHARD | TP | EP_4,
-    "tp, ep, padded rows": TP | EP | PADDED,
-    "shard 4, ep 4, padded rows, selective AC": SHARD_4 | EP_4 | {"expert_parallel_row_bound": 4.0} | SELECTIVE,
-    "pp x shard, ep, padded rows, balanced by losses": PP | SHARD_EP | PADDED | LOSSES,
     "compiled, pp, full AC": COMPILED | PP | FULL,
     "compiled, cp x tp, ep 4": COMPILED | CP | TP | EP_4,
     "compiled, shard x tp, ep, selective AC": COMPILED | SHARD | TP | EP | SELECTIVE,
@@ -471,12 +465,6 @@ def test_all_tokens_may_choose_the_experts_of_one_rank(ranks, tmp_path, layout):
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
 
 
-def test_rows_that_do_not_fit_make_the_loss_nan(ranks, tmp_path):
-    options = EXPERTS | SHARD_EP | {"expert_parallel_row_bound": 1.0, "model__moe__n_experts_per_token": 1}
-    actual = compare(ranks, tmp_path, 2, with_batches(options), _all_tokens_to_the_first)
-    assert actual["step 1 loss"] == math.inf
-
-
 # What a layout does --------------------------------------------------------------------------------------------------
 
 
@@ -522,11 +510,9 @@ def waits(job: Config) -> int:
     return reads
 
 
-def test_the_host_waits_once_a_layer_or_not_at_all(ranks, tmp_path):
-    float32 = MODEL | EXPERTS | SHARD_EP | {"training__dtype": "float32"}
-    for bound, count in ((-1, MODEL["model__n_layers"] - 1), (2.0, 0)):
-        job = resolve(tmp_path, 2, float32 | {"expert_parallel_row_bound": bound})
-        assert ranks(2).run(waits, job=job) == [count, count]
+def test_the_host_waits_once_a_layer(ranks, tmp_path):
+    job = resolve(tmp_path, 2, MODEL | EXPERTS | SHARD_EP | {"training__dtype": "float32"})
+    assert ranks(2).run(waits, job=job) == 2 * [MODEL["model__n_layers"] - 1]
 
 
 class Order(TorchDispatchMode):

@@ -98,8 +98,8 @@ def optimization_summary(config: Config) -> list[str]:
     if config.int8.enable:
         lines.append("int8       products of linear layers, a scale per row and column")
     if checkpointing.mode != "none":
-        option = {"selective": checkpointing.selective_ac_option, "memory_budget": checkpointing.memory_budget}
-        lines.append(f"AC         {checkpointing.mode} {option.get(checkpointing.mode, '')}".rstrip())
+        option = checkpointing.selective_ac_option if checkpointing.mode == "selective" else ""
+        lines.append(f"AC         {checkpointing.mode} {option}".rstrip())
     if chunks > 1:
         lines.append(f"loss       chunked cross-entropy, {chunks} chunks")
     if config.compile.enable:

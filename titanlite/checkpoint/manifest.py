@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises ConfigError with one line if it cannot be trusted."""
     path = folder / MANIFEST
     if not path.exists():
-        old = "; it is of an older format: run `titanlite convert` on it" if (folder / ".metadata").exists() else ""
+        old = "; if it is of torchtitan, run `titanlite convert` on it" if (folder / ".metadata").exists() else ""
         raise ConfigError([f"{path}: no such file, so {folder} is not a complete checkpoint{old}"])
     content = read_json(path)
     found = {key: content.get(key) for key in ("format", "version")}

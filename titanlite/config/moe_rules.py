@@ -31,8 +31,6 @@ def expert_rules(config: Config, reject: Rejections) -> None:
     if config.parallelism.expert_parallel_degree == 1 and model.expert_dim % tensor:
         message = f"expected a divisor of the experts' width {model.expert_dim}, sharded over these ranks, or a larger "
         reject(TENSOR, message + EXPERT, "model.moe.expert_dim", EXPERT)
-    if config.activation_checkpoint.mode == "memory_budget":
-        reject(AC_MODE, 'unsupported with experts, which are not compiled; set "full", "selective" or "none"', EXPERTS)
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         reject(RESHARD, 'unsupported with experts; set "always" or "never"', EXPERTS)
 

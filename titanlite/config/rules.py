@@ -51,7 +51,6 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["training.streaming_shards", "training.streaming_shuffle_block"], STREAMING, (True,), ()),
     (["training.initial_loss_scale", "training.loss_scale_growth_interval"], PARAM, ("float16",), get_args(Precision)),
     (["activation_checkpoint.selective_ac_option"], AC_MODE, ("selective",), ("none",)),
-    (["activation_checkpoint.memory_budget"], AC_MODE, ("memory_budget",), ("none",)),
     (["checkpoint.last_save_in_hf"], "checkpoint.enable", (True,), (False,)),
     (["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", (True,), (False,)),
     (["compile.backend", "compile.components"], "compile.enable", (True,), (False,)),
@@ -73,7 +72,6 @@ DEPENDENT_OPTIONS: list[tuple[Iterable[str], str, Any, tuple[Any, ...]]] = [
     (["model.moe.balance_bias_rate"], "model.moe.balance_bias", (True,), (False,)),
     ([f"model.moe.{key}" for key in Moe.model_fields if key not in READ_OTHERWISE], EXPERTS, ABOVE_0, (0,)),
     ([EXPERT], EXPERTS, ABOVE_0, (0,)),
-    (["parallelism.expert_parallel_row_bound"], EXPERT, ABOVE_1, (1,)),
     (["plan.expert_imbalance"], EXPERT, ABOVE_1, (1,)),
     ([f"model.mla.{key}" for key in Mla.model_fields if key != "kv_lora_rank"], LATENT, ABOVE_0, (0,)),
     (["parallelism.disable_loss_parallel", ASYNC_TENSOR], TENSOR, ABOVE_1, (1,)),
@@ -263,18 +261,16 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
 
 
 def _compile_rules(config: Config, changed: set[str], reject: Rejections) -> None:
-    options, reads = config.compile, ("compile.enable", "compile.components")
+    options = config.compile
     compiles_model = options.enable and "model" in options.components
-    needed = 'set compile.enable = true, with "model" in compile.components'
     if not options.components or set(options.components) - {"model", "loss"}:
         reject("compile.components", 'expected "model", "loss" or both; to compile nothing, set compile.enable = false')
-    if config.activation_checkpoint.mode == "memory_budget" and not compiles_model:
-        reject(AC_MODE, f"the compiler chooses what is saved; {needed}, or another mode", *reads)
     overlaps = compiles_model and options.backend == "inductor"
     wants_overlap = config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
     if wants_overlap and not overlaps:
-        message = f'torch.compile creates the overlap; {needed} and compile.backend = "inductor", or this to false'
-        reject(ASYNC_TENSOR, message, *reads, "compile.backend", TENSOR)
+        message = 'torch.compile creates the overlap; set compile.enable = true, with "model" in compile.components'
+        message += ' and compile.backend = "inductor", or this to false'
+        reject(ASYNC_TENSOR, message, "compile.enable", "compile.components", "compile.backend", TENSOR)
 
 
 def _size_rules(config: Config, changed: set[str], reject: Rejections) -> None:

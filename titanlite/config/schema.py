@@ -223,10 +223,6 @@ class Parallelism(Section):
     expert_parallel_degree: Ranks = 1
     """Ranks that the experts of a layer are partitioned over. They are no ranks of their own: this divides dp_shard x
     cp x tp, and each expert is sharded over the quotient."""
-    expert_parallel_row_bound: Union[Literal[-1], Annotated[float, Field(ge=1, allow_inf_nan=False)]] = -1
-    """Pad the rows that a rank sends to another to this many times their mean, so that the host need not wait for the
-    device. More do not fit: the step's loss is then NaN, and no token is lost without notice. -1: the exact number,
-    for which the host waits once a layer."""
 
     @property
     def n_stages(self) -> int:
@@ -259,14 +255,11 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option;
-    memory_budget: the compiler chooses what is saved, within memory_budget."""
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
     selective_ac_option: Union[Literal["op", "every_second_mm"], Count] = "op"
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
     same, but of every second matrix product only; N: full activation checkpointing every N layers, none in between."""
-    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of a block's activations to save, from 0 (its inputs only) to 1 (all that its backward uses)."""
 
 
 class Compile(Section):

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 from titanlite.config.loader import Rejections, show
-from titanlite.config.rules import AC_MODE, SCHEDULE
+from titanlite.config.rules import SCHEDULE
 from titanlite.config.schema import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 
@@ -16,10 +16,6 @@ def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> No
     if version < (2, 12) and parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED and not on_cuda:
         message = f"{torch} lets a rank of a V-shaped schedule send to itself, which gloo cannot; "
         reject(SCHEDULE, message + 'use a newer torch, or "InterleavedZeroBubble"')
-    has_budget = config.activation_checkpoint.mode == "memory_budget"
-    if version == (2, 12) and has_budget and parallelism.tensor_parallel_degree > 1:
-        message = f"{torch} cannot estimate the graphs of tensor parallelism; use another torch, or another mode"
-        reject(AC_MODE, message)
     if version < (2, 13) and parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
         message = f"{torch} fails in its split backward under {show(schedule)}; use torch 2.13, or another schedule"
         if config.float8.enable or config.int8.enable:

@@ -10,9 +10,7 @@ parallel, the layer: fsdp x tp = efsdp x ep. Of a mixture of experts
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,25 +26,22 @@ from titanlite.moe.layer import MixtureOfExperts, inverse, permute
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
 
-def apply_expert_parallel(
-    blocks: Iterable[nn.Module], tensor: DeviceMesh | None, expert: DeviceMesh | None, *, row_bound: float = -1
-) -> None:
+def apply_expert_parallel(blocks: Iterable[nn.Module], tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
     """Shard the mixtures of experts of these blocks over one-dimensional meshes, in place; None: there is no such
-    axis. `row_bound` is parallelism.expert_parallel_row_bound."""
+    axis."""
     for block in blocks:
         if isinstance(block.feed_forward, MixtureOfExperts):
-            _shard(block.feed_forward, tensor, expert, row_bound)
+            _shard(block.feed_forward, tensor, expert)
 
 
-def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMesh | None, row_bound: float) -> None:
+def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
     experts = module.experts
     outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
     for name, placement in (("w1", outputs), ("w2", inputs), ("w3", outputs)):
         _distribute(experts, name, expert or tensor, placement)
     experts.weights = lambda: tuple(local_weight(weight) for weight in (experts.w1, experts.w2, experts.w3))
     if expert:
-        exchange = _exchange if row_bound == -1 else functools.partial(_exchange_padded, row_bound)
-        module.dispatch = functools.partial(exchange, experts, expert.get_group())
+        module.dispatch = functools.partial(_exchange, experts, expert.get_group())
     if tensor:
         _distribute(module.router, "weight", tensor, Replicate())
         module.router.local_weight = lambda: local_weight(module.router.weight)
@@ -110,64 +105,3 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """Exchange rows, `sent[r]` to rank r and `received[r]` from it."""
     return all_to_all_single_autograd(x.contiguous(), received, sent, group)
-
-
-def _exchange_padded(
-    bound: float, experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts_E: Tensor
-) -> Callable[[], Tensor]:
-    """Do as `_exchange`, with room for the same number of rows from each rank to each: `bound` times the mean. The host
-    does not wait for the device, unless experts are computed one by one."""
-    n_ranks, n_rows, device = group.size(), len(x_MD), x_MD.device
-    room = math.ceil(bound * n_rows / n_ranks)
-    rows_R = counts_E.view(n_ranks, -1).sum(1)
-    received_RE = all_to_all_single(counts_E, None, None, group).view(n_ranks, -1)
-    rank_of_row = torch.arange(n_ranks, device=device).repeat_interleave(rows_R, output_size=n_rows)
-    first_R = rows_R.cumsum(0) - rows_R
-    number = torch.arange(n_rows, device=device) - first_R[rank_of_row]  # among the rows for the same rank
-    places = rank_of_row * room + number.clamp(max=room - 1)
-    even = [room] * n_ranks
-    in_flight = _all_to_all(_Place.apply(x_MD, places, n_ranks * room), even, even, group)
-
-    def _compute() -> Tensor:
-        ends_RE = received_RE.cumsum(1).clamp(max=room)
-        fitting_E = ends_RE.diff(dim=1, prepend=torch.zeros_like(ends_RE[:, :1])).sum(0)
-        numbers = torch.arange(room, device=device).expand(n_ranks, -1).contiguous()
-        expert_of_place = torch.searchsorted(ends_RE, numbers, right=True).flatten()  # after the last row: none
-        order = expert_of_place.argsort(stable=True)
-        back = inverse(order)
-        y = permute(experts(permute(in_flight, order, back), fitting_E), back, order)
-        y_MD = _Take.apply(_all_to_all(y, even, even, group), places)
-        return y_MD.where((rows_R <= room).all(), math.nan)
-
-    return _compute
-
-
-class _Place(torch.autograd.Function):
-    """Puts rows at their places among n, and zeros at the others."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, places: Tensor, n: int) -> Tensor:
-        ctx.save_for_backward(places)
-        result = x_MD.new_zeros(n, x_MD.shape[1])
-        result[places] = x_MD
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradient[places], None, None
-
-
-class _Take(torch.autograd.Function):
-    """Returns the rows at some places."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.n = len(x)
-        return x[places]
-
-    @staticmethod
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return _Place.apply(gradient_MD, places, ctx.n), None

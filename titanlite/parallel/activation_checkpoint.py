@@ -54,11 +54,10 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
 
     Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
     operators; "every_second_mm": those, but of every second matrix product only, as torchtitan does; N: of every N
-    layers, one saves its inputs only. Memory budget: the compiler decides what is saved.
+    layers, one saves its inputs only.
     """
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
-    _set_memory_budget(activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0)
-    if mode in ("none", "memory_budget"):
+    if mode == "none":
         return
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     by_operator = mode == "selective" and not isinstance(option, int)
@@ -86,16 +85,3 @@ def _checkpointed_half(recompute: Callable[..., Any], attend: Callable[..., Any]
         return recompute(attend, *args)
 
     return checkpointed_attend
-
-
-def _set_memory_budget(budget: float) -> None:
-    """Set the share of activations that the compiler saves, from 0 (inputs only) to 1 (all), in what it compiles from
-    now on. Private: torch._functorch.config.activation_memory_budget (tried on torch 2.11 to 2.15).
-
-    A DTensor's mesh is an input of its graph since 2.12, and the partitioner asks for its size; a mesh is on no device.
-    2.13 and later can be told so; 2.12 cannot, so a budget under tensor parallel is rejected there."""
-    from torch._functorch import config as functorch  # a module of its own, which importing torch does not import
-
-    functorch.activation_memory_budget = budget
-    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
-        functorch.unsafe_treat_script_objects_as_zero_size = True

@@ -41,8 +41,7 @@ def parallelize(
         from titanlite.moe.parallel import apply_expert_parallel
 
         tensor_mesh = layout.mesh["tp"] if tensor_parallel else None
-        bound = parallelism.expert_parallel_row_bound
-        apply_expert_parallel(stage.layers.values(), tensor_mesh, layout.expert_mesh["ep"], row_bound=bound)
+        apply_expert_parallel(stage.layers.values(), tensor_mesh, layout.expert_mesh["ep"])
     if training.attention_backend != "auto":
         groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
         apply_context_parallel(stage, *groups, training.attention_backend, window=window)

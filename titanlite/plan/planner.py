@@ -152,7 +152,7 @@ def config_for_dry_run(config: Config) -> Config:
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
     compiled = config.compile.enable and "model" in config.compile.components
-    if mode == "memory_budget" or (compiled and mode == "none"):
+    if compiled and mode == "none":
         mode = "selective"
         config = config.replace(activation_checkpoint__selective_ac_option="op")
     return config.replace(

@@ -193,9 +193,7 @@ def _validation_batches(to: Conversion) -> None:
 
 
 def _activation_checkpoint(to: Conversion) -> None:
-    mode_key, option_key, budget_key = (
-        f"activation_checkpoint.{key}" for key in ("mode", "selective_ac_option", "memory_budget")
-    )
+    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = to.get(mode_key), str(to.get(option_key))
     if mode == "selective" and option.isdecimal() and not int(option):
         mode = "full"
@@ -210,9 +208,7 @@ def _activation_checkpoint(to: Conversion) -> None:
     elif option_key in to.values and option_key not in to.notes:
         to.unread([option_key], f"the mode is {shown(mode)}")
     if mode == "memory_budget":
-        to.put(budget_key, to.get(budget_key), budget_key)
-    else:
-        to.unread([budget_key], f"the mode is {shown(mode)}")
+        to.note(mode_key, "the compiler does not choose what is saved; set one of the other modes", MISSING)
 
 
 def _float8(to: Conversion) -> None:

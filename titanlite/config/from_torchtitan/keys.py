@@ -123,6 +123,7 @@ NOT_OFFERED: dict[str, Missing] = {
         f"activation_checkpoint.{name}": Missing(DETAIL, "without effect on the numbers: nothing random is recomputed")
         for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
     },
+    "activation_checkpoint.memory_budget": Missing(DETAIL, "the compiler does not choose what is saved"),
     "activation_checkpoint.visualize_memory_budget_pareto": Missing(False, "no such figure is drawn"),
     **{
         f"{_MX[0]}.{name}": Missing(DETAIL, "the kernel that casts is not chosen; a matter of speed")
