@@ -13,6 +13,8 @@ SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "config/", "plan/", "advise/", "parity/")
 SEE_THE_FULL_CONFIG += ("tokenize_dataset.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+SCHEMA = "titanlite/config/schema.py"
+"""It may be longer, since it has declarations: a reader looks for an option in one place, and reads no more of it."""
 # Of a technique that a plain run does without, the run has the options and the place where they are read. Of the
 # package, some 900 lines convert torchtitan's files, and 650 are replica groups.
 LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 7200, 1500, 1600, 25_300
@@ -101,7 +103,7 @@ def long_functions(source: str) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_file_and_no_function_is_too_long(path: Path):
     loop = {"train"} if relative(path) == "titanlite/train.py" else set()
-    assert n_lines(path) <= LONGEST_FILE
+    assert n_lines(path) <= LONGEST_FILE or relative(path) == SCHEMA
     assert set(long_functions(path.read_text())) <= loop
 
 

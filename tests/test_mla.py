@@ -57,8 +57,7 @@ from tests.test_parity import CPU, STEPS, compare, forward_backward, resolve, tr
 from titanlite import config, latent_attention, model
 from titanlite.build import meta_model
 from titanlite.checkpoint.export import model_options
-from titanlite.config.model_schema import count_parameters, layer_parameters
-from titanlite.config.schema import Model, Parallelism
+from titanlite.config.schema import Model, Parallelism, count_parameters, layer_parameters
 from titanlite.generate.cache import CachedAttention
 from titanlite.generate.folder import ModelFolder
 from titanlite.generate.generator import Generator

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.config.optimizer_schema import LRScheduler, Optimizer
+from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.optimizer import lr_factor
 from titanlite.reliability.files import parse
 from titanlite.reliability.same_config import differences, shown

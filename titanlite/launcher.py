@@ -26,8 +26,8 @@ from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import count_from_environment, plan_command, quantity, raise_open_file_limit
 from titanlite.config.loader import print_problems, show
-from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
+from titanlite.config.schema import count_parameters
 from titanlite.reliability.checked_config import CHECKED_CONFIG, write_for_ranks
 from titanlite.reliability.process import (
     ENDS_WITH_STDIN,

@@ -1,8 +1,7 @@
 """The rules between the options of a mixture of experts and others."""
 
 from titanlite.config.loader import Rejections
-from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Moe
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
 AC_MODE = "activation_checkpoint.mode"

@@ -11,14 +11,20 @@ import sys
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from titanlite.config.fault_tolerance_schema import FaultTolerance
-from titanlite.config.float8_schema import Float8
 from titanlite.config.loader import Rejections, show, value_of
-from titanlite.config.mla_schema import Mla
-from titanlite.config.model_schema import count_parameters
-from titanlite.config.moe_schema import Moe
-from titanlite.config.optimizer_schema import Optimizer
-from titanlite.config.schema import DATASET_OPTIONS, FILES, FORMAT_OPTIONS, Config, Precision
+from titanlite.config.schema import (
+    DATASET_OPTIONS,
+    FILES,
+    FORMAT_OPTIONS,
+    Config,
+    FaultTolerance,
+    Float8,
+    Mla,
+    Moe,
+    Optimizer,
+    Precision,
+    count_parameters,
+)
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
 from titanlite.config.types import MOST_TOKENS
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titanlite.config import ConfigError
-from titanlite.config.float8_schema import Float8, Int8
+from titanlite.config.schema import Float8, Int8
 from titanlite.model import Llama
 
 BLOCK = 32
