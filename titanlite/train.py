@@ -139,7 +139,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     mark("starting the loop")
     loader = build.build_loader(config, layout, sequences, device=device, state=data_state, last_step=last_step)
     if config.fault_tolerance.enable:
-        from titanlite.config.fault_tolerance_rules import numerics  # here, since most runs are one group
+        from titanlite.config.schema import numerics  # here, since most runs are one group
         from titanlite.fault_tolerance import Replicas
 
         mark("connecting to the lighthouse")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import re
 import resource
 from collections.abc import Mapping
 
+from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, EXPERT, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.schema import SEEDED, Config
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
@@ -65,6 +66,19 @@ def raise_open_file_limit() -> None:
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_OPEN_FILES:  # -1: infinite
         problem = f"environment: ulimit -n = {hard}: expected at least {LEAST_OPEN_FILES} open files; raise the limit"
         raise ConfigError([problem])
+
+
+def require_torchft() -> None:
+    """Raise ConfigError if this environment lacks what replica groups need."""
+    problems = []
+    if not importlib.util.find_spec("torchft"):
+        problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
+    address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    if not address.startswith(("http://", "https://")):
+        problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
+        problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
+    if problems:
+        raise ConfigError(problems)
 
 
 def plan_command(file: str) -> str:
@@ -220,10 +234,22 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
     if float8.enable:
-        from titanlite.config.low_precision_rules import float8_device_rules
-
-        float8_device_rules(config, on_cuda, needs_cuda, reject)
+        _float8_device_rules(config, on_cuda, needs_cuda, reject)
     if config.debug.sdc_check_freq and on_cuda and not config.debug.deterministic:
         reject("debug.sdc_check_freq", "compares bits of repeated steps on CUDA; set debug.deterministic = true")
     if config.profiling.enable_memory_snapshot and not on_cuda:
         reject("profiling.enable_memory_snapshot", f"{needs_cuda} false")
+
+
+def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
+    """Reject float8 products that the launch's device, its compiler or the model's dtype has not."""
+    param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
+    if not emulated and not on_cuda:
+        reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
+    elif not emulated and param != "bfloat16":
+        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
+        reject("float8.enable", message + "this to false")
+    compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
+    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # an assertion of inductor (torch 2.13)
+        message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
+        reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -76,12 +76,20 @@ def print_problems(error: ConfigError) -> None:
         print(f"error: {problem}", file=sys.stderr)
 
 
-class Rejections(list[tuple[str, str, set[str]]]):
-    """This list has a key, a message and the keys that the rule reads for each wrong value; call it to add one."""
+class Rejection(NamedTuple):
+    """A wrong value: its key, what was expected and what to do, and the keys that the rule reads."""
+
+    key: str
+    message: str
+    reads: set[str]
+
+
+class Rejections(list[Rejection]):
+    """The wrong values that rules find; call it to add one."""
 
     def __call__(self, key: str, message: str, *reads: str) -> None:
-        """Reject the value of `section.key`. The message says what was expected and what to do."""
-        self.append((key, message, {key, *reads}))
+        """Reject the value of `section.key`."""
+        self.append(Rejection(key, message, {key, *reads}))
 
 
 Rules = Callable[[Options, set[str]], Rejections]

@@ -798,3 +798,12 @@ def stage_modules(config: Config) -> list[list[str]]:
         layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
         costs = [matrix, *layers, model.dim, matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
+
+
+def numerics(config: Config) -> list[Any]:
+    """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
+    sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
+    training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
+    own = {"enable", "replica_id", "min_replica_size", "process_group_timeout_ms"}
+    groups = config.fault_tolerance.model_dump(exclude=own)
+    return [config.model.identity(), training, sections, config.debug.seed, groups]
