@@ -242,7 +242,9 @@ class Model(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_flavor(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _fill_from_flavor(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values  # reported as no section
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
             if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
