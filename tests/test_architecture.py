@@ -17,7 +17,7 @@ SCHEMA = "titanlite/config/schema.py"
 """It may be longer, since it has declarations: a reader looks for an option in one place, and reads no more of it."""
 # Of a technique that a plain run does without, the run has the options and the place where they are read. Of the
 # package, some 900 lines convert torchtitan's files, and 650 are replica groups.
-LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 7420, 1500, 1600, 25_300
+LINES_OF_A_LLAMA_RUN, LINES_OF_CHECKPOINTS, LINES_OF_RELIABILITY, LINES_OF_THE_PACKAGE = 7480, 1500, 1600, 25_300
 DEEPEST_IMPORT = 9
 
 
