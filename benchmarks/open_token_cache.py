@@ -28,7 +28,7 @@ from titanlite.config.schema import Training
 from titanlite.data import shard_files, token_shards
 from titanlite.data.packing import PackedSequences
 from titanlite.data.token_cache import _complete_cache
-from titanlite.data.token_shards import BLOCK, HEADER, Index, Shard, shard_name
+from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, Index, Shard, shard_name
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.reliability.files import checksum
 
@@ -37,8 +37,8 @@ TOKENS = 2**26  # of a shard
 
 def make(folder: Path, n_shards: int) -> None:
     """Write a token cache of zeros."""
-    zeros = xxhash.xxh3_64_intdigest(bytes(BLOCK))
-    checksums = np.full(TOKENS * 2 // BLOCK, zeros, "<u8").tobytes()
+    zeros = xxhash.xxh3_64_intdigest(bytes(CHECKSUM_BLOCK))
+    checksums = np.full(TOKENS * 2 // CHECKSUM_BLOCK, zeros, "<u8").tobytes()
     shard = Shard(
         dataset=folder.name,
         train_tokens=TOKENS,
