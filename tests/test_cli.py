@@ -93,6 +93,46 @@ def test_the_reference_of_all_options_is_up_to_date(tmp_path: Path):
     assert target.read_text() == (ROOT / "docs" / "reference" / "config.md").read_text()
 
 
+def test_the_json_schema_is_up_to_date():
+    assert titanlite("config", "--schema").stdout == (ROOT / "docs" / "reference" / "config.schema.json").read_text()
+
+
+def test_config_prints_what_differs_between_two_configs_and_runs(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    arguments = ("--training.steps=7", "--training.cache_folder=elsewhere", '--validation.generate_prompts=["a"]')
+    (run / "config.toml").write_text("# torch 2.13\n" + titanlite("config", "debug", *arguments).stdout)
+    done = titanlite("config", "debug", str(run))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines() == [
+        'training.cache_folder  "~/.cache/titanlite" -> "elsewhere"',
+        "training.steps  120 -> 7",
+        'validation.generate_prompts  [] -> ["a"]',
+    ]
+    same = titanlite("config", f"{run}/", str(run / "config.toml"))
+    assert (same.returncode, same.stdout, same.stderr) == (0, "", "")
+
+
+def test_config_prints_the_options_of_tables_that_differ(tmp_path: Path):
+    table = '[[training.datasets]]\nname = "{}"\n'
+    (tmp_path / "one.toml").write_text(table.format("a"))
+    (tmp_path / "two.toml").write_text(table.format("a") + table.format("b") + "epochs = 2.0\n")
+    lines = titanlite("config", str(tmp_path / "two.toml"), str(tmp_path / "one.toml")).stdout.splitlines()
+    assert 'training.datasets.1.name  "b" -> unset' in lines
+    assert "training.datasets.1.epochs  2.0 -> unset" in lines
+    assert all(line.startswith("training.datasets.1.") for line in lines)
+
+
+def test_a_wrong_config_is_not_compared(tmp_path: Path):
+    (tmp_path / "wrong.toml").write_text("training.steps = 0")
+    done = titanlite("config", "debug", str(tmp_path / "wrong.toml"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path / 'wrong.toml'}: training.steps = 0: expected an integer >= 1\n"
+    done = titanlite("config", "debug", "debug_tp", "--training.steps=7")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected one config, got debug debug_tp" in done.stderr
+
+
 def test_a_command_imports_nothing_heavy_for_its_help():
     light = [[], *([name] for name in COMMANDS if name not in ("checkpoint", "convert"))]
     code = f"""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.config_helpers import *
 from titanlite import config
-from titanlite.config.fault_tolerance_rules import numerics
+from titanlite.config.schema import numerics
 
 NAME, HOST_STATES = "optimizer.name", "optimizer.enable_cpu_offload"
 

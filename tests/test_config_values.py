@@ -1,6 +1,7 @@
 # ruff: noqa: F403, F405
 """One option at a time, files, arguments and names of configs, and the programs that print options."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from titanlite import config
 from titanlite.config import Config
 from titanlite.config.loader import sections_of, tomllib
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.reference import help_text, reference_markdown
+from titanlite.config.reference import help_text, json_schema, meaning_of, reference_markdown
 
 FLAVORS = (
     'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
@@ -664,6 +665,22 @@ def test_reference_has_a_section_per_section_and_an_entry_per_option():
         assert " ".join(option.description.split()) in " ".join(entries[key].split()), key
     assert "\n\nAn integer >= 1. Default: `10000`.\n\nOptimizer steps" in entries["training.steps"]
     assert max(len(line) for line in lines) <= 100
+
+
+def test_the_json_schema_has_every_option_with_its_meaning_and_default():
+    schema = json.loads(json_schema())
+    for key, option in OPTIONS.items():
+        section: Any = schema
+        for name in key.split(".")[:-1]:
+            section = schema["$defs"][section["properties"][name]["$ref"].rpartition("/")[2]]
+            assert section["additionalProperties"] is False, key
+            assert "required" not in section, key
+        entry = section["properties"][key.rpartition(".")[2]]
+        assert entry["description"] == meaning_of(option), key
+        assert entry.get("default") == (None if option.is_required() else option.default), key
+    steps = schema["$defs"]["Training"]["properties"]["steps"]
+    assert (steps["type"], steps["minimum"], steps["maximum"]) == ("integer", 1, 2**31 - 1)
+    assert schema["$defs"]["Training"]["properties"]["datasets"]["items"] == {"$ref": "#/$defs/MixedDataset"}
 
 
 def test_config_needs_no_heavy_package(tmp_path: Path):

@@ -31,7 +31,7 @@ from tests.test_parity import resolve
 from tests.test_train import SMALL
 from titanlite import build
 from titanlite.config import Config, ConfigError
-from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.config.schema import FaultTolerance
 from titanlite.diloco import DiLoCo, OuterOptimizer
 from titanlite.errors import TrainingError
 from titanlite.parity.reference import trace_of

@@ -22,7 +22,7 @@ from titanlite.config.from_torchtitan.conversion import (
 from titanlite.config.from_torchtitan.groups import convert
 from titanlite.config.from_torchtitan.keys import MODELS, NOT_OFFERED, OF_0_2, SAME
 from titanlite.config.loader import tomllib
-from titanlite.config.model_schema import count_parameters
+from titanlite.config.schema import count_parameters
 from titanlite.optimizer import lr_factor
 
 Values = dict[str, Any]

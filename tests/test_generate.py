@@ -20,8 +20,7 @@ from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model,
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
-from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import Parallelism
+from titanlite.config.schema import Moe, Parallelism
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.generate import command, sampling
 from titanlite.generate.cache import CachedAttention

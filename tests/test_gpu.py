@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite import config
-from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.config.schema import FaultTolerance
 from titanlite.diloco import OuterOptimizer
 from titanlite.metrics import PeakFlops
 from titanlite.model import Documents

@@ -13,8 +13,7 @@ import pytest
 from tests.config_helpers import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
 from titanlite.config.hf_config import LARGEST_FILE, hf_config, model_options
 from titanlite.config.model_sizes import SIZES
-from titanlite.config.moe_schema import Moe
-from titanlite.config.schema import Model
+from titanlite.config.schema import Model, Moe
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

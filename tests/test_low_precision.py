@@ -139,7 +139,7 @@ def assert_same_layer(torchaos: nn.Module, kind: str, *, rtol: float) -> None:
 
 
 def test_int8_sums_do_not_overflow():
-    left = torch.ones(2, 133_144)  # the most that low_precision_rules.py allows
+    left = torch.ones(2, 133_144)  # the most that config/rules.py allows
     torch.testing.assert_close(low_precision.PRODUCTS["int8"](left, left[:1]), torch.full((2, 1), 133_144.0))
 
 

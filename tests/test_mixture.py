@@ -67,7 +67,7 @@ def zip_n(items: Iterator[Any], n: int) -> list[Any]:
 
 def blocks_of(size: int) -> Any:
     """Blocks of fewer sequences, for fast tests."""
-    return mock.patch.object(mixture, "BLOCK", size)
+    return mock.patch.object(mixture, "MIXTURE_BLOCK", size)
 
 
 shares = st.one_of(st.integers(1, 5), st.integers(1, 2**32))

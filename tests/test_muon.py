@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titanlite import muon
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.muon import Pieces, Unit, assign, newton_schulz
 from titanlite.optimizer import build_muon, clipped_step
 

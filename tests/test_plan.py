@@ -433,7 +433,7 @@ def test_a_node_without_devices_is_told_of_the_plan(monkeypatch):
 def test_parameters_are_counted_without_torch():
     for flavor in ("debug", "llama3_1b", "llama3_70b"):
         job = loaded(f"--model.flavor={flavor}").config
-        assert config.model_schema.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
+        assert config.schema.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
 
 
 def test_axes_have_the_ranks_of_the_mesh():

@@ -21,7 +21,7 @@ from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
 from titanlite.checkpoint.tensors import dequantized, load_quantized
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
 from titanlite.low_bit_adam import LowBitAdam, _float32

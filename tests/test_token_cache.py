@@ -453,7 +453,7 @@ def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, 
 
 def test_a_large_shard_is_verified_block_by_block(dataset, tmp_path, monkeypatch):
     for module in (token_shards, shard_files):
-        monkeypatch.setattr(module, "BLOCK", 64)
+        monkeypatch.setattr(module, "CHECKSUM_BLOCK", 64)
     monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
     expected = tokens_of(built)[0]

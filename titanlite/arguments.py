@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from titanlite.config.loader import ConfigError
 from titanlite.config.types import MOST_ITEMS
 
-DTYPES = ("float32", "bfloat16", "float64")
+MODEL_DTYPES = ("float32", "bfloat16", "float64")
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,7 +22,9 @@ class Parser(argparse.ArgumentParser):
         """Add the arguments that name a trained model."""
         self.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint or a Hugging Face folder")
         self.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer.json, the folder with it, or bytes")
-        self.add_argument("--dtype", choices=DTYPES, help="dtype of the weights in memory (default: as in the folder)")
+        self.add_argument(
+            "--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: as in the folder)"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([f"command line: {message}; --help tells more"])

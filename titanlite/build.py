@@ -19,7 +19,7 @@ from titanlite import optimizer as optimizers
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
-from titanlite.config.schema import Debug, stage_modules
+from titanlite.config.schema import Debug, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import (
     Batch,
@@ -185,7 +185,6 @@ def build_groups(
     section = config.fault_tolerance
     if not section.enable:
         return OneGroup()
-    from titanlite.config.fault_tolerance_rules import numerics
     from titanlite.fault_tolerance import Replicas
 
     identity, tokens = [*numerics(config), data_identity], config.tokens_per_step

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.config.optimizer_schema import LRScheduler, Optimizer
+from titanlite.config.differences import differences, shown
+from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.optimizer import lr_factor
 from titanlite.reliability.files import parse
-from titanlite.reliability.same_config import differences, shown
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:

@@ -21,7 +21,10 @@ COMMANDS = {
     "tokenize": ("titanlite.tokenize_dataset", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.checkpoint.command", "list and verify the checkpoints of a run"),
     "convert": ("titanlite.checkpoint.convert", "convert the weights of a checkpoint of torchtitan"),
-    "config": ("titanlite.config.command", "print a resolved config, or all options; convert a file of torchtitan"),
+    "config": (
+        "titanlite.config.command",
+        "print or compare configs, or print all options; convert a file of torchtitan",
+    ),
     "generate": ("titanlite.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),

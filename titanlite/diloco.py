@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import plain_tensors
-from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.config.schema import FaultTolerance
 from titanlite.errors import TrainingError
 from titanlite.fault_tolerance import AskedToStop, Replicas
 from titanlite.progress import mark

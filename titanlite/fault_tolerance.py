@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
-from titanlite.config.fault_tolerance_rules import MAX_GROUPS, require_torchft
-from titanlite.config.fault_tolerance_schema import FaultTolerance
+from titanlite.config.launch import require_torchft
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import Comm
+from titanlite.config.rules import MAX_GROUPS
+from titanlite.config.schema import Comm, FaultTolerance
 from titanlite.errors import TrainingError
 from titanlite.optimizer import gradient_norm
 from titanlite.parallel import mesh

@@ -24,10 +24,16 @@ from pathlib import Path
 
 from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
-from titanlite.config.launch import count_from_environment, plan_command, quantity, raise_open_file_limit
+from titanlite.config.launch import (
+    count_from_environment,
+    plan_command,
+    quantity,
+    raise_open_file_limit,
+    require_torchft,
+)
 from titanlite.config.loader import print_problems, show
-from titanlite.config.model_schema import count_parameters
 from titanlite.config.reference import help_text
+from titanlite.config.schema import count_parameters
 from titanlite.reliability.checked_config import CHECKED_CONFIG, write_for_ranks
 from titanlite.reliability.process import (
     ENDS_WITH_STDIN,
@@ -145,8 +151,6 @@ def main(argv: list[str]) -> int:
         ranks = ranks_per_node(loaded, os.environ, count_devices())
         require_place(os.environ)
         if loaded.config.fault_tolerance.enable:
-            from titanlite.config.fault_tolerance_rules import require_torchft
-
             require_torchft()
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
         environment = environment_of_ranks(ranks) | launch_variables(loaded)

@@ -17,7 +17,7 @@ from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_wit
 from torchao.utils import TorchAOBaseTensor
 
 from titanlite.config import ConfigError
-from titanlite.config.optimizer_schema import QUANTIZED_STATES, Optimizer
+from titanlite.config.schema import QUANTIZED_STATES, Optimizer
 
 QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
 """torchao's optimizers with quantized states, by optimizer.state_dtype."""

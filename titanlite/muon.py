@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.shards import local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.optimizer_schema import Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.shards import local_shard
 
 STATES = "exp_avg", "exp_avg_sq"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.optimizer_schema import LRScheduler, Optimizer
+from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.model import Llama
 from titanlite.shards import local_shard, n_replicas
 

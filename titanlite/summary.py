@@ -3,8 +3,7 @@
 import torch
 
 from titanlite.config import Config
-from titanlite.config.optimizer_schema import QUANTIZED_STATES
-from titanlite.config.schema import Model, stage_modules
+from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
 from titanlite.data.loader import Sequences, Validated
 
 

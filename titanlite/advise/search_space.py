@@ -14,8 +14,7 @@ import tomli_w
 from titanlite import devices
 from titanlite.config import load
 from titanlite.config.loader import LoadedConfig
-from titanlite.config.model_schema import Model, count_parameters
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Model, count_parameters
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.plan.planner import resolve
 

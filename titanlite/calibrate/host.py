@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from titanlite.calibrate.timing import Timer
 from titanlite.checkpoint.files import write_file
-from titanlite.config.model_schema import Model
+from titanlite.config.schema import Model
 from titanlite.init import init_weights
 from titanlite.model import Llama
 from titanlite.parallel.tensor import apply_tensor_parallel

@@ -30,14 +30,14 @@ UNCACHED = {"cpu": 2**26, "cuda": 2**28}
 more than most caches hold."""
 MOST_TURNS = 256
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
     """Return rows of m, n, k and FLOP/s, by data type. A product is measured as the three of a linear layer: output,
     input gradient and weight gradient, which read the operands in other orders; in bfloat16 on a CPU, as the first."""
     kind, rows = timer.device.type, {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
         rows[name] = [
             [m, n, k, 2 * m * n * k / _product_seconds(timer, operands, m, n, k)]

@@ -27,7 +27,7 @@ from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, print_problems, read_toml, show
 from titanlite.config.schema import SEEDED, Model
 
-DTYPES = ("bfloat16", "float32", "float16")
+EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(usage, __doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a step-N folder, or the folder of several")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the checkpoint's)")
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of written weights (default: the checkpoint's)")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer.json, or the folder with it")
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)

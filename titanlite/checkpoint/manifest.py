@@ -18,7 +18,7 @@ from pydantic import PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
-from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, parse
+from titanlite.reliability.files import Checksum, Int63, Record, cannot_read, checksum, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
@@ -59,14 +59,14 @@ class Slice(NamedTuple):
 class FileEntry(Record):
     """What a file must be: its size in bytes, and the checksum of a safetensors file's header or of a JSON file."""
 
-    bytes: Count
+    bytes: Int63
     xxh3_64: Checksum
 
 
 class TensorEntry(Record):
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
-    shape: list[Count]
-    layout: Count
+    shape: list[Int63]
+    layout: Int63
     """Index in Manifest.layouts."""
 
 
@@ -76,7 +76,7 @@ class Manifest(Record):
     format: Literal["titanlite checkpoint"]
     version: Literal[1]
     files: dict[str, FileEntry]
-    layouts: list[list[tuple[Count, list[Count], list[Count]]]]
+    layouts: list[list[tuple[Int63, list[Int63], list[Int63]]]]
     """Ways in which tensors are split into slices: of each slice its file, counted in the order of `files`, offset and
     size. Tensors share them: 80 layers of a model are split alike."""
     tensors: dict[str, TensorEntry]

@@ -13,7 +13,7 @@ from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
-from titanlite.reliability.files import Count, Record, parse
+from titanlite.reliability.files import Int63, Record, parse
 from titanlite.shards import local_shard, shard_slice
 
 
@@ -27,26 +27,26 @@ class _Outliers(Record):
 class _ShardState(Record):
     """Where a streaming shard is resumed."""
 
-    position: tuple[Count, Count] | dict[str, Any] | None
-    used: Count
-    block: Count = 0
-    taken: Count = 0
+    position: tuple[Int63, Int63] | dict[str, Any] | None
+    used: Int63
+    block: Int63 = 0
+    taken: Int63 = 0
 
 
 class _MixtureState(Record):
     """Where a mixture is resumed."""
 
     identity: str
-    first: Count
-    counts: dict[str, Count]
-    phase: dict[str, Count]
-    read: dict[str, Count]
+    first: Int63
+    counts: dict[str, Int63]
+    phase: dict[str, Int63]
+    read: dict[str, Int63]
 
 
 class _Data(Record):
     """Where a run stands in its data."""
 
-    next_sequence: Count
+    next_sequence: Int63
     streaming_shards: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _ShardState] = Field(default={})
     mixture: _MixtureState | None = None
 
@@ -58,7 +58,7 @@ class _State(Record):
     identity: dict[str, int | float | bool | str]
     config: dict[str, Any] = Field(default={})
     skipped: int = Field(default=0, ge=0)
-    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Count] = (1.0, 0)
+    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63] = (1.0, 0)
     data: _Data
     outliers: _Outliers | None = None
     batches_of_groups: int | None = Field(default=None, ge=0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import re
 import resource
 from collections.abc import Mapping
 
+from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.rules import ASYNC_TENSOR, CONTEXT, EXPERT, PIPELINE, REPLICATE, RESHARD, TENSOR
-from titanlite.config.schema import SEEDED, Config
+from titanlite.config.schema import SEEDED, Config, Model, Optimizer, Training
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
@@ -65,6 +66,19 @@ def raise_open_file_limit() -> None:
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_OPEN_FILES:  # -1: infinite
         problem = f"environment: ulimit -n = {hard}: expected at least {LEAST_OPEN_FILES} open files; raise the limit"
         raise ConfigError([problem])
+
+
+def require_torchft() -> None:
+    """Raise ConfigError if this environment lacks what replica groups need."""
+    problems = []
+    if not importlib.util.find_spec("torchft"):
+        problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
+    address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    if not address.startswith(("http://", "https://")):
+        problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
+        problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
+    if problems:
+        raise ConfigError(problems)
 
 
 def plan_command(file: str) -> str:
@@ -121,49 +135,79 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
     training, parallelism = config.training, config.parallelism
-    param, reduce = training.mixed_precision_param, training.mixed_precision_reduce
-    if param == "auto":
-        param = "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
-    if reduce == "auto":
-        reduce = "float64" if training.dtype == "float64" else "float32"
-    reshard, backend = parallelism.fsdp_reshard_after_forward, training.attention_backend
-    if reshard == "default":
-        # On one shard, gathered weights are a cast of the weights. Without one, they are a second copy.
-        one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
-        keeps = parallelism.pipeline_parallel_degree > 1 or (one_shard and param != training.dtype)
-        reshard = "never" if keeps else "always"
-    tiled = training.document_mask or config.windowed
-    if backend == "auto" and (parallelism.context_parallel_degree > 1 or tiled):
-        backend = ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
-    folder = config.model.hf_assets_path if config.model.flavor == "from_hf" else SEEDED
-    muon_dtype = config.optimizer.muon_dtype
-    if config.optimizer.name == "Muon" and muon_dtype == "auto":
-        muon_dtype = "float32" if param == "float16" else param
-    chunks = training.loss_chunks if training.loss_chunks != -1 else _loss_chunks(config)
-    batch_size, total_steps = training.global_batch_size, config.lr_scheduler.total_steps
-    if batch_size == -1:
-        degree = parallelism.data_parallel_replicate_degree * shard_degree
-        batch_size = training.local_batch_size * degree * config.fault_tolerance.n_groups
+    param = _param_dtype(training, on_cuda)
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
-        parallelism__fsdp_reshard_after_forward=reshard,
+        parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
-        optimizer__muon_dtype=muon_dtype,
-        checkpoint__initial_load_path=config.checkpoint.initial_load_path or folder,
-        training__global_batch_size=batch_size,
-        training__attention_backend=backend,
-        training__loss_chunks=chunks,
+        optimizer__muon_dtype=_muon_dtype(config.optimizer, param),
+        checkpoint__initial_load_path=config.checkpoint.initial_load_path or _initial_weights(config.model),
+        training__global_batch_size=_global_batch_size(config, shard_degree),
+        training__attention_backend=_attention_backend(config, param, on_cuda),
+        training__loss_chunks=_loss_chunks(config),
         training__mixed_precision_param=param,
-        training__mixed_precision_reduce=reduce,
-        lr_scheduler__total_steps=training.steps if total_steps == -1 else total_steps,
+        training__mixed_precision_reduce=_reduce_dtype(training),
+        lr_scheduler__total_steps=_total_steps(config),
     )
+
+
+def _param_dtype(training: Training, on_cuda: bool) -> str:
+    if training.mixed_precision_param != "auto":
+        return training.mixed_precision_param
+    return "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
+
+
+def _reduce_dtype(training: Training) -> str:
+    if training.mixed_precision_reduce != "auto":
+        return training.mixed_precision_reduce
+    return "float64" if training.dtype == "float64" else "float32"
+
+
+def _muon_dtype(optimizer: Optimizer, param: str) -> str:
+    if optimizer.name != "Muon" or optimizer.muon_dtype != "auto":
+        return optimizer.muon_dtype
+    return "float32" if param == "float16" else param
+
+
+def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str | int:
+    training, parallelism = config.training, config.parallelism
+    if parallelism.fsdp_reshard_after_forward != "default":
+        return parallelism.fsdp_reshard_after_forward
+    # On one shard, gathered weights are a cast of the weights. Without one, they are a second copy.
+    one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
+    keeps = parallelism.pipeline_parallel_degree > 1 or (one_shard and param != training.dtype)
+    return "never" if keeps else "always"
+
+
+def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
+    training, ring_or_exchange = config.training, config.parallelism.context_parallel_degree > 1
+    if training.attention_backend != "auto" or not (ring_or_exchange or training.document_mask or config.windowed):
+        return training.attention_backend
+    return ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
+
+
+def _total_steps(config: Config) -> int:
+    return config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
+
+
+def _initial_weights(model: Model) -> str:
+    return model.hf_assets_path if model.flavor == "from_hf" else SEEDED
+
+
+def _global_batch_size(config: Config, shard_degree: int) -> int:
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    degree = config.parallelism.data_parallel_replicate_degree * shard_degree
+    return config.training.local_batch_size * degree * config.fault_tolerance.n_groups
 
 
 def _loss_chunks(config: Config) -> int:
     """Return into how many chunks of tokens the loss is split so that a chunk's logits on a rank take at most 1 GiB in
     float32. Smaller chunks save no more than other peaks allow, and each adds to the head's gradient once more."""
     parallelism, training = config.parallelism, config.training
+    if training.loss_chunks != -1:
+        return training.loss_chunks
     piped = parallelism.pipeline_parallel_degree > 1
     sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
     tokens = sequences * training.seq_len / parallelism.context_parallel_degree
@@ -220,10 +264,22 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
     if float8.enable:
-        from titanlite.config.low_precision_rules import float8_device_rules
-
-        float8_device_rules(config, on_cuda, needs_cuda, reject)
+        _float8_device_rules(config, on_cuda, needs_cuda, reject)
     if config.debug.sdc_check_freq and on_cuda and not config.debug.deterministic:
         reject("debug.sdc_check_freq", "compares bits of repeated steps on CUDA; set debug.deterministic = true")
     if config.profiling.enable_memory_snapshot and not on_cuda:
         reject("profiling.enable_memory_snapshot", f"{needs_cuda} false")
+
+
+def _float8_device_rules(config: Config, on_cuda: bool, needs_cuda: str, reject: Rejections) -> None:
+    """Reject float8 products that the launch's device, its compiler or the model's dtype has not."""
+    param, emulated, options = config.training.mixed_precision_param, config.float8.emulate, config.compile
+    if not emulated and not on_cuda:
+        reject("float8.enable", f"{needs_cuda} float8.emulate = true, or this to false")
+    elif not emulated and param != "bfloat16":
+        message = f"float8 products are bfloat16, and the model computes in {param}; set float8.emulate = true, or "
+        reject("float8.enable", message + "this to false")
+    compiles_model = options.enable and "model" in options.components and options.backend == "inductor"
+    if compiles_model and config.float8.recipe == "mxfp8" and not on_cuda:  # an assertion of inductor (torch 2.13)
+        message = "inductor's C++ fails on the blocks of MXFP8, and this run is on a CPU; set"
+        reject("compile.backend", f'{message} "aot_eager", or compile.enable = false')

@@ -10,16 +10,17 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import itertools
 import json
 import math
+import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
-import annotated_types
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from titanlite.config.regular_file import read_file
@@ -38,6 +39,9 @@ DEEPEST = 32
 """Levels of a TOML file at most; a config has five."""
 FAR = 4096
 """Upper bounds from here on are of what is possible at all."""
+TYPES = {"boolean": "true or false", "integer": "an integer", "number": "a finite number", "string": "a string"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+"""Words for the types and bounds of JSON Schema."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What moves a cursor or starts a terminal's escape sequence, changes a text's direction, or is not UTF-8."""
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""")
@@ -60,6 +64,8 @@ class Section(BaseModel):
 
 
 Options = TypeVar("Options", bound=Section)
+Place = tuple[str | int, ...]
+"""The names and numbers that lead to a value in a config."""
 
 
 class ConfigError(Exception):
@@ -76,12 +82,20 @@ def print_problems(error: ConfigError) -> None:
         print(f"error: {problem}", file=sys.stderr)
 
 
-class Rejections(list[tuple[str, str, set[str]]]):
-    """This list has a key, a message and the keys that the rule reads for each wrong value; call it to add one."""
+class Rejection(NamedTuple):
+    """A wrong value: its key, what was expected and what to do, and the keys that the rule reads."""
+
+    key: str
+    message: str
+    reads: set[str]
+
+
+class Rejections(list[Rejection]):
+    """The wrong values that rules find; call it to add one."""
 
     def __call__(self, key: str, message: str, *reads: str) -> None:
-        """Reject the value of `section.key`. The message says what was expected and what to do."""
-        self.append((key, message, {key, *reads}))
+        """Reject the value of `section.key`."""
+        self.append(Rejection(key, message, {key, *reads}))
 
 
 Rules = Callable[[Options, set[str]], Rejections]
@@ -250,61 +264,53 @@ def _parse(text: str, option: Any) -> Any:
 def _validate(
     kind: type[Options], values: dict[str, Any], file: str, origins: dict[str, str]
 ) -> tuple[Options, set[str], list[str]]:
-    """Return the options (defaults stand in for bad values), the bad keys, and a line for each."""
-    problems, bad_keys, good = [], set(), {}
-    for section, keys in values.items():
-        if section not in kind.model_fields and isinstance(keys, (dict, list)):
-            problems.append(f"{file}: [{section}]: an unknown section{_hint(kind, section)}")
-        elif section not in kind.model_fields:
-            problems.append(f"{file}: {section} = {show(keys)}: a key outside any section{_hint(kind, '', section)}")
-        elif not isinstance(keys, dict):
-            problems.append(f"{file}: {section} = {show(keys)}: expected a section, written [{section}]")
-            bad_keys |= {key for key in options_of(kind) if key.startswith(f"{section}.")}
-        else:
-            good[section] = copy.deepcopy(keys)
+    """Return the options (defaults stand in for bad values), the bad keys, and a line for each bad value."""
     try:
-        return kind.model_validate(good), bad_keys, problems
+        return kind.model_validate(values), set(), []
     except ValidationError as error:
-        good_tables: dict[str, tuple[dict[str, Any], str]] = {}
-        for entry in error.errors():
-            section, name, *_ = entry["loc"]
-            inner = good[section]
-            while f"{section}.{name}" in sections_of(kind) and isinstance(inner[name], dict):
-                section, inner, name = f"{section}.{name}", inner[name], entry["loc"][section.count(".") + 2]
-            key = f"{section}.{name}"
-            table = table_of(options_of(kind).get(key))
-            if table and len(place := entry["loc"][section.count(".") + 2 :]) > 1:
-                line = _problem_in_table(table, f"{origins.get(key, file)}: {key}", place, entry)
-                bad_keys.add(key)
-                problems += [] if line in problems else [line]
-                good_tables[key] = inner, name
-                continue
-            if key in bad_keys:
-                continue  # each branch of a union reports its own error
-            bad_keys.add(key)
-            value, option = inner.pop(name), options_of(kind).get(key)
-            message = _expected(option, entry) if option else f"unknown key{_hint(kind, section, name)}"
-            if key in sections_of(kind):
-                message = f"expected a section, written [{key}]"
-                bad_keys |= {each for each in options_of(kind) if each.startswith(f"{key}.")}
-            problems.append(f"{origins.get(key, file)}: {key} = {show(value)}: {message}")
-        for inner, name in good_tables.values():
-            inner.pop(name, None)
-        return kind.model_validate(good), bad_keys, problems
+        entries = sorted(error.errors(), key=lambda entry: len(entry["loc"]) > 1)  # sections first
+    good, lines, bad_keys = copy.deepcopy(values), dict[Place, str](), set[str]()
+    for entry in entries:
+        place, section, field = _place(kind, entry["loc"])
+        if place in lines:
+            continue  # each branch of a union reports its own error
+        value = functools.reduce(operator.getitem, place[:-1], good).pop(place[-1])
+        option = ".".join(itertools.takewhile(lambda part: isinstance(part, str), place))
+        bad_keys |= {option, *(key for key in options_of(kind) if key.startswith(f"{option}."))}
+        lines[place] = f"{origins.get(option, file)}: {_problem(kind, place, section, field, value, entry)}"
+    return kind.model_validate(good), bad_keys, [*lines.values()]
 
 
-def _expected(option: Any, entry: Any) -> str:
-    return entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(option, entry['input'])}"
+def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:
+    """Return the part of an error's place that names a section, an option or an option of a table, without the items of
+    lists and branches of unions that pydantic appends; the section that has it; and its field, None if unknown."""
+    inner: type[Section] | None = kind
+    for number, name in enumerate(loc):
+        if isinstance(name, str) and inner:
+            place, section, field = loc[: number + 1], inner, inner.model_fields.get(name)
+            inner = table_of(field) or sections_of(inner).get(name)
+    return place, section, field
 
 
-def _problem_in_table(table: type[Section], option: str, place: Sequence[Any], entry: Any) -> str:
-    """Return the line about a wrong value in a table; `place` has the number of the table and the key in it."""
-    number, name = place[:2]
-    field = table.model_fields.get(name)
-    near = difflib.get_close_matches(name, table.model_fields, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(table.model_fields)}"
-    message = _expected(field, entry) if field else f"unknown key; {hint}"
-    return f"{option}.{number}.{name} = {show(entry['input'])}: {message}"
+def _problem(kind: type[Section], place: Place, section: type[Section], field: Any, value: Any, entry: Any) -> str:
+    """Return the line about an error of pydantic, without its origin."""
+    key, name = ".".join(map(str, place)), str(place[-1])
+    if key in sections_of(kind):
+        message = f"expected a section, written [{key}]"
+    elif field:
+        message = entry["msg"] if entry["type"] == OWN_MESSAGE else f"expected {expectation(field, value)}"
+    elif len(place) == 1:
+        if isinstance(value, (dict, list)):
+            return f"[{key}]: an unknown section{_hint(kind, key)}"
+        message = f"a key outside any section{_hint(kind, '', key)}"
+    elif any(isinstance(part, int) for part in place):
+        near = difflib.get_close_matches(name, section.model_fields, n=1)
+        message = "unknown key; " + (
+            f"did you mean {near[0]}?" if near else f"expected one of {', '.join(section.model_fields)}"
+        )
+    else:
+        message = f"unknown key{_hint(kind, key.removesuffix(f'.{name}'), name)}"
+    return f"{key} = {show(value)}: {message}"
 
 
 def table_of(option: Any) -> type[Section] | None:
@@ -368,27 +374,22 @@ def show(value: Any) -> str:
 def expectation(option: Any, value: Any = None) -> str:
     """Return what an option takes, in words: type, bounds and choices. An upper bound that no run comes near is named
     only to a value above it."""
-    return _expectation(option.annotation, option.metadata, value)
+    return _expectation(TypeAdapter(Annotated[option.annotation, option]).json_schema(), value)
 
 
-def _expectation(annotation: Any, metadata: Any = (), value: Any = None) -> str:
-    if get_origin(annotation) is Annotated:
-        annotation, *metadata = get_args(annotation)
-    if get_origin(annotation) is Union:
-        return ", or ".join(_expectation(branch, value=value) for branch in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        choices = [show(choice) for choice in get_args(annotation)]
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    if (
-        get_origin(annotation) is list
-        and isinstance(item := get_args(annotation)[0], type)
-        and issubclass(item, Section)
-    ):
-        return "an array of tables"
-    words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
-    text = words.get(annotation, "a list of strings" if annotation == list[str] else "a list of lists of strings")
-    symbols = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}
-    bounds = [bound for item in metadata for bound in getattr(item, "metadata", [item]) if type(bound) in symbols]
-    bounds = [each for each in bounds if getattr(each, "le", 0) < FAR or (type(value) is int and value > each.le)]
-    limits = [f"{symbols[type(bound)]} {getattr(bound, type(bound).__name__.lower())}" for bound in bounds]
-    return f"{text} {' and '.join(limits)}".rstrip()
+def _expectation(schema: dict[str, Any], value: Any) -> str:
+    if branches := schema.get("anyOf"):
+        return ", or ".join(_expectation(branch, value) for branch in branches)
+    if choices := schema.get("enum"):
+        return f"one of {', '.join(map(show, choices))}"
+    if "const" in schema:
+        return show(schema["const"])
+    if schema["type"] == "array":
+        return {"string": "a list of strings", "array": "a list of lists of strings"}.get(
+            schema["items"].get("type"), "an array of tables"
+        )
+    bounds = {bound: schema[bound] for bound in BOUNDS if bound in schema}
+    if bounds.get("maximum", 0) >= FAR and not (type(value) is int and value > bounds["maximum"]):
+        del bounds["maximum"]
+    limits = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
+    return f"{TYPES[schema['type']]} {limits}".rstrip()

@@ -1,5 +1,6 @@
-"""Every option with its type, default and meaning, for the terminal and for docs/reference/config.md."""
+"""Every option with its type, default and meaning, for the terminal, docs/reference/config.md and editors."""
 
+import json
 import textwrap
 from typing import Any
 
@@ -53,6 +54,22 @@ def reference_markdown() -> str:
                 first, *others = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
                 lines += ["", f"- {first}", *(f"  {line}" for line in others)]
     return "\n".join(lines) + "\n"
+
+
+def json_schema() -> str:
+    """Return the JSON Schema of a config: what docs/reference/config.schema.json has, and editors complete and check
+    options with. The rules between options are not in it."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **Config.model_json_schema()}
+    for kind in {*sections_of(Config).values(), *filter(None, map(table_of, options_of(Config).values()))}:
+        section = schema["$defs"][kind.__name__]
+        section.pop("required", None)  # the flavor has what a model leaves out
+        if kind.__doc__:
+            section["description"] = " ".join(kind.__doc__.split())
+        for name, option in section["properties"].items():
+            option.pop("title", None)
+            if "$ref" not in option:
+                option["description"] = meaning_of(kind.model_fields[name])
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _tables(option: Any) -> list[str]:

@@ -10,16 +10,14 @@ import functools
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from titanlite.config.fault_tolerance_schema import FaultTolerance
-from titanlite.config.float8_schema import Float8, Int8
 from titanlite.config.loader import Section, options_of
-from titanlite.config.model_schema import Model, layer_parameters
-from titanlite.config.optimizer_schema import LRScheduler, Optimizer
+from titanlite.config.model_sizes import SIZES
 from titanlite.config.stage_split import ONE_STAGE, Schedule, module_names, split_into_stages
 from titanlite.config.types import (
     MOST_ITEMS,
+    MOST_LAYERS,
     MOST_RANKS,
     MOST_TOKENS,
     Count,
@@ -52,6 +50,8 @@ FORMAT_OPTIONS: dict[str, tuple[str, ...]] = {
     "long_conversations": ("messages", "prompt_response"),
 }
 """Options of DatasetOptions, and the values of dataset_format with which they are read."""
+QUANTIZED_STATES = {"float8": 256, "int8": 256, "int4": 128}
+"""Elements that share a float32 scale, by optimizer.state_dtype."""
 
 
 class Job(Section):
@@ -61,6 +61,233 @@ class Job(Section):
     """Take over the lock of dump_folder from a stopped run on another node; false: end with a line and status 2."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
+
+
+class Moe(Section):
+    """Mixture of experts (arXiv:1701.06538): feed-forward layers of many experts, of which a router chooses a few for
+    each token. No token is dropped. All but n_experts is read only when that is above 0."""
+
+    n_experts: CountOrZero = 0
+    """Number of routed experts of a layer; 0: every feed-forward layer is dense."""
+    n_experts_per_token: Count = 1
+    """Number of experts that the router chooses for a token."""
+    expert_dim: Union[Literal[-1], Count] = -1
+    """Width of the SwiGLU feed-forward layer that an expert is; -1: model.ffn_dim."""
+    n_shared_experts: CountOrZero = 0
+    """Shared experts, which every token passes (DeepSeekMoE, arXiv:2401.06066): together one feed-forward layer of this
+    many times expert_dim."""
+    n_first_dense_layers: CountOrZero = 0
+    """Layers at the beginning that are dense."""
+    every_n_layers: Count = 1
+    """Of the others, the layers that have experts: every n-th, counted from the first layer of the model."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores. softmax: over all experts; sigmoid: each by itself (DeepSeek-V3,
+    arXiv:2412.19437)."""
+    normalize_scores: bool = False
+    """Divide the scores of a token's experts by their sum."""
+    score_scaling: Positive = 1.0
+    """Factor on the scores of a token's experts."""
+    n_groups: Count = 1
+    """Groups of experts for routing that is limited to some of them (DeepSeek-V3's node-limited routing)."""
+    n_groups_per_token: Count = 1
+    """Number of groups that a token's experts may be in: those with the largest sum of their two best scores."""
+    balance_bias: bool = False
+    """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
+    bias is added. The biases are saved in checkpoints."""
+    balance_bias_rate: NotNegative = 0.001
+    """What an optimizer step adds to the bias of an expert with less than the mean load, and takes from one with
+    more."""
+    balance_loss_weight: NotNegative = 0.0
+    """Weight of the auxiliary loss of each layer with experts, E times the sum over the E experts of share of the load
+    times mean score, 1 if balanced (Switch Transformer, arXiv:2101.03961). Shares are those of the global batch of the
+    step before, mean scores those of this one."""
+    z_loss_weight: NotNegative = 0.0
+    """Weight of the router z-loss of each layer with experts (ST-MoE, arXiv:2202.08906): the mean over the global batch
+    of the squared log-sum-exp of a token's logits."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the one that saved, as plain JSON."""
+        return self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
+
+
+class Mla(Section):
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434): the keys and values of all heads are computed
+    from one small vector per token. All but kv_lora_rank is read only when that is above 0."""
+
+    kv_lora_rank: CountOrZero = 0
+    """Width of the vector (latent) from which a token's keys and values are computed; 0: attention has none."""
+    q_lora_rank: CountOrZero = 0
+    """Width of the vector (latent) from which a token's queries are computed; 0: they are computed from the residual
+    stream."""
+    qk_nope_head_dim: Count = 128
+    """Channels of a head of queries and keys without rotary embedding."""
+    qk_rope_head_dim: Count = 64
+    """Channels of a head of queries and keys with rotary embedding; those of keys are the same in all heads."""
+    v_head_dim: Count = 128
+    """Channels of a head of values."""
+    mscale_all_dim: NotNegative = 0.0
+    """yarn: the scores of attention are multiplied by (0.1 mscale_all_dim ln(rope_scaling_factor) + 1)^2, so that it is
+    as sharp as before the scaling."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def parameters(self, dim: int, n_heads: int) -> int:
+        """Return the number of parameters of a layer's latent attention."""
+        q_lora, kv_lora, q_dim = self.q_lora_rank, self.kv_lora_rank, n_heads * self.qk_head_dim
+        queries = q_lora * (dim + 1 + q_dim) if q_lora else dim * q_dim
+        latents = dim * (kv_lora + self.qk_rope_head_dim) + kv_lora
+        keys_and_values = kv_lora * n_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + latents + keys_and_values + n_heads * self.v_head_dim * dim
+
+
+def implied_head_dim(values: Any) -> int | None:
+    """Return the head_dim that values of [model.mla] imply; None if there is no latent attention, or they are wrong."""
+    try:
+        mla = Mla.model_validate(values)
+    except ValidationError:  # reported by the section that has them
+        return None
+    return mla.qk_head_dim if mla.kv_lora_rank else None
+
+
+class Model(Section):
+    """`flavor` names a model of titanlite/config/model_sizes.py; from_hf is the model of a Hugging Face config.json.
+    Every other key overrides its value there."""
+
+    flavor: Literal[(*SIZES, "from_hf")] = "debug"  # type: ignore[valid-type]
+    """Named model whose dimensions are the defaults of this section; from_hf: those of the config.json in the folder
+    hf_assets_path, whose weights the run starts from (checkpoint.initial_load_path)."""
+    hf_assets_path: NodePath = ""
+    """A Hugging Face tokenizer.json, or the folder that contains one; empty: byte-level tokens."""
+    dim: Count
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    """Number of transformer blocks."""
+    n_heads: Count
+    """Number of query heads."""
+    n_kv_heads: Count
+    """Number of KV heads; fewer than n_heads is grouped-query attention."""
+    head_dim: Union[Literal[-1], Count]
+    """Channels of a query, key or value head; -1: dim / n_heads, or what [model.mla] says."""
+    ffn_dim: Count
+    """Width of the SwiGLU feed-forward layer."""
+    vocab_size: Count
+    """Size of the vocabulary in the embedding and the output head; at least the tokenizer's."""
+    norm_eps: Positive
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool
+    """Tied embeddings: use the embedding's weight as the output head's weight."""
+    attention_bias: Literal["none", "qkv", "all"]
+    """Biases of the attention layers; qkv: of the projections to queries, keys and values (Qwen2); all: of the output
+    projection too."""
+    mlp_bias: bool
+    """Biases of the three feed-forward layers."""
+    qk_norm: Union[bool, Literal["all_heads"]]
+    """RMSNorm of queries and of keys before the rotary embedding. true: of every head (Qwen3); all_heads: of all heads
+    together (OLMoE)."""
+    sliding_window: CountOrZero
+    """Sliding-window attention (Mistral): a token attends to itself and the sliding_window - 1 tokens before it, within
+    its document; 0: to all tokens before it."""
+    rope_theta: Positive
+    """Base of the rotary embedding's frequencies."""
+    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
+    rope_scaling_type: Literal["llama3", "linear", "yarn"]
+    """Which wavelengths are stretched, if rope_scaling_factor is above 1. linear: all; llama3: long ones, as in Llama
+    3.1; yarn: long ones, and attention is rescaled (YaRN)."""
+    rope_low_freq_factor: Positive
+    """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
+    rope_high_freq_factor: Positive
+    """llama3: wavelengths below rope_original_seq_len / this factor are not scaled."""
+    rope_beta_fast: Positive
+    """yarn: wavelengths below rope_original_seq_len / this factor are not scaled."""
+    rope_beta_slow: Positive
+    """yarn: wavelengths above rope_original_seq_len / this factor are scaled fully."""
+    rope_attention_factor: Union[Literal[-1], Positive]
+    """yarn: factor on queries and keys, in the cosines and sines; -1: 0.1 ln(rope_scaling_factor) + 1."""
+    rope_original_seq_len: Count
+    """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
+    moe: Moe = Moe()
+    mla: Mla = Mla()
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's feed-forward layer is a mixture of experts."""
+        moe = self.moe
+        return moe.n_experts > 0 and layer >= moe.n_first_dense_layers and (layer + 1) % moe.every_n_layers == 0
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of an expert."""
+        return self.ffn_dim if self.moe.expert_dim == -1 else self.moe.expert_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head of queries and keys with rotary embedding."""
+        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Channels of a head of values."""
+        return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_dim
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
+        dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
+        latents = self.mla.model_dump() if self.mla.kv_lora_rank else {}
+        dimensions |= {f"mla.{key}": value for key, value in latents.items()}
+        experts = self.moe.identity() if self.moe.n_experts else {}
+        return dimensions | {f"moe.{key}": value for key, value in experts.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_flavor(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values  # reported as no section
+        flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
+        if flavor == "from_hf":
+            if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
+                from titanlite.config.hf_config import options_from_hf
+
+                defaults = options_from_hf(values.get("hf_assets_path", ""))
+        elif isinstance(flavor, str):
+            defaults = SIZES.get(flavor, defaults)
+        options = {**defaults, **values}
+        for name in ("moe", "mla"):
+            if isinstance(values.get(name), dict):
+                options[name] = {**defaults.get(name, {}), **values[name]}
+        latent_head_dim = implied_head_dim(options.get("mla", {}))
+        if latent_head_dim and values.get("head_dim", -1) == -1:
+            options["head_dim"] = latent_head_dim
+        dim, n_heads = options["dim"], options["n_heads"]
+        if options["head_dim"] == -1 and type(dim) is type(n_heads) is int and 0 < n_heads <= dim and not dim % n_heads:
+            options["head_dim"] = dim // n_heads
+        return options
+
+
+def layer_parameters(model: Model, layer: int) -> int:
+    """Return the number of parameters of a layer."""
+    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    matrices = 2 * model.dim * (q_dim + kv_dim)
+    if model.mla.kv_lora_rank:
+        matrices = model.mla.parameters(model.dim, model.n_heads)
+    if model.has_experts(layer):
+        moe = model.moe
+        matrices += model.dim * (moe.n_experts + 3 * model.expert_dim * (moe.n_experts + moe.n_shared_experts))
+    else:
+        matrices += 3 * model.dim * model.ffn_dim
+    biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
+    biases += (2 * model.ffn_dim + model.dim) * (model.mlp_bias and not model.has_experts(layer))
+    norms = {False: 0, True: 2 * model.head_dim, "all_heads": q_dim + kv_dim}[model.qk_norm]
+    return matrices + biases + 2 * model.dim + norms
+
+
+def count_parameters(model: Model) -> int:
+    """Return the number of parameters of the full model."""
+    matrices = 1 if model.tie_embeddings else 2
+    layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
+    return matrices * model.dim * model.vocab_size + layers + model.dim
 
 
 class DatasetOptions(Section):
@@ -173,6 +400,54 @@ class Training(DatasetOptions):
     """Keep weights, gradients and optimizer states in host memory; copy a layer's weights to the device when used."""
 
 
+class Optimizer(Section):
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient; Muon orthogonalizes the momentum of
+    the layers' matrices, and is AdamW for all other weights, at the same learning rate."""
+    lr: Positive = 8e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Decay rate of exp_avg, the running mean of gradients."""
+    beta2: Fraction = 0.95
+    """Decay rate of exp_avg_sq, the running mean of squared gradients."""
+    eps: Positive = 1e-8
+    """Epsilon added to the root of exp_avg_sq."""
+    weight_decay: NotNegative = 0.1
+    """Weight decay of weight matrices and embeddings; norms and biases have none."""
+    muon_momentum: Fraction = 0.95
+    """Decay rate of the momentum of matrices, which is Nesterov's."""
+    muon_newton_schulz_steps: Count = 5
+    """Newton-Schulz iterations that orthogonalize an update."""
+    muon_dtype: Precision = "auto"
+    """Data type of these iterations, and of the matrices that ranks exchange for them; auto: what the model computes
+    in, which is bfloat16 on CUDA; float32 instead of float16."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's implementations of Adam runs."""
+    state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"
+    """Data type of exp_avg and exp_avg_sq; auto: training.dtype; float8, int8: 8-bit optimizer states, a scale per 256;
+    int4: 4-bit optimizer states, a scale per 128. Those of the embedding keep training.dtype."""
+    enable_cpu_offload: bool = False
+    """Keep optimizer states in host memory, and take the step on the CPU, while shards of weights and gradients are
+    copied there and back. Weights and gradients stay on the device."""
+    stochastic_rounding: bool = False
+    """Round weights stochastically: small updates of bfloat16 weights survive. Needs training.dtype = "bfloat16"."""
+
+
+class LRScheduler(Section):
+    """Warmup, stable, decay: the factor on optimizer.lr is the smaller of a ramp up and a ramp down."""
+
+    warmup_steps: CountOrZero = 200
+    """Steps over which the learning rate rises linearly to optimizer.lr. A shorter run ends during the warmup."""
+    total_steps: Union[Literal[-1], Count] = -1
+    """Length of the schedule: the step after which the decay has ended. -1: training.steps."""
+    decay_ratio: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
+    """Fraction of total_steps over which the learning rate decays; -1: all steps after the warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay; sqrt is 1 - sqrt(progress)."""
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor on optimizer.lr at the end of the decay."""
+
+
 class Parallelism(Section):
     """The world size is the product of the degrees: pp x dp_replicate x dp_shard x cp x tp, outermost first."""
 
@@ -252,6 +527,33 @@ class Parallelism(Section):
     def world_size(self) -> int:
         """Number of ranks: the product of all degrees (of a resolved config)."""
         return self.data_parallel_shard_degree * self.ranks_per_shard
+
+
+class Float8(Section):
+    enable: bool = False
+    """Compute the matrix products of linear layers in 8-bit floating point."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
+    """tensorwise: a scale per tensor; rowwise: a scale per row, more accurate; rowwise_with_gw_hp: rowwise, with weight
+    gradients in the model's data type; mxfp8: a power of two as the scale of each 32 values (OCP Microscaling), for
+    compute capability 10.0 (Blackwell)."""
+    emulate: bool = False
+    """Round to float8 but multiply in the model's data type, for hardware without the recipe's products."""
+    filter_fqns: list[str] = Field(default=[])
+    """Skip layers whose name contains one of these, as in ["layers.0.", "attention.wk"]. The output head is always
+    skipped, and layers whose weight on a rank has a dimension that is not a multiple of 16 (mxfp8: 32)."""
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers weights in float8. Tensorwise only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights together after the optimizer step. Needs enable_fsdp_float8_all_gather."""
+
+
+class Int8(Section):
+    enable: bool = False
+    """Compute the matrix products of linear layers in 8-bit integers, with a scale per row and column (INT8
+    mixed-precision training)."""
+    filter_fqns: list[str] = Field(default=[])
+    """Skip layers whose name contains one of these. The output head is always skipped, and layers whose weight on a
+    rank has a dimension that is not a multiple of 16."""
 
 
 class ActivationCheckpoint(Section):
@@ -353,6 +655,39 @@ class Comm(Section):
     """The same after that."""
     trace_buf_size: CountOrZero = 20_000
     """Collectives that NCCL's flight recorder keeps and dumps after a timeout; 0 disables it."""
+
+
+class FaultTolerance(Section):
+    """Replica groups that may die. torchtitan 0.2.2 has the same names."""
+
+    enable: bool = False
+    """Train in replica groups: launches of the same config, each with all of its ranks, that torchft connects. A step
+    is that of the groups that live. Needs titanlite[ft], and the lighthouse's address in TORCHFT_LIGHTHOUSE."""
+    replica_id: CountOrZero = 0
+    """Which group this launch is, from 0 to group_size - 1."""
+    group_size: CountOrZero = 0
+    """Number of groups that the global batch is divided among, whether they live or not."""
+    min_replica_size: Count = 1
+    """Fewest living groups that may take a step. Fewer wait for others."""
+    process_group_timeout_ms: Count = 10_000
+    """Milliseconds after which a collective between groups has failed, and its step is taken again."""
+    semi_sync_method: Literal["none", "diloco"] = "none"
+    """none: groups sum gradients in every step; diloco: each group trains by itself for sync_steps steps, and an outer
+    optimizer then updates the weights with the average of what they have changed by."""
+    sync_steps: Count = 100
+    """Steps between two synchronizations of DiLoCo."""
+    outer_lr: Positive = 0.7
+    """Learning rate of DiLoCo's outer optimizer, SGD. 1, without momentum: weights are averaged (local SGD)."""
+    outer_momentum: Fraction = 0.9
+    """Its momentum, which is Nesterov's."""
+
+    @property
+    def uses_diloco(self) -> bool:
+        return self.enable and self.semi_sync_method == "diloco"
+
+    @property
+    def n_groups(self) -> int:
+        return self.group_size if self.enable else 1
 
 
 class Plan(Section):
@@ -458,3 +793,12 @@ def stage_modules(config: Config) -> list[list[str]]:
         layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
         costs = [matrix, *layers, model.dim, matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
+
+
+def numerics(config: Config) -> list[Any]:
+    """Return the options that decide which weights a run trains, as plain JSON, without where files are."""
+    sections = config.model_dump(include={"optimizer", "lr_scheduler", "parallelism", "float8", "int8"})
+    training = config.training.model_dump(exclude={"cache_folder", "dataset_path", "gc_freq"})
+    own = {"enable", "replica_id", "min_replica_size", "process_group_timeout_ms"}
+    groups = config.fault_tolerance.model_dump(exclude=own)
+    return [config.model.identity(), training, sections, config.debug.seed, groups]

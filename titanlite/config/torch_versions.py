@@ -2,8 +2,8 @@
 
 import importlib.metadata
 
+from titanlite.config.keys import SCHEDULE
 from titanlite.config.loader import Rejections, show
-from titanlite.config.rules import SCHEDULE
 from titanlite.config.schema import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 

@@ -28,7 +28,7 @@ from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, S
 from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
 from titanlite.progress import progress
-from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum
+from titanlite.reliability.files import Checksum, Int63, Record, cannot_read, checksum
 
 INDEX = "packing.json"
 OPEN_FILES = 64  # of a process
@@ -135,8 +135,8 @@ def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequ
 class Table(Record):
     """The size of a shard's packing table."""
 
-    sequences: Count
-    chunks: Count
+    sequences: Int63
+    chunks: Int63
     xxh3_64: Checksum
     """Of the file."""
 
@@ -150,10 +150,10 @@ class Index(RecordWithChecksum):
 
     tables: list[Table]
     """Of each shard of the token cache."""
-    documents: Count
-    long_documents: Count
+    documents: Int63
+    long_documents: Int63
     """Longer than a sequence: split, dropped or truncated."""
-    tokens: Count
+    tokens: Int63
     """In all sequences, without padding."""
 
 

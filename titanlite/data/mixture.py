@@ -1,6 +1,6 @@
 """Mixtures: packed sequences of several datasets in one endless order, in exact shares, the same for any ranks.
 
-Global indices are grouped into blocks of BLOCK sequences. How many sequences of a block come from which dataset is
+Indices are grouped into blocks of MIXTURE_BLOCK sequences. How many sequences of a block come from which dataset is
 decided by integer arithmetic: earliest deadline first, where the deadline of a dataset's next sequence is when its
 share of the order reaches it. So after any number of sequences each dataset has its exact share, rounded up or down.
 The order within a block is shuffled, so that no data-parallel rank always reads the same dataset.
@@ -24,7 +24,7 @@ from titanlite.config.schema import MixedDataset
 from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
 from titanlite.data.shuffle import permuted
 
-BLOCK = 1024
+MIXTURE_BLOCK = 1024
 """Sequences of a block. A change would change the order of every mixture."""
 WEIGHT_OF_LARGEST = 2**32
 """Integer that the largest weight is scaled to."""
@@ -224,22 +224,22 @@ class MixedSequences:
 
     def _block_of(self, position: int, block: Block) -> Block:
         """Return the block that a position is in, from an earlier block on."""
-        while position >= block.first + BLOCK:
+        while position >= block.first + MIXTURE_BLOCK:
             block = self._walk(block)[1]
         return block
 
     def _walk_through(self, block: Block) -> tuple[list[tuple[int, int]], Block]:
         """Return the dataset of each sequence of a block and its index in that dataset's order; and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
-        end = BLOCK  # where all datasets are used up: no sequence from behind it comes before it
-        while len(chosen) < BLOCK:
-            chosen += self._choose(counts, phase, BLOCK - len(chosen))
+        end = MIXTURE_BLOCK  # where all datasets are used up: no sequence from behind it comes before it
+        while len(chosen) < MIXTURE_BLOCK:
+            chosen += self._choose(counts, phase, MIXTURE_BLOCK - len(chosen))
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
                 phase = tuple(counts)
                 end = end if self._active(counts) else len(chosen)
-        after = Block(block.first + BLOCK, tuple(counts), phase)
+        after = Block(block.first + MIXTURE_BLOCK, tuple(counts), phase)
         order, counts = [], list(block.counts)
-        for number in range(BLOCK):
+        for number in range(MIXTURE_BLOCK):
             shuffled = permuted(number, end, self.seed, block.first) if number < end else number
             dataset = chosen[shuffled]
             order.append((dataset, counts[dataset]))
@@ -276,7 +276,7 @@ def _is_possible(state: dict[str, Any], position: int) -> bool:
     """Return whether a saved state is one that `MixedSequences.state` returns."""
     counts, phase = state["counts"], state["phase"]
     return (
-        0 <= position - state["first"] <= BLOCK
+        0 <= position - state["first"] <= MIXTURE_BLOCK
         and counts.keys() == phase.keys()
         and counts.keys() <= state["read"].keys()
         and all(phase[name] <= count <= state["read"][name] for name, count in counts.items())

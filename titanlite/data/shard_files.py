@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from titanlite.config.regular_file import open_file
 from titanlite.data.token_shards import (
-    BLOCK,
+    CHECKSUM_BLOCK,
     HEADER,
     DamagedShardError,
     DType,
@@ -35,9 +35,9 @@ class _Blocks:
     def write(self, data: bytes) -> None:
         self.file.write(data)
         data = self._rest + data
-        n_complete = len(data) // BLOCK * BLOCK
-        for begin in range(0, n_complete, BLOCK):
-            self.checksums.append(xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK]))
+        n_complete = len(data) // CHECKSUM_BLOCK * CHECKSUM_BLOCK
+        for begin in range(0, n_complete, CHECKSUM_BLOCK):
+            self.checksums.append(xxhash.xxh3_64_intdigest(data[begin : begin + CHECKSUM_BLOCK]))
         self._rest = data[n_complete:]
 
     def finish(self) -> bytes:

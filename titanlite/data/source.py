@@ -3,8 +3,7 @@
 import dataclasses
 
 from titanlite.config.loader import show
-from titanlite.config.rules import FILES
-from titanlite.config.schema import Training
+from titanlite.config.schema import FILES, Training
 
 
 @dataclasses.dataclass(frozen=True)

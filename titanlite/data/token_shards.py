@@ -7,7 +7,7 @@ A shard is a safetensors file (https://github.com/huggingface/safetensors) with 
 
     train, validation                         uint16 or uint32: the tokens of each split, documents end to end
     train_documents, validation_documents     uint32: the number of tokens of each document
-    checksums                                 uint64: XXH3 of each BLOCK bytes of the tensors before
+    checksums                                 uint64: XXH3 of each CHECKSUM_BLOCK bytes of the tensors before
 
 A block's checksum is verified when a process reads the block first. So a cache of any size is opened at once, and
 damage is found before it is trained on.
@@ -33,11 +33,11 @@ from pydantic import Field, ValidationError
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_file, read_file
 from titanlite.errors import TrainingError
-from titanlite.reliability.files import Checksum, Count, Record, cannot_read, checksum, first_problem, sync, sync_folder
+from titanlite.reliability.files import Checksum, Int63, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
 FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"
-HEADER, BLOCK = 4096, 2**16  # bytes
+HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
 LARGEST_INDEX = 2**28  # bytes
 OPEN_FILES = 64  # of a process
 UNKNOWN_USER = 65534
@@ -57,11 +57,11 @@ class Shard(Record):
 
     dataset: Annotated[str, Field(max_length=256)]
     """The name of the token cache's folder, which is a hash of what the tokens were made of."""
-    train_tokens: Count
-    validation_tokens: Count
-    train_documents: Count
-    validation_documents: Count
-    text_bytes: Count
+    train_tokens: Int63
+    validation_tokens: Int63
+    train_documents: Int63
+    validation_documents: Int63
+    text_bytes: Int63
     """Of UTF-8, in both splits."""
     train_xxh3_64: Checksum
     """Of the tokens of the training split."""
@@ -77,7 +77,7 @@ class Shard(Record):
             "train_documents": ("U32", self.train_documents * 4),
             "validation_documents": ("U32", self.validation_documents * 4),
         }
-        sizes["checksums"] = ("U64", -(-sum(n for _, n in sizes.values()) // BLOCK) * 8)
+        sizes["checksums"] = ("U64", -(-sum(n for _, n in sizes.values()) // CHECKSUM_BLOCK) * 8)
         begin, tensors = 0, {}
         for name, (kind, n_bytes) in sizes.items():
             tensors[name] = kind, begin, begin + n_bytes
@@ -290,9 +290,9 @@ class TokenCache:
         for number, tensors in enumerate(self._tensors):
             n_bytes = tensors["checksums"][1]
             try:
-                for begin in range(0, n_bytes, BLOCK):
-                    self._read(number, begin, min(begin + BLOCK, n_bytes))
-                    advance(min(BLOCK, n_bytes - begin))
+                for begin in range(0, n_bytes, CHECKSUM_BLOCK):
+                    self._read(number, begin, min(begin + CHECKSUM_BLOCK, n_bytes))
+                    advance(min(CHECKSUM_BLOCK, n_bytes - begin))
             except DamagedShardError as error:
                 problems.append(str(error))
                 (self.folder / shard_name(number)).unlink(missing_ok=True)
@@ -307,18 +307,18 @@ class TokenCache:
         """Return bytes after the header of a shard, once the checksums of their blocks have been verified."""
         file, n_bytes = self._open(number), self._tensors[number]["checksums"][1]
         if number not in self._verified:
-            self._verified[number] = np.zeros(-(-n_bytes // BLOCK), bool)
-        first, last = begin // BLOCK, -(-end // BLOCK)
+            self._verified[number] = np.zeros(-(-n_bytes // CHECKSUM_BLOCK), bool)
+        first, last = begin // CHECKSUM_BLOCK, -(-end // CHECKSUM_BLOCK)
         if self._verified[number][first:last].all():
             return self._pread(file, begin, end, number)
-        data = memoryview(self._pread(file, first * BLOCK, min(last * BLOCK, n_bytes), number))
+        data = memoryview(self._pread(file, first * CHECKSUM_BLOCK, min(last * CHECKSUM_BLOCK, n_bytes), number))
         checksums = self._checksums(number)[first:last]
         for block, expected in enumerate(checksums):
-            if xxhash.xxh3_64_intdigest(data[block * BLOCK : (block + 1) * BLOCK]) != int(expected):
-                name, at = shard_name(number), HEADER + (first + block) * BLOCK
-                raise DamagedShardError(f"{name}: the checksum of the {BLOCK:,} bytes from {at:,} on differs")
+            if xxhash.xxh3_64_intdigest(data[block * CHECKSUM_BLOCK : (block + 1) * CHECKSUM_BLOCK]) != int(expected):
+                name, at = shard_name(number), HEADER + (first + block) * CHECKSUM_BLOCK
+                raise DamagedShardError(f"{name}: the checksum of the {CHECKSUM_BLOCK:,} bytes from {at:,} on differs")
         self._verified[number][first:last] = True
-        return data[begin - first * BLOCK : end - first * BLOCK]
+        return data[begin - first * CHECKSUM_BLOCK : end - first * CHECKSUM_BLOCK]
 
     def _read_checksums(self, number: int) -> np.ndarray:
         _, begin, end = self._tensors[number]["checksums"]

@@ -16,7 +16,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.load import DTYPES, EMBEDDING, tensor_files
+from titanlite.hf.load import EMBEDDING, HF_DTYPES, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama
 
@@ -102,6 +102,6 @@ def _hf_dtype(folder: Path) -> torch.dtype:
     file = tensor_files(folder).get(hf_name(EMBEDDING))
     try:
         with safe_open(file, framework="pt") as tensors:
-            return getattr(torch, DTYPES.get(tensors.get_slice(hf_name(EMBEDDING)).get_dtype(), "float32"))
+            return getattr(torch, HF_DTYPES.get(tensors.get_slice(hf_name(EMBEDDING)).get_dtype(), "float32"))
     except (SafetensorError, OSError, TypeError, ValueError, RuntimeError):
         return torch.float32

@@ -18,14 +18,14 @@ from torch import Tensor
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.config_files import config_files
-from titanlite.hf.load import DTYPES, INDEX, SINGLE
+from titanlite.hf.load import HF_DTYPES, INDEX, SINGLE
 from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
 from titanlite.progress import progress
 from titanlite.reliability.files import safetensors_header, sync
 
 LOAD = ".router.load"
 """The end of names of the experts' load, a state of training that no folder has."""
-SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in DTYPES.items()}
+SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in HF_DTYPES.items()}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -94,7 +94,7 @@ def export(
 def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
     if dtype not in SAFETENSORS_DTYPES:
-        raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(DTYPES.values())}"])
+        raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(HF_DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
     layers = {name.split(".")[1] for name in saved if name.startswith("layers.")}

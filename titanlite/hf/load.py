@@ -32,7 +32,7 @@ from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, named_we
 from titanlite.progress import progress
 
 SINGLE, INDEX = WEIGHTS
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtype that is read, as safetensors name it: its name in torch."""
 EMBEDDING = "tok_embeddings.weight"
 EXPERT_DIMS = 3
@@ -169,8 +169,8 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
                 if header.get_shape() != list(shape):
                     problem = f"{file}: {name} has shape {header.get_shape()}, and the model needs {list(shape)}"
                     problems.append(f"{problem}; set [model] to the options of this folder's model")
-                if header.get_dtype() not in DTYPES:
-                    problem = f"{file}: {name} has dtype {header.get_dtype()}: expected one of {', '.join(DTYPES)}"
+                if header.get_dtype() not in HF_DTYPES:
+                    problem = f"{file}: {name} has dtype {header.get_dtype()}: expected one of {', '.join(HF_DTYPES)}"
                     problems.append(f"{problem}; use the model's release in one of them")
     except ConfigError as error:
         return error.problems

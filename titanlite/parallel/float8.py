@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
-from titanlite.config.float8_schema import Float8
+from titanlite.config.schema import Float8
 from titanlite.model import Llama
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titanlite.config import ConfigError
-from titanlite.config.float8_schema import Float8, Int8
+from titanlite.config.schema import Float8, Int8
 from titanlite.model import Llama
 
-BLOCK = 32
+MX_BLOCK = 32
 """Values that share a scale in MXFP8."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -48,7 +48,7 @@ def convert_linear_layers(
     """
     section, options = ("float8", float8) if float8.enable else ("int8", int8)
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
-    multiple = (BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
+    multiple = (MX_BLOCK if is_mxfp8 else 16) * tensor_parallel_degree
 
     def converts(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name == "output" or any(fqn in name for fqn in options.filter_fqns):
@@ -130,10 +130,11 @@ class _Products(torch.autograd.Function):
 
 
 def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of BLOCK, and the exponents of
-    their blocks' scales [M, K / BLOCK], from -127 to 127, in float32 or float64. A block with a NaN has NaNs alone."""
-    wide = F.pad(x_MK, (0, -x_MK.shape[1] % BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
-    blocks = wide.unflatten(1, (-1, BLOCK))
+    """Return values as float8_e4m3fn [M, K], where K is padded with zeros to a multiple of MX_BLOCK, and the
+    exponents of their blocks' scales [M, K / MX_BLOCK], from -127 to 127, in float32 or float64. A block with a NaN has
+    NaNs alone."""
+    wide = F.pad(x_MK, (0, -x_MK.shape[1] % MX_BLOCK)).to(torch.promote_types(x_MK.dtype, torch.float32))
+    blocks = wide.unflatten(1, (-1, MX_BLOCK))
     exponents = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
     # Values above the largest come from rounding of the logarithm, or are infinite: 448 * 2^127 is, in float32.
     values = (blocks * (-exponents).exp2()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
@@ -142,7 +143,7 @@ def to_mxfp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_mxfp8(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `to_mxfp8` rounded to, as [M, K] in a dtype."""
-    blocks = values.unflatten(1, (-1, BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
+    blocks = values.unflatten(1, (-1, MX_BLOCK)).to(exponents.dtype) * exponents.exp2().unsqueeze(-1)
     return blocks.flatten(1).to(dtype)
 
 

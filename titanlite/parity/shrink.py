@@ -6,8 +6,7 @@ from typing import Any
 
 from titanlite.config import Config, LoadedConfig
 from titanlite.config.loader import value_of
-from titanlite.config.mla_schema import Mla
-from titanlite.config.moe_schema import Moe
+from titanlite.config.schema import Mla, Moe
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import build
 from titanlite.config import Config
-from titanlite.config.optimizer_schema import QUANTIZED_STATES
+from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.model import Llama

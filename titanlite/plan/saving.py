@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config import Config
-from titanlite.config.optimizer_schema import QUANTIZED_STATES
+from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.devices import Device
 from titanlite.plan.efficiency import HOST_LINK, STORAGE
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from titanlite.config.loader import ConfigError, printable
 from titanlite.errors import TrainingError
 
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""A count, a size or an index that a record has, at most what an int64 holds."""
+Int63 = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A count, a size or an index that a record has: what the 63 bits of a positive int64 hold."""
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 

@@ -9,28 +9,15 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
-from titanlite.config.loader import ConfigError, Section, show, table_of
+from titanlite.config.differences import differences, options_by_key, shown
+from titanlite.config.loader import ConfigError, Section
 from titanlite.config.types import MAY_DIFFER
 from titanlite.reliability.files import checksum
 
 
 def options_of_run(config: Section) -> dict[str, Any]:
     """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
-    return {"titanlite": __version__, "torch": str(torch.__version__), **_options(config, "")}
-
-
-def _options(section: Section, prefix: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        key, value = f"{prefix}{name}", getattr(section, name)
-        if isinstance(value, Section):
-            options |= _options(value, f"{key}.")
-        elif table_of(field):
-            for number, table in enumerate(value):
-                options |= _options(table, f"{key}.{number}.")
-        elif MAY_DIFFER not in field.metadata:
-            options[key] = value
-    return options
+    return {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
 
 
 def require_same(options: Mapping[str, Any]) -> None:
@@ -52,17 +39,6 @@ def require_same(options: Mapping[str, Any]) -> None:
             ranks.setdefault(shown(value), []).append(rank)
         parts.append(f"{key} = {', '.join(f'{value} on {name_ranks(each)}' for value, each in ranks.items())}")
     raise ConfigError([f"the config differs between ranks: {'; '.join(parts)}; start all nodes with the same config"])
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the old and the new value of each option that differs; None: it is not there."""
-    return {key: (old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)}
-
-
-def shown(value: Any) -> str:
-    """Return a value as TOML writes it, but a long one not in full."""
-    text = "unset" if value is None else show(value)
-    return text if len(text) <= 100 else f"{text[:97]}... ({checksum(text.encode())[:8]})"
 
 
 def name_ranks(ranks: list[int]) -> str:

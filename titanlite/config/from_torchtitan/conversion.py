@@ -105,12 +105,13 @@ class Conversion:
 
     def _add_switches(self) -> None:
         """Write out what turns options off that torchtitan does not read either; else titanlite would report them."""
-        for options, switch, values, off_values in DEPENDENT_OPTIONS:
+        for dependent in DEPENDENT_OPTIONS:
+            switch = dependent.switch
             if switch in self.options or switch.startswith("model."):  # a model's defaults are its flavor's
                 continue
             default = OPTIONS[switch].default
-            is_off = default in off_values and default not in values
-            if is_off and any(o in self.options and self.options[o][0] != OPTIONS[o].default for o in options):
+            is_off = default in dependent.off
+            if is_off and any(o in self.options and self.options[o][0] != OPTIONS[o].default for o in dependent.keys):
                 self.put(switch, default, switch)
 
     def _row(self, key: str, lines: list[str]) -> Row:
