@@ -157,19 +157,25 @@ def hf_weights(folder: Path) -> Any:
 
 @st.composite
 def moved(draw: Any, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest in which a slice is elsewhere, is there twice or not at all."""
-    layouts = copy.deepcopy(manifest["layouts"])
-    slices = draw(st.sampled_from([each for each in layouts if len(each) > 1]))
+    """Return a manifest in which a slice is elsewhere, is there twice or not at all, or two overlap: they cover a
+    smaller tensor."""
+    manifest = copy.deepcopy(manifest)
+    layouts = manifest["layouts"]
+    entry = draw(st.sampled_from([each for each in manifest["tensors"].values() if len(layouts[each["layout"]]) > 1]))
+    slices = layouts[entry["layout"]]
     place = draw(st.integers(0, len(slices) - 1))
-    how = draw(st.sampled_from(["move", "move", "repeat", "remove"]))
+    how, distance = draw(st.sampled_from(["move", "overlap", "repeat", "remove"])), draw(st.integers(-3, 3))
     if how == "move":
         offset = slices[place][1]
-        offset[draw(st.integers(0, len(offset) - 1))] += draw(st.integers(-3, 3))
+        offset[draw(st.integers(0, len(offset) - 1))] += distance
+    elif how == "overlap":
+        slices[-1][1][0] += distance
+        entry["shape"][0] += distance
     elif how == "repeat":
         slices.append(slices[place])
     else:
         del slices[place]
-    return {**manifest, "layouts": layouts}
+    return manifest
 
 
 @target
