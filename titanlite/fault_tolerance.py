@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
 from titanlite.config.fault_tolerance_rules import MAX_GROUPS, require_torchft
 from titanlite.config.fault_tolerance_schema import FaultTolerance
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, printable
 from titanlite.config.schema import Comm
 from titanlite.errors import TrainingError
 from titanlite.parallel import mesh
@@ -313,7 +313,7 @@ class Replicas:
 
     def _print(self, message: str) -> None:
         if dist.get_rank() == 0:
-            print(message, flush=True)
+            print(printable(message), flush=True)
 
     @property
     def batches(self) -> int:

@@ -297,8 +297,12 @@ def append(file: int, text: str) -> None:
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write a line where the user sees it, also from a rank whose lines are hidden, and to the rank's file. With
-    `hidden`, only to the file."""
+    """Write a line, or those of a traceback, where the user sees it, also from a rank whose lines are hidden, and to
+    the rank's file. With `hidden`, only to the file. Other control characters are escaped: a line may have text of
+    another rank or of a library."""
+    from titanlite.config.loader import printable  # here, since signals are handled before pydantic is imported
+
+    text = printable(text, keep="\n\t")
     sys.stdout.flush()
     sys.stderr.flush()
     for file in {console, log} - ({console} if hidden else set()):
