@@ -298,8 +298,7 @@ def append(file: int, text: str) -> None:
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
     """Write a line, or those of a traceback, where the user sees it, also from a rank whose lines are hidden, and to
-    the rank's file. With `hidden`, only to the file. Other control characters are escaped: a line may have text of
-    another rank or of a library."""
+    the rank's file; with `hidden`, only to the file. It may have text of others, so control characters are escaped."""
     from titanlite.config.loader import printable  # here, since signals are handled before pydantic is imported
 
     text = printable(text, keep="\n\t")
