@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tomli_w
 import torch
 from pydantic import ValidationError
 from rich.console import Console
@@ -281,6 +282,20 @@ def test_points_of_a_wrong_length_are_rejected():
         measured(operators={"mul": [[1000, 1e-5, 1.0]]})
     with pytest.raises(ValidationError):
         measured(matmul={"fp32": [[64, 64, 1e9]]})
+
+
+@pytest.mark.parametrize("second", [500, 1000])
+def test_points_that_are_not_in_order_are_rejected(second, tmp_path):
+    file = tmp_path / "node.toml"
+    points = [[1000, 1e-5], [second, 1e-3]]
+    collective = {"name": "send", "ranks": 2, "nodes": 1, "points": points}
+    for name, value in {"operators": {"mul": points}, "collectives": [collective]}.items():
+        values = device().model_dump(exclude_none=True)
+        values["measured"][name] = value
+        file.write_text(tomli_w.dumps(values))
+        line = rejection(lambda: find_device(str(file)))
+        assert line.startswith(f"{file}: measured.{name}.")
+        assert line.endswith("expected points from fewer bytes to more; calibrate anew")
 
 
 def test_a_damaged_file_is_one_line(tmp_path):

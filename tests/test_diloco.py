@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -318,6 +319,47 @@ def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     same = {name for name in one if torch.equal(one[name], other[name])}
     assert {name for name in one if name[1].startswith(("model.", "outer."))} <= same
     assert any(name[1].endswith("exp_avg") for name in one.keys() - same)
+
+
+@needs_torchft
+@pytest.mark.nightly
+def test_steps_that_are_lost_are_not_in_the_metrics(tmp_path, lighthouse):
+    """A group that was killed resumes between two synchronizations, while the other has gone on: at the next one it
+    gets the state of the other, and what it has trained since their last common synchronization is not the past of its
+    weights."""
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    options = "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=5", "--checkpoint.interval=7"
+    first, second = launches = [Launch(tmp_path, number, *options) for number in (0, 1)]
+
+    def saved() -> dict[int, Path]:
+        folders = (second.folder / "checkpoint").glob("step-*")
+        return {int(folder.name.partition(".")[0][5:]): folder for folder in folders if folder.suffix != ".tmp"}
+
+    def has_saved_between() -> bool:
+        shared = {line["step"] for line in second.lines() if line["replica_groups"] == 2}
+        return any(step % 5 and step - step % 5 in shared for step in saved())
+
+    try:
+        wait_until(has_saved_between, "the second group saves between two synchronizations", 200)
+        second.kill()
+        for step, folder in saved().items():
+            if step % 5 == 0:
+                shutil.rmtree(folder)
+        died = max(saved())
+        wait_until(lambda: first.step(groups=1) > died + 10, "the first group goes on alone", 100)
+        alone = first.step()
+        second.start()
+        wait_until(lambda: second.step(groups=2) > alone, "both groups train again", 200)
+    finally:
+        for launch in launches:
+            launch.kill()
+        print(first.log()[-2000:], second.log()[-2000:])
+    resumed = int(re.findall("resumed after step ([0-9]+) of", second.log())[-1])
+    last_shared = resumed - resumed % 5
+    steps = [line["step"] for line in second.lines()]
+    assert resumed > last_shared
+    assert last_shared in steps
+    assert min(step for step in steps if step > last_shared) > alone
 
 
 def test_what_must_not_be_synchronized_ends_the_group():

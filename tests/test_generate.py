@@ -441,6 +441,14 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
     assert run(capsys, *drawn, "--top-k", 1, "abc") == one
 
 
+def test_a_text_has_no_control_characters_but_line_feeds_and_tabs(hf_folder: Path, capsys, monkeypatch):
+    """A model can be trained to write what changes a terminal, or what a terminal types."""
+    odd = "a\tb\n\x1b]0;title\x07\x1b[2J\r\0\x9b\u202e é 漢字"
+    monkeypatch.setattr("titanlite.generate.text.continuation", lambda *_: odd)
+    expected = "a\tb\n\\x1b]0;title\\x07\\x1b[2J\\r\\x00\\x9b\\u202e é 漢字\n"
+    assert run(capsys, hf_folder, *BYTES, "--max-new-tokens", 1, "a") == (0, expected, [])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("family", "more"), [("llama", []), ("olmoe", []), ("olmoe", ["--expert-parallel"])])
 def test_the_command_starts_the_ranks_of_tensor_parallel(family: str, more: list[str], tmp_path: Path, capsys):

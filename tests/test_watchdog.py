@@ -9,6 +9,7 @@ import pytest
 from tests.launches import finish, launched
 from titanlite import progress
 from titanlite.config import ConfigError
+from titanlite.config.loader import printable
 from titanlite.errors import TrainingError
 from titanlite.reliability import watchdog
 
@@ -147,6 +148,39 @@ def test_limits_of_activities(monkeypatch):
     assert not progress.is_over(300)
     progress.alive()
     assert str(progress.current) == "waiting"
+
+
+def test_lines_about_long_work_have_no_control_characters(monkeypatch, capsys):
+    """They may have the name of a folder, or what the environment calls the first node."""
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.01)
+    with progress.progress("verifying a\x1b[2J\nb") as advance:
+        advance(1, "\x1b]0;title\x07")
+        time.sleep(0.5)
+    last = capsys.readouterr().err.split("\n")[-2]
+    assert last.startswith("verifying a\\x1b[2J\\nb: 1 , 0:00:0")
+    assert last.endswith("; \\x1b]0;title\\x07")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("a\x1b[2J\tb\n\x9b"),
+        RuntimeError("Connection closed by peer a\x1b[2J\tb\n\x9b"),
+        TrainingError("a\x1b[2J\tb\n\x9b"),
+    ],
+    ids=["traceback", "lost connection", "line"],
+)
+def test_what_ends_a_rank_is_printed_without_control_characters(error: Exception, capfd):
+    """The texts of other libraries' exceptions may be those of a file; those of other ranks come over the network."""
+    alone = mock.Mock(**{"launch.world_size": 1})
+    for dog in (None, alone):
+        alone.end = lambda message, status, **_: watchdog.process.print_to_console(message)
+        with mock.patch.object(watchdog.process, "exit_process"):
+            watchdog.fail(error, dog)
+    printed = capfd.readouterr().err
+    assert r"a\x1b[2J" in printed
+    assert r"\x9b" in printed
+    assert printable(printed, keep="\n\t") == printed
 
 
 def test_the_first_error_is_the_last_line(tmp_path: Path):

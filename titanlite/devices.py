@@ -4,6 +4,7 @@ The plan and the MFU of a run read the same table. To add a device, add a line w
 TOML file with the keys of `Device`, named by `plan.device`.
 """
 
+import itertools
 from typing import Annotated, Literal, Union
 
 from pydantic import AfterValidator, Field
@@ -14,6 +15,15 @@ Rate = Annotated[float, Field(ge=1e-18, le=1e30)]  # with these bounds no quotie
 TwoRates = Annotated[list[Rate], Field(min_length=2, max_length=2)]
 ThreeRates = Annotated[list[Rate], Field(min_length=3, max_length=3)]
 FourRates = Annotated[list[Rate], Field(min_length=4, max_length=4)]
+
+
+def _by_size(points: list[list[float]]) -> list[list[float]]:
+    if all(one[0] < other[0] for one, other in itertools.pairwise(points)):
+        return points
+    raise ValueError("expected points from fewer bytes to more")
+
+
+Points = Annotated[list[TwoRates], Field(min_length=1), AfterValidator(_by_size)]
 
 
 def _with_mul(operators: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
@@ -30,7 +40,7 @@ class MeasuredCollective(Section):
     """Ranks of the group."""
     nodes: Annotated[int, Field(ge=1)]
     """Nodes that they are on."""
-    points: Annotated[list[TwoRates], Field(min_length=1)]
+    points: Points
     """Bytes of the full tensor, and seconds; from fewer bytes to more."""
 
 
@@ -47,8 +57,9 @@ class Measured(Section):
     """Tokens of a causal sequence, head_dim, and FLOP/s of the forward."""
     attention_backward: Annotated[list[ThreeRates], Field(min_length=1)]
     """The same of the backward."""
-    operators: Annotated[dict[str, Annotated[list[TwoRates], Field(min_length=1)]], AfterValidator(_with_mul)]
-    """Bytes read and written, and seconds, by operator; "mul" stands for all that are not named."""
+    operators: Annotated[dict[str, Points], AfterValidator(_with_mul)]
+    """Bytes read and written, and seconds, by operator, from fewer bytes to more; "mul" stands for all that are not
+    named."""
     operator_seconds: Rate
     """How long the host takes to dispatch an operator, with autograd and modules, besides the operator itself."""
     dtensor_seconds: Rate

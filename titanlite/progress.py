@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from titanlite.config.loader import printable
+
 INTERVAL_SECONDS = 10.0
 """Seconds until the first line, and between two lines. Work that is shorter prints nothing."""
 
@@ -41,7 +43,7 @@ def progress(
     def report() -> None:
         while not finished.wait(INTERVAL_SECONDS):
             line = progress_line(description, done, total, unit, time.monotonic() - begin)
-            print(f"{line}; {details}" if details else line, file=sys.stderr, flush=True)
+            print(printable(f"{line}; {details}" if details else line), file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if enabled:

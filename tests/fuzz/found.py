@@ -21,6 +21,7 @@ FLOATS = [b"@A", b"PA", b"`A", b"pA", b"\x80A", b"\x88A", b"\x90A", b"\x98A", b"
 DEVICE_WITHOUT_MUL = DEVICE.replace("operators.mul", "operators.add")
 DEVICE_WITHOUT_POINTS = DEVICE.replace("points = [[1024, 1e-6], [1e6, 1e-4]]", "points = []")
 DEVICE_WITH_TINY_RATES = DEVICE.replace("[[1024, 1e-6]", "[[1e-320, 1e-6]")
+DEVICE_WITHOUT_ORDER = DEVICE.replace("[[1024, 1e-6], [1e6, 1e-4]]", "[[1e6, 1e-4], [1024, 1e-6]]")
 FOUND: dict[str, list[tuple[Any, str]]] = {
     "checkpoint": [
         (_tensors(), "accepted"),
@@ -32,5 +33,6 @@ FOUND: dict[str, list[tuple[Any, str]]] = {
         (DEVICE_WITHOUT_MUL.encode(), "rejected"),  # KeyError in a plan
         (DEVICE_WITHOUT_POINTS.encode(), "rejected"),  # IndexError in a plan
         (DEVICE_WITH_TINY_RATES.encode(), "rejected"),  # infinite seconds in a plan
+        (DEVICE_WITHOUT_ORDER.encode(), "rejected"),  # the seconds of 1e6 bytes for 1024 bytes
     ],
 }

@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from titanlite.config.loader import tomllib
+
 RAW = {"<deep>": "[" * 100_000, "<deep object>": '{"a":' * 100_000, "<digits>": "9" * 5000, "<huge>": "1e999"}
 """Texts that no value has, by the string that stands for them until the JSON or the TOML is written."""
 INTEGERS = [0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**300]
@@ -46,12 +48,13 @@ def _places(container: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value)
 
 
-HOW = ["replace", "change", "change", "change", "exchange", "delete", "add", "add"]
+HOW = ["replace", "change", "change", "change", "exchange", "liken", "delete", "add", "add"]
 
 
 @st.composite
 def changed(draw: Any, value: Any) -> Any:
-    """Return a JSON value in which some values are replaced, deleted, repeated, exchanged or a little wrong."""
+    """Return a JSON value in which some values are replaced, deleted, repeated, exchanged, in another order, a little
+    wrong, or those of a sibling: of two slices with their offsets, the second may get the first one's offset."""
     top = [copy.deepcopy(value)]
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         places = list(_places(top))
@@ -61,9 +64,12 @@ def changed(draw: Any, value: Any) -> Any:
         if how == "change" and type(old) in (int, float):
             container[key] = draw(st.sampled_from([old + 1, old - 1, -old, float(old), str(old)]))
         elif how == "change" and isinstance(old, list):
-            container[key] = old[::-1]
+            container[key] = draw(st.permutations(old))
         elif how == "exchange":
             container[key] = copy.deepcopy(other[other_key])
+        elif how == "liken":
+            siblings = [own[key] for own, name in places if name == key and type(own[key]) is type(old)]
+            container[key] = copy.deepcopy(draw(st.sampled_from(siblings)))
         elif how == "delete" and container is not top:
             del container[key]
         elif how == "add" and isinstance(container, dict):
@@ -99,8 +105,22 @@ def json_files(value: Any) -> st.SearchStrategy[bytes]:
     return st.one_of(st.builds(to_json, changed(value), ascii_only=st.booleans()), damaged(to_json(value)))
 
 
+def to_toml(value: Any) -> bytes:
+    """Return a table as TOML, with the texts of RAW; what is nested in it is on the line of its key."""
+
+    def text(inner: Any) -> str:
+        if isinstance(inner, dict):
+            return f"{{{', '.join(f'{json.dumps(key)} = {text(each)}' for key, each in inner.items())}}}"
+        if isinstance(inner, list):
+            return f"[{', '.join(map(text, inner))}]"
+        return to_json(inner).decode().replace("Infinity", "inf").replace("NaN", "nan")
+
+    return "".join(f"{json.dumps(key)} = {text(each)}\n" for key, each in value.items()).encode()
+
+
 def toml_files(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return files like a TOML file, in which some words, numbers, strings and lists are others."""
+    """Return files like a TOML file, in which some words, numbers, strings and lists are others, or whose tables and
+    lists are changed as those of JSON."""
     patterns = (rb'"[^"]*"|[-+.\w]+', rb"\[.*\]")
     words = [match.span() for pattern in patterns for match in re.finditer(pattern, data)]
 
@@ -110,7 +130,8 @@ def toml_files(data: bytes) -> st.SearchStrategy[bytes]:
             text = text[:begin] + word + text[end:]
         return text
 
-    return st.one_of(st.lists(st.tuples(st.sampled_from(words), TOML), max_size=3).map(replaced), damaged(data))
+    tables = changed(tomllib.loads(data.decode())).filter(lambda value: isinstance(value, dict)).map(to_toml)
+    return st.one_of(st.lists(st.tuples(st.sampled_from(words), TOML), max_size=3).map(replaced), tables, damaged(data))
 
 
 def safetensors_files(data: bytes) -> st.SearchStrategy[bytes]:

@@ -2,6 +2,7 @@
 are accepted."""
 
 import contextlib
+import copy
 import functools
 import gzip
 import json
@@ -39,7 +40,7 @@ from titanlite.generate.folder import ModelFolder
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
 from titanlite.plan.find_device import find_device
-from titanlite.plan.measured_rates import collective_seconds, work_seconds
+from titanlite.plan.measured_rates import collective_seconds, seconds_at, work_seconds
 from titanlite.plan.op_trace import Work
 from titanlite.reliability import folder_lock
 from titanlite.reliability.files import checksum
@@ -154,6 +155,29 @@ def hf_weights(folder: Path) -> Any:
     return st.one_of(st.tuples(st.just(INDEX), json_files(index)), *cases), check
 
 
+@st.composite
+def moved(draw: Any, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest in which a slice is elsewhere, is there twice or not at all, or two overlap: they cover a
+    smaller tensor."""
+    manifest = copy.deepcopy(manifest)
+    layouts = manifest["layouts"]
+    entry = draw(st.sampled_from([each for each in manifest["tensors"].values() if len(layouts[each["layout"]]) > 1]))
+    slices = layouts[entry["layout"]]
+    place = draw(st.integers(0, len(slices) - 1))
+    how, distance = draw(st.sampled_from(["move", "overlap", "repeat", "remove"])), draw(st.integers(-3, 3))
+    if how == "move":
+        offset = slices[place][1]
+        offset[draw(st.integers(0, len(offset) - 1))] += distance
+    elif how == "overlap":
+        slices[-1][1][0] += distance
+        entry["shape"][0] += distance
+    elif how == "repeat":
+        slices.append(slices[place])
+    else:
+        del slices[place]
+    return manifest
+
+
 @target
 def checkpoint(folder: Path) -> Any:
     """A manifest, a state.json or a file of tensors, of which the manifest has the checksums. Each tensor of what is
@@ -188,8 +212,8 @@ def checkpoint(folder: Path) -> Any:
             assert bytes(bytes_of(tensor)) == bytes(bytes_of(expected))
             assert (count == 1).all()
 
-    manifests = changed(manifest).map(functools.partial(forged, sort_keys=True)) | damaged(files[MANIFEST])
-    cases = {MANIFEST: manifests, STATE: json_files(json.loads(files[STATE]))}
+    manifests = (changed(manifest) | moved(manifest)).map(functools.partial(forged, sort_keys=True))
+    cases = {MANIFEST: manifests | damaged(files[MANIFEST]), STATE: json_files(json.loads(files[STATE]))}
     cases |= {name: safetensors_files(files[name]) for name in checkpoint_helpers.FILES}
     return st.one_of([st.tuples(st.just(name), inputs) for name, inputs in cases.items()]), check
 
@@ -344,7 +368,8 @@ nodes = 1\npoints = [[1024, 1e-6], [1e6, 1e-4]]\n"""
 
 @target
 def device_file(folder: Path) -> Any:
-    """A TOML file of plan.device. What is accepted gives finite seconds, or a line that says what was not measured."""
+    """A TOML file of plan.device. What is accepted gives finite seconds, at a measured size those that were measured,
+    or a line that says what was not measured."""
     works = [Work("aten.mul", 0, "", 5000, 5000, (), ()), Work("aten.mm", 9, "fp32", 0, 0, (), (), (1, 100, 80, 60))]
     works.append(Work("aten.attention", 9, "fp32", 0, 0, (), (), (300, 300, 64)))
 
@@ -355,5 +380,7 @@ def device_file(folder: Path) -> Any:
             seconds = [work_seconds(measured, work) for work in works]
             seconds.append(collective_seconds(measured, "all_reduce", 10_000, 4, 2))
             assert all(math.isfinite(each) and each > 0 for each in seconds)
+            for points in [*measured.operators.values(), *(row.points for row in measured.collectives)]:
+                assert all(math.isclose(seconds_at(points, size), each, rel_tol=1e-9) for size, each in points)
 
     return toml_files(DEVICE.encode()), check

@@ -7,9 +7,10 @@ FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoint
 Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
 object with the key "prompt".
 
-The text that follows each prompt is printed, up to EOS or --max-new-tokens. --chat takes each prompt as a user's
-message, in the tokenizer's chat template, and the text is the assistant's answer. The default is the most likely text;
---temperature draws at random, the same text for the same --seed and prompt.
+The text that follows each prompt is printed, up to EOS or --max-new-tokens. Its line feeds and tabs are as they are,
+and other control characters are escaped (\\x1b), so that no text commands a terminal. --chat takes each prompt as a
+user's message, in the tokenizer's chat template, and the text is the assistant's answer. The default is the most likely
+text; --temperature draws at random, the same text for the same --seed and prompt.
 
 Exit status: 0 done; 2 the folder or an argument is wrong.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 from titanlite.arguments import Parser, count, number
 from titanlite.config import ConfigError, Launch
-from titanlite.config.loader import print_problems
+from titanlite.config.loader import print_problems, printable
 from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.data.documents import text_of
@@ -133,7 +134,7 @@ def run(arguments: Any, argv: list[str]) -> int:
         for index, (prompt, tokens) in enumerate(zip(prompts, results, strict=True), 1):
             if launch.rank == 0:
                 title = [f"--- prompt {index} of {len(texts)}"] if len(texts) > 1 else []
-                print(*title, continuation(tokenizer, prompt, tokens), sep="\n", flush=True)
+                print(*title, printable(continuation(tokenizer, prompt, tokens), "\n\t"), sep="\n", flush=True)
     return 0
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
+from titanlite.config.loader import printable
 from titanlite.config.schema import Comm, Parallelism
 from titanlite.reliability.watchdog import BACKSTOP_SECONDS, ranks_store
 
@@ -28,7 +29,7 @@ def device_of(launch: Launch) -> torch.device:
 def log_rank0(message: str) -> None:
     """Print a line on the first rank, or in a process without ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
+        print(printable(message), flush=True)
 
 
 @contextlib.contextmanager

@@ -302,8 +302,11 @@ def append(file: int, text: str) -> None:
 
 
 def print_to_console(text: str, *, hidden: bool = False) -> None:
-    """Write a line where the user sees it, also from a rank whose lines are hidden, and to the rank's file. With
-    `hidden`, only to the file."""
+    """Write a line, or those of a traceback, where the user sees it, also from a rank whose lines are hidden, and to
+    the rank's file; with `hidden`, only to the file. It may have text of others, so control characters are escaped."""
+    from titanlite.config.loader import printable  # here, since signals are handled before pydantic is imported
+
+    text = printable(text, keep="\n\t")
     sys.stdout.flush()
     sys.stderr.flush()
     for file in {console, log} - ({console} if hidden else set()):
