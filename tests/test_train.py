@@ -11,14 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
@@ -27,7 +25,7 @@ from tests.test_architecture import LINES_OF_A_DEBUG_RUN
 from tests.test_step_costs import no_value_is_read
 from titanlite import build, config, metrics, progress, step_guard, summary, train, train_step
 from titanlite.build import meta_model
-from titanlite.checkpoint import checkpointer, convert
+from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
@@ -708,33 +706,6 @@ def test_weights_of_a_deeper_or_wider_model_are_rejected(runs, folder):
     assert message == (
         f"{path}: model.layers.0.feed_forward.w1.weight has shape [48, 32], expected [64, 32]; it is of another model"
     )
-
-
-def save_with_dcp(content: dict[str, torch.Tensor], folder: Path) -> None:
-    """Save as titanlite once did. In a rank, whose process has imported what a run imports: what DCP pickles depends on
-    what tests have done to theirs."""
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save(content, checkpoint_id=folder, no_dist=True)
-
-
-@pytest.mark.parametrize("n_experts", [0, pytest.param(4, marks=pytest.mark.nightly)])
-def test_a_checkpoint_of_the_older_format_is_converted(n_experts, runs, folder):
-    """It was written by torch's distributed checkpoint. The run that resumes from it is bit for bit the same."""
-    arguments = ["--checkpoint.enable", f"--model.moe.n_experts={n_experts}"]
-    uninterrupted = runs(1, "uninterrupted", *arguments)
-    runs(1, "run", *arguments, "--training.steps=3")
-    step = folder / "run" / "checkpoint" / "step-3"
-    reader = CheckpointReader(step)
-    content = {name: reader.read(name) for name in reader.shapes}
-    state = json.loads((step / "state.json").read_text())
-    shutil.rmtree(step)
-    runs.ranks(1).run(save_with_dcp, content=content, folder=step)
-    (step / "state.json").write_text(json.dumps(state))
-    message = error_message(runs, 1, "run", *arguments)
-    assert "it is of an older format: run `titanlite convert` on it" in message
-    step.rename(folder / "old")
-    assert convert.main([str(folder / "old"), str(step)]) == 0
-    assert computed(runs(1, "run", *arguments)) == computed(uninterrupted)
 
 
 def test_keep_latest_k(runs, folder):

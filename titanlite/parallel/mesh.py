@@ -29,7 +29,7 @@ def device_of(launch: Launch) -> torch.device:
 def log_rank0(message: str) -> None:
     """Print a line on the first rank, or in a process without ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(printable(message), flush=True)
+        print(printable(message, keep="\n\t"), flush=True)
 
 
 @contextlib.contextmanager
