@@ -24,7 +24,7 @@ from titanlite.plan.comparison import read_measurement
 from titanlite.reliability import files
 from titanlite.reliability.files import (
     Checksum,
-    Count,
+    Int63,
     Record,
     cannot_read,
     checksum,
@@ -164,7 +164,7 @@ def test_a_problem_of_a_record_has_no_control_characters():
 class Entry(Record):
     """What a file must be."""
 
-    bytes: Count
+    bytes: Int63
     xxh3_64: Checksum
 
 
