@@ -2,8 +2,8 @@
 
     python benchmarks/allocator_segments.py
 
-The plan adds a share of the peak for fragmentation (FRAGMENTATION in titanlite/plan/planner.py). This replays every
-allocation of two steps of the unfolded dry run, first with expandable segments and then without, by the rules of
+The plan adds a share of the peak for fragmentation (FRAGMENTATION in titanlite/tools/plan/planner.py). This replays
+every allocation of two steps of the unfolded dry run, first with expandable segments and then without, by the rules of
 https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management and torch's CUDACachingAllocator.cpp:
 
 - Sizes are multiples of 512 bytes. Up to 1 MiB they come from a pool of their own.
@@ -23,8 +23,8 @@ from pathlib import Path
 
 from titanlite import config
 from titanlite.config.stage_split import module_names
-from titanlite.plan import planner
-from titanlite.plan.op_trace import Memory
+from titanlite.tools.plan import planner
+from titanlite.tools.plan.op_trace import Memory
 
 MIB, GIB = 2**20, 2**30
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.calibrate.command import write
-from titanlite.calibrate.measure import measure_device
 from titanlite.config import Launch, check, load
-from titanlite.devices import Device
+from titanlite.metrics.devices import Device
 from titanlite.parallel import mesh
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.parity.training_run import TrainingRun
-from titanlite.plan.planner import make_plan
+from titanlite.tools.calibrate.command import write
+from titanlite.tools.calibrate.measure import measure_device
+from titanlite.tools.parity.process_pool import ProcessPool
+from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan.planner import make_plan
 
 DEBUG = Path(__file__).resolve().parent.parent / "configs" / "debug.toml"
 P = "parallelism."

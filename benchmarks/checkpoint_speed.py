@@ -30,7 +30,7 @@ from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.checkpoint.tensors import slices_to_save
 from titanlite.config.schema import Checkpoint, Comm
-from titanlite.parity.process_pool import ProcessPool
+from titanlite.tools.parity.process_pool import ProcessPool
 
 WIDTH = 2048
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.loss import chunked_cross_entropy
-from titanlite.parity.process_pool import ProcessPool
+from titanlite.tools.parity.process_pool import ProcessPool
 
 VARIANTS = ("unchunked", "loss_chunks = 8", "loss_chunks = 16", "torch's chunked")
 

@@ -28,8 +28,8 @@ import torch
 from resident_memory import map_each_tensor, reset_peak, resident_bytes
 
 from titanlite.config import Config, Launch, check, load
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.parity.training_run import TrainingRun
+from titanlite.tools.parity.process_pool import ProcessPool
+from titanlite.tools.parity.training_run import TrainingRun
 
 SHORTEST = 4096
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"

@@ -84,7 +84,7 @@ def rates(small: bool) -> dict[str, float]:
 def plan(arguments: list[str]) -> dict[str, float]:
     """Return the planned peak of a step's tensors in GiB, and the planned tokens/s."""
     from titanlite.config import load  # here: the other commands run without titanlite's dependencies
-    from titanlite.plan.planner import make_plan
+    from titanlite.tools.plan.planner import make_plan
 
     planned = make_plan(load(arguments), world_size=1)
     return {"planned GiB": planned.worst.peak.total / 2**30, "planned tokens/s": planned.tokens_per_second}

@@ -22,7 +22,7 @@ from titanlite.hf.export import export
 from titanlite.hf.load import load_hf_weights
 from titanlite.hf.names import tensor_shapes
 from titanlite.parallel.mesh import build_layout
-from titanlite.parity.process_pool import ProcessPool
+from titanlite.tools.parity.process_pool import ProcessPool
 
 CPU = torch.device("cpu")
 MIB = 2**20

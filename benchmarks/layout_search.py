@@ -19,9 +19,9 @@ from pathlib import Path
 
 from python_path import with_python_path
 
-from titanlite.advise.command import make_task, parse_options
-from titanlite.advise.search import search
-from titanlite.advise.search_space import GIB
+from titanlite.tools.advise.command import make_task, parse_options
+from titanlite.tools.advise.search import search
+from titanlite.tools.advise.search_space import GIB
 
 TASKS = (
     "--gpus 8 --device h100 --model llama3_8b --seq-len 8192",
@@ -34,12 +34,12 @@ LOG = Path(__file__).parent / "logs" / "advise.log"
 
 def old_output(options: str, checkout: Path | None) -> str:
     """Return what the old search prints: from its log, or else by running it."""
-    logged = LOG.read_text().partition(f"$ python -m titanlite.plan --advise {options}")[2]
+    logged = LOG.read_text().partition(f"$ python -m titanlite.tools.plan --advise {options}")[2]
     if logged:
         return logged.partition("\n$ ")[0]
     if checkout is None:
         sys.exit(f"{LOG} has no output for {options}: --old CHECKOUT of commit 4641fed is needed")
-    command = [sys.executable, "-m", "titanlite.plan", "--advise", *options.split()]
+    command = [sys.executable, "-m", "titanlite.tools.plan", "--advise", *options.split()]
     environment = with_python_path(os.environ, checkout.resolve())
     return subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True, text=True).stdout
 

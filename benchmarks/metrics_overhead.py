@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from titanlite import build, metrics
+from titanlite import build
 from titanlite.config import Launch, check, load
 from titanlite.config.schema import Comm
+from titanlite.metrics import logger as metrics
 from titanlite.model import flops_per_token
 from titanlite.parallel import mesh
-from titanlite.parity.training_run import TrainingRun
+from titanlite.tools.parity.training_run import TrainingRun
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
 

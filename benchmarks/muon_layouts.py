@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from titanlite.config.schema import Optimizer
-from titanlite.optimizer import build_muon
-from titanlite.parity.process_pool import ProcessPool
+from titanlite.techniques.muon import build_muon
+from titanlite.tools.parity.process_pool import ProcessPool
 
 RANKS = 1, 2, 4
 SIDES = [(256, 256), (768, 256)] * 5

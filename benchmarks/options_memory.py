@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.schema import Comm
 from titanlite.parallel import mesh
-from titanlite.parity.training_run import TrainingRun
+from titanlite.tools.parity.training_run import TrainingRun
 
 HERE = Path(__file__).resolve().parent
 Options = dict[str, str | int]

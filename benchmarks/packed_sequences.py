@@ -27,14 +27,14 @@ import numpy as np
 from tokenize_speed import make_text, make_tokenizer
 
 from titanlite.config.schema import Training
-from titanlite.data.best_fit import pack, split_documents
 from titanlite.data.documents import open_stream
-from titanlite.data.mixture import MIXTURE_BLOCK, Component, MixedSequences
 from titanlite.data.open import build_tokenizer
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
-from titanlite.data.streaming import StreamingSequences
 from titanlite.data.token_cache import open_token_cache
+from titanlite.techniques.data.best_fit import pack, split_documents
+from titanlite.techniques.data.mixture import MIXTURE_BLOCK, Component, MixedSequences
+from titanlite.techniques.data.streaming import StreamingSequences
 
 DOCUMENTS, SEQUENCES, SEQ_LEN = 100_000, 2_000, 2_048
 

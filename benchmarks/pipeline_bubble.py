@@ -17,7 +17,7 @@ table has
     simulated  the same actions in the same order; each starts as soon as its rank is free and its input is there, and
                messages take no time. The measured bubble exceeds it by Python, gloo and waiting for a core.
 
-The simulation is titanlite/plan/schedule.py, from which the planner has the time of a step.
+The simulation is titanlite/tools/plan/schedule.py, from which the planner has the time of a step.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.data.loader import Batch
 from titanlite.parallel.pipeline import PipelineRunner
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.plan.schedule import Action, own_actions, pipeline_bubble, simulate
+from titanlite.tools.parity.process_pool import ProcessPool
+from titanlite.tools.plan.schedule import Action, own_actions, pipeline_bubble, simulate
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 FORMULAS = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS")

@@ -39,11 +39,11 @@ from torch import Tensor, nn
 
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.loader import read_toml
-from titanlite.moe.router import Router
 from titanlite.parallel import mesh
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.parity.training_run import TrainingRun
-from titanlite.plan.planner import FRAGMENTATION, make_plan
+from titanlite.techniques.moe.router import Router
+from titanlite.tools.parity.process_pool import ProcessPool
+from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan.planner import FRAGMENTATION, make_plan
 
 HERE = Path(__file__).resolve().parent
 DEBUG = HERE.parent / "configs" / "debug.toml"

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titanlite.config import load
-from titanlite.plan.planner import make_plan
-from titanlite.plan.result import Plan
-from titanlite.summary import describe_mesh
+from titanlite.metrics.summary import describe_mesh
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.result import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = (

@@ -21,15 +21,15 @@ import torch
 from python_path import ROOT
 
 from titanlite.data import shard_files, token_shards
-from titanlite.reliability.folder_lock import FolderLock
-from titanlite.sdc import hash_of_bits
+from titanlite.launch.folder_lock import FolderLock
+from titanlite.techniques.sdc import hash_of_bits
 
 REPETITIONS = 5
 BYTES = 2**28
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from titanlite.reliability.folder_lock import FolderLock
+from titanlite.launch.folder_lock import FolderLock
 FolderLock(Path(sys.argv[1]), name="run.lock", purpose="", advice="", lost=print).acquire()
 print(flush=True)
 time.sleep(600)

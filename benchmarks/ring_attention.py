@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.parallel.context import ContextAttention
 from titanlite.parallel.mesh import retain_freed_memory
-from titanlite.parity.process_pool import ProcessPool
+from titanlite.tools.parity.process_pool import ProcessPool
 
 CUDA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

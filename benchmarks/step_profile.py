@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from vs_torchtitan import CPU_SEQ_LEN, FLAVORS, TOML
 
 from titanlite.config import Launch, check, load
+from titanlite.launch.process import exit_process
 from titanlite.parallel import mesh
-from titanlite.parity.training_run import TrainingRun
-from titanlite.reliability.process import exit_process
+from titanlite.tools.parity.training_run import TrainingRun
 
 OPTIONS = FLAVORS["debug"][0] | {"training.local_batch_size": 8, "training.seq_len": CPU_SEQ_LEN}
 VARIANTS = {"eager": {}, "compiled": {"compile.enable": "true"}}

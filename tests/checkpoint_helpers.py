@@ -12,7 +12,7 @@ from torch import Tensor
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.manifest import MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.reliability.files import checksum
+from titanlite.files.durable import checksum
 
 STATE_CONTENT = {"step": 7, "identity": {"seed": 1, "dim": 4}, "skipped": 0, "loss_scale": [1.0, 0]}
 STATE_CONTENT |= {"data": {"next_sequence": 0}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data_helpers import Assets, built_in_texts
-from titanlite.parity.process_pool import ProcessPool, RankDied
+from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
 NIGHTLY = Path(__file__).parent / "nightly.txt"
 MAX_CALLS_PER_POOL, MAX_CALLS_OF_AN_IDLE_POOL = 30, 10

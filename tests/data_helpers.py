@@ -19,8 +19,8 @@ from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
-from titanlite.data.streaming import StreamingSequences
 from titanlite.data.tokenizer import ByteTokenizer, encode_documents
+from titanlite.techniques.data.streaming import StreamingSequences
 
 T = 16
 BYTES = ByteTokenizer()

@@ -16,10 +16,10 @@ import sys
 from titanlite.config import load_values
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.launcher import environment_of_ranks, launch_variables
-from titanlite.reliability.process import listen_as_launcher
+from titanlite.launch.process import listen_as_launcher
 signals = listen_as_launcher()
 print("listening", flush=True)
-from titanlite.reliability import agent
+from titanlite.launch import agent
 script, ranks, max_restarts, agent.SECONDS_AFTER_A_FAILURE = sys.argv[1], *map(int, sys.argv[2:])
 raise_open_file_limit()
 environment = environment_of_ranks(ranks) | launch_variables(load_values({"job": {"dump_folder": "."}}, "test", []))

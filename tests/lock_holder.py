@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from titanlite.config.loader import ConfigError, print_problems
-from titanlite.reliability import folder_lock
-from titanlite.reliability.folder_lock import FolderLock
+from titanlite.launch import folder_lock
+from titanlite.launch.folder_lock import FolderLock
 
 BEAT_SECONDS, PATIENCE = 0.02, 10
 

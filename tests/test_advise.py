@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 
-from titanlite.advise import command, explanation, memory_bound, search, search_space
-from titanlite.advise.command import make_task, parse_options
-from titanlite.advise.search import PlannedLayout, Search
-from titanlite.advise.search_space import GIB, Candidate, Mesh, Task
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
-from titanlite.plan import command as plan_command
-from titanlite.plan.find_device import find_device
-from titanlite.plan.planner import make_plan
+from titanlite.tools.advise import command, explanation, memory_bound, search, search_space
+from titanlite.tools.advise.command import make_task, parse_options
+from titanlite.tools.advise.search import PlannedLayout, Search
+from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task
+from titanlite.tools.plan import command as plan_command
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.planner import make_plan
 
 H100 = find_device("h100")
 

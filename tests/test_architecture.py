@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +12,32 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
-SEE_THE_FULL_CONFIG = ("train.py", "build.py", "summary.py", "launcher.py", "config/", "plan/", "advise/", "parity/")
-SEE_THE_FULL_CONFIG += ("tokenize_dataset.py",)
+SEE_THE_FULL_CONFIG = (
+    *("train.py", "build.py", "launcher.py", "metrics/summary.py", "config/"),
+    *(
+        "tools/plan/",
+        "tools/advise/",
+        "tools/parity/",
+        "tools/config.py",
+        "tools/from_torchtitan/",
+        "tools/tokenize.py",
+    ),
+)
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 SCHEMA = "titanlite/config/schema.py"
 """It may be longer, since it has declarations: a reader looks for an option in one place, and reads no more of it."""
 LINES_OF_THE_LOOP, COMPLEXITY_OF_THE_LOOP = 100, 20
 HEART = (
-    *("train", "train_step", "step_guard", "validation", "build", "model", "loss", "init", "optimizer", "shards"),
+    *("train", "train_step", "step_guard", "validation", "build", "model", "loss", "init", "optimizer"),
     *("parallel/mesh", "parallel/parallelize", "parallel/tensor", "parallel/fsdp", "parallel/pipeline"),
     *("parallel/activation_checkpoint", "parallel/compile", "parallel/attention", "parallel/context"),
+    *("parallel/shards",),
     *("data/packing", "data/loader"),
 )
 """The files of the loop, the step, the model, every parallelism and the data's order, without their endings."""
 # What a debug run with checkpoints imports is counted in tests/test_train.py.
 LINES_OF_THE_HEART, LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 3600, 10_900, 25_800
-DEEPEST_IMPORT = 13
+DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 130, 12
 
 
 def relative(path: Path) -> str:
@@ -217,30 +229,86 @@ def folder_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def imports_of_folders() -> dict[str, frozenset[str]]:
-    """Return which folders (and single modules of the package) each of them imports."""
+def part_of(module: str) -> str:
+    """Return the part that a module is in: a folder with its files, a technique or a tool, or a module that is in none
+    of them."""
+    names = module.split(".")
+    return ".".join(names[: 3 if names[1:2] in (["techniques"], ["tools"]) else 2])
+
+
+def imports_of_parts(in_functions: bool = True) -> dict[str, frozenset[str]]:
+    """Return which parts each of them imports."""
     graph: dict[str, set[str]] = {}
     for module in MODULES:
-        others = {folder_of(name) for name in imports(module)} - {folder_of(module), "titanlite"}
-        graph.setdefault(folder_of(module), set()).update(others)
-    return {folder: frozenset(others) for folder, others in graph.items()}
+        others = {part_of(name) for name in imports(module, in_functions)} - {part_of(module), "titanlite"}
+        graph.setdefault(part_of(module), set()).update(others)
+    return {part: frozenset(others) for part, others in graph.items()}
 
 
 def test_imports_have_no_cycle():
     longest_chain({module: imports(module) for module in MODULES})
 
 
-def test_imports_are_not_deep():
-    chain = longest_chain(imports_of_folders())
+def test_parts_import_no_part_above_them():
+    """Outside functions. Inside them, a few files choose a technique that an option asks for."""
+    chain = longest_chain(imports_of_parts(in_functions=False))
     assert len(chain) - 1 <= DEEPEST_IMPORT, " -> ".join(chain)
 
 
-def test_generation_is_apart_from_training():
-    """Only its commands import it and, where prompts are configured, the build of a run."""
-    inside = {module for module in MODULES if folder_of(module) == "titanlite.generate"}
-    importers = {folder_of(module) for module in MODULES.keys() - inside if imports(module) & inside}
-    assert importers == {"titanlite.build", "titanlite.evaluate"}
-    assert not imports("titanlite.build", in_functions=False) & inside
+def test_folders_import_few_others():
+    arrows = {(folder_of(part), folder_of(other)) for part, others in imports_of_parts().items() for other in others}
+    assert len([folder for folder, other in arrows if folder != other]) <= MOST_IMPORTS
+
+
+def test_few_modules_are_in_no_folder():
+    modules = [path for path in (ROOT / "titanlite").glob("*.py") if not path.stem.startswith("__")]
+    assert len(modules) <= MOST_MODULES
+
+
+CHOOSE_TECHNIQUES = {"titanlite.build", "titanlite.data", "titanlite.parallel", "titanlite.model"}
+
+
+def test_the_core_imports_no_technique_and_no_tool():
+    """A technique is imported in a function of a file that chooses it; a tool by nothing but its command."""
+    choosing = set()
+    for module in MODULES:
+        if module.startswith(("titanlite.techniques", "titanlite.tools")):
+            continue
+        names = imports(module)
+        assert not any(name.startswith("titanlite.tools") for name in names), module
+        if any(name.startswith("titanlite.techniques") for name in names):
+            choosing.add(part_of(module))
+        assert not any(name.startswith("titanlite.techniques") for name in imports(module, in_functions=False)), module
+    assert choosing == CHOOSE_TECHNIQUES
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks"),
+    [
+        ("debug_tp", 2),
+        pytest.param("debug", 1, marks=pytest.mark.nightly),
+        pytest.param("debug_pp", 2, marks=pytest.mark.nightly),
+        pytest.param("debug_cp", 4, marks=pytest.mark.nightly),
+        pytest.param("debug_4d", 16, marks=pytest.mark.nightly),
+    ],
+)
+def test_without_techniques_and_tools_the_core_trains(tmp_path: Path, name: str, n_ranks: int):
+    for folder in ("titanlite", "configs"):
+        ignored = shutil.ignore_patterns("techniques", "tools", "__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(ROOT / "train.py", tmp_path)
+    launcher = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={n_ranks}"]
+    small = [
+        "--training.steps=2",
+        "--training.seq_len=64",
+        "--training.local_batch_size=8",
+        "--validation.enable=false",
+    ]
+    command = [sys.executable, "-m", *launcher, "train.py", f"configs/{name}.toml", *small, "--job.dump_folder=run"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "step 2/2  loss" in result.stdout
 
 
 def test_a_cycle_is_found():

@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data_helpers import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
+from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Validation
-from titanlite.data import best_fit, token_cache
 from titanlite.data import open as opening
-from titanlite.data.best_fit import (
+from titanlite.data import token_cache
+from titanlite.data.token_cache import open_token_cache
+from titanlite.loss import IGNORED
+from titanlite.techniques.data import best_fit
+from titanlite.techniques.data.best_fit import (
     BestFit,
     BestFitSequences,
     best_fit_decreasing,
@@ -24,10 +28,7 @@ from titanlite.data.best_fit import (
     pack,
     split_documents,
 )
-from titanlite.data.token_cache import open_token_cache
-from titanlite.errors import TrainingError
-from titanlite.loss import IGNORED
-from titanlite.tokenize_dataset import describe
+from titanlite.tools.tokenize import describe
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 EXAMPLES = settings(max_examples=60, deadline=None)

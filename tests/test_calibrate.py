@@ -17,17 +17,17 @@ from rich.console import Console
 
 from tests.data_helpers import rejection
 from titanlite import config
-from titanlite.calibrate import collectives, command, host, operators, timing
-from titanlite.calibrate.collectives import kinds_of_groups
-from titanlite.calibrate.measure import measure_device
-from titanlite.devices import Device, Measured
-from titanlite.plan.cost_model import CostModel
-from titanlite.plan.find_device import find_device
-from titanlite.plan.measured_rates import collective_seconds, rate_at, seconds_at, work_seconds
-from titanlite.plan.op_trace import Communication, Dispatch, Work
-from titanlite.plan.planner import make_plan
-from titanlite.plan.report import report
-from titanlite.plan.result import Plan
+from titanlite.metrics.devices import Device, Measured
+from titanlite.tools.calibrate import collectives, command, host, operators, timing
+from titanlite.tools.calibrate.collectives import kinds_of_groups
+from titanlite.tools.calibrate.measure import measure_device
+from titanlite.tools.plan.cost_model import CostModel
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.measured_rates import collective_seconds, rate_at, seconds_at, work_seconds
+from titanlite.tools.plan.op_trace import Communication, Dispatch, Work
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.report import report
+from titanlite.tools.plan.result import Plan
 
 DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.toml")
 

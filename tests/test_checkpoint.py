@@ -26,12 +26,12 @@ from tests.checkpoint_helpers import (
     tensors,
     write_checkpoint,
 )
-from titanlite.checkpoint import command
 from titanlite.checkpoint.files import BLOCK_BYTES, write_file
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Slice, Stored, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import ConfigError
+from titanlite.tools import checkpoint as command
 
 FIRST, SECOND = FILES
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from titanlite import cli
-from titanlite.cli import COMMANDS
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
-from titanlite.errors import TrainingError
+from titanlite.launch import cli
+from titanlite.launch.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,8 +76,8 @@ def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments
     monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
     monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launcher.listen_as_launcher", lambda: None)
-    monkeypatch.setattr("titanlite.reliability.process.signals.listen", lambda received: None)
-    monkeypatch.setattr("titanlite.reliability.process.exit_process", sys.exit)
+    monkeypatch.setattr("titanlite.launch.process.signals.listen", lambda received: None)
+    monkeypatch.setattr("titanlite.launch.process.exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
@@ -137,7 +137,7 @@ def test_a_command_imports_nothing_heavy_for_its_help():
     light = [[], *([name] for name in COMMANDS if name not in ("checkpoint", "convert"))]
     code = f"""
 import sys
-from titanlite.cli import main
+from titanlite.launch.cli import main
 for arguments in {light}:
     sys.argv = ["titanlite", *arguments, "--help"]
     try:

@@ -11,7 +11,7 @@ import pytest
 from tests.config_helpers import *
 from titanlite import config, launcher
 from titanlite.config import Launch
-from titanlite.reliability import agent
+from titanlite.launch import agent
 
 # fmt: off
 REJECTED = [

@@ -14,11 +14,11 @@ from titanlite import config
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.parallel import mesh
-from titanlite.parity.process_pool import ProcessPool
-from titanlite.parity.training_run import run_layout
-from titanlite.plan.connections import gloo_connections, process_groups
-from titanlite.plan.planner import make_plan
-from titanlite.plan.result import Plan
+from titanlite.tools.parity.process_pool import ProcessPool
+from titanlite.tools.parity.training_run import run_layout
+from titanlite.tools.plan.connections import gloo_connections, process_groups
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.result import Plan
 
 EXPERTS = {"model__moe__n_experts": 4, "model__moe__expert_dim": 16, "expert_parallel_degree": 4}
 THREADS_OF_A_GROUP = 3  # gloo's: two that run collectives, one that waits for its sockets

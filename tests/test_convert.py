@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite import build
-from titanlite.checkpoint import convert
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
+from titanlite.tools import convert
 
 MODEL = Config().replace(model__n_layers=1)
 

@@ -18,7 +18,7 @@ from titanlite.config.schema import Validation
 from titanlite.data import open as opening
 from titanlite.data.loader import Sequences
 from titanlite.data.packing import ValidationSequences
-from titanlite.data.streaming import StreamingSequences
+from titanlite.techniques.data.streaming import StreamingSequences
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.dataset_losses import DatasetLosses
 from titanlite.loss import IGNORED, chunked_cross_entropy
-from titanlite.parity.reference import RandomSequences
+from titanlite.techniques.data.dataset_losses import DatasetLosses
+from titanlite.tools.parity.reference import RandomSequences
 
 T, BATCH = 4, 6
 

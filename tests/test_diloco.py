@@ -32,10 +32,10 @@ from tests.test_parity import resolve
 from tests.test_train import SMALL
 from titanlite import build
 from titanlite.config import Config, ConfigError
+from titanlite.config.errors import TrainingError
 from titanlite.config.schema import FaultTolerance
-from titanlite.diloco import DiLoCo, OuterOptimizer
-from titanlite.errors import TrainingError
-from titanlite.parity.reference import trace_of
+from titanlite.techniques.replicas.diloco import DiLoCo, OuterOptimizer
+from titanlite.tools.parity.reference import trace_of
 
 lighthouse = groups_of_test.lighthouse
 SYNC_STEPS = 3
@@ -369,7 +369,7 @@ def test_what_must_not_be_synchronized_ends_the_group():
     with pytest.raises(TrainingError, match="step 7: other replica groups synchronize after another step"):
         diloco._common_step(6.5, counts=True)
     with pytest.raises(TrainingError, match=r"since step 5; raise training\.steps"):
-        next(diloco.steps(7))
+        next(diloco.steps(7, 7))
     weight = nn.Parameter(torch.ones(3))
     diloco.outer = OuterOptimizer({"weight": weight}, FaultTolerance())
     diloco.outer.begin()

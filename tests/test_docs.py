@@ -128,7 +128,7 @@ def test_every_option_exists(path: Path):
     ],
 )
 def test_an_unknown_option_is_found(text: str):
-    right = "`training.steps`, optimizer.build_optimizer, checkpoint.md, `config.training.x`\n\n"
+    right = "`training.steps`, optimizer.build_adam, checkpoint.md, `config.training.x`\n\n"
     assert len(unknown_options(right + text + "\n")) == 1
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.data_helpers import open_stream, rejection, rejections, source, texts_of, write
+from titanlite.config.errors import TrainingError
 from titanlite.data import documents
 from titanlite.data.parquet_footers import survivors
-from titanlite.errors import TrainingError
 
 pytestmark = pytest.mark.usefixtures("offline")
 

@@ -14,12 +14,14 @@ from tests.config_helpers import python
 from tests.data_helpers import BYTES, flat, some_texts, write
 from tests.hf_helpers import CPU, build_hf
 from tests.test_train import SMALL, read_metrics, run_train
-from titanlite import config, evaluate, metrics
+from titanlite import config
 from titanlite.config import ConfigError, Launch
-from titanlite.generate.folder import open_folder
-from titanlite.generate.generator import Generator
-from titanlite.generate.sampling import Sampling, choose
-from titanlite.generate.text import continuation, encode_prompts
+from titanlite.data.text import continuation, encode_prompts
+from titanlite.metrics import logger as metrics
+from titanlite.tools import evaluate
+from titanlite.tools.generate.folder import open_folder
+from titanlite.tools.generate.generator import Generator
+from titanlite.tools.generate.sampling import Sampling, choose
 
 SEQ_LEN, EOS = 24, 257
 FAMILY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": EOS}
@@ -110,7 +112,7 @@ def train_and_count_graphs(argv: list[str]) -> tuple[str, int, bool]:
     """Train, and return the error, how many graphs were compiled for samples, and whether one was for anything else."""
     from torch._dynamo.utils import counters
 
-    from titanlite.generate.samples import Samples
+    from titanlite.techniques.samples import Samples
 
     generate, begin, of_samples = Samples.generate, counters["stats"]["unique_graphs"], 0
 
@@ -195,7 +197,7 @@ WRONG: dict[tuple[str, ...], str] = {
 def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], tmp_path: Path, monkeypatch, capsys):
     build_hf("llama", **FAMILY).save_pretrained(tmp_path)
     capsys.readouterr()
-    monkeypatch.setattr("titanlite.reliability.process.exit_process", lambda status: status)
+    monkeypatch.setattr("titanlite.launch.process.exit_process", lambda status: status)
     monkeypatch.setattr("titanlite.parallel.mesh.process_group", lambda *arguments: contextlib.nullcontext())
     monkeypatch.setattr(evaluate, "evaluate", open_data_only)
     evaluate.main([str(tmp_path), "--tokenizer=bytes", *arguments])

@@ -33,6 +33,7 @@ from tests.test_layouts import (
 from tests.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
 from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on_meta, relative, section
 from tests.test_parity import STEPS, compare, resolve
+from titanlite.build import optimizer_for
 from titanlite.config.hf_config import hf_config
 from titanlite.config.schema import Model
 from titanlite.hf.names import named_weights
@@ -46,11 +47,10 @@ from titanlite.model import (
     rope_magnitude,
     rope_table,
 )
-from titanlite.moe.parallel import local_weight
-from titanlite.optimizer import build_optimizer
 from titanlite.parallel import tensor
 from titanlite.parallel.attention import PACKED_ATTENTION
-from titanlite.plan.op_trace import recording
+from titanlite.techniques.moe.parallel import local_weight
+from titanlite.tools.plan.op_trace import recording
 
 CPU = torch.device("cpu")
 LINEAR = {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
@@ -202,7 +202,7 @@ def test_biases_begin_at_zero_and_do_not_decay():
             assert (parameter == 1).all(), name
     from titanlite.config import Config
 
-    decays = {id(p): group["weight_decay"] for group in build_optimizer(llama, Config().optimizer).param_groups
+    decays = {id(p): group["weight_decay"] for group in optimizer_for(llama, Config().optimizer).param_groups
               for p in group["params"]}  # fmt: skip
     for name, parameter in llama.named_parameters():
         assert decays[id(parameter)] == (0.0 if name.endswith(".bias") or "norm" in name else 0.1), name
@@ -400,8 +400,8 @@ def test_injected_bug_in_the_norm_of_all_heads_fails(ranks, tmp_path, bug, first
 
 def test_window_changes_what_is_computed(tmp_path):
     """The layouts above would agree with the reference, too, if both ignored the window."""
-    from titanlite.parity.compare import differences
-    from titanlite.parity.reference import run_reference
+    from titanlite.tools.parity.compare import differences
+    from titanlite.tools.parity.reference import run_reference
 
     traces = [run_reference(resolve(tmp_path, 1, options), CPU, steps=1) for options in ({}, WINDOW)]
     assert differences(*traces)["step 1 loss"] > 1e-6

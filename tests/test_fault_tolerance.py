@@ -28,14 +28,14 @@ from titanlite import config as config_module
 from titanlite.checkpoint.run import RunState
 from titanlite.config import Config, ConfigError
 from titanlite.init import init_weights
+from titanlite.launch.process import Signals
 from titanlite.loss import IGNORED, cross_entropy
 from titanlite.optimizer import set_lr
-from titanlite.parity.process_pool import ProcessPool, RankDied
-from titanlite.parity.reference import RandomSequences, trace_of
-from titanlite.parity.shrink import shrink
-from titanlite.parity.training_run import TrainingRun
-from titanlite.plan import planner
-from titanlite.reliability.process import Signals
+from titanlite.tools.parity.process_pool import ProcessPool, RankDied
+from titanlite.tools.parity.reference import RandomSequences, trace_of
+from titanlite.tools.parity.shrink import shrink
+from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan import planner
 
 ROOT = Path(__file__).parents[1]
 needs_torchft = pytest.mark.skipif(
@@ -67,8 +67,8 @@ def join(config: Config, address: str, identity: int = 7, last_step: int = 0) ->
     """Build this rank's model and connect its group with the others. With `last_step`, as one that resumes after that
     step, and synchronized by DiLoCo before its first."""
     os.environ["TORCHFT_LIGHTHOUSE"] = address
-    from titanlite.diloco import DiLoCo, OuterOptimizer
-    from titanlite.fault_tolerance import Replicas
+    from titanlite.techniques.replicas.diloco import DiLoCo, OuterOptimizer
+    from titanlite.techniques.replicas.torchft import Replicas
 
     run = TrainingRun(config, CPU)
     sections, tokens = (config.fault_tolerance, config.comm), config.tokens_per_step
@@ -352,7 +352,7 @@ PASTS = {
 @needs_torchft
 @pytest.mark.parametrize("case", PASTS)
 def test_the_last_step_that_two_groups_share(case):
-    from titanlite.fault_tolerance import last_shared_step
+    from titanlite.techniques.replicas.torchft import last_shared_step
 
     own, other, step = PASTS[case]
     assert last_shared_step(own, other) == last_shared_step(other, own) == step

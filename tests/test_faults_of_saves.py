@@ -17,13 +17,14 @@ import torch.distributed as dist
 from tests.checkpoint_helpers import write_checkpoint
 from tests.test_train import computed, error_message, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import optimizer
-from titanlite.checkpoint import checkpointer, command
+from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint import ranks as waiting
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.folder import CheckpointFolder, state_of
+from titanlite.checkpoint.folder import CheckpointFolder, state_of, step_folders
 from titanlite.config import ConfigError
-from titanlite.errors import TrainingError
-from titanlite.generate.folder import open_folder
+from titanlite.config.errors import TrainingError
+from titanlite.tools import checkpoint as command
+from titanlite.tools.generate.folder import open_folder
 
 SAVE = "time_metrics/checkpoint(s)"
 
@@ -197,11 +198,11 @@ def test_commands_read_what_is_good_or_named(tmp_path: Path, capsys: pytest.Capt
     assert command.main([str(tmp_path)]) == 0
     assert "step 7, unconfirmed: its weights have given no finite step yet, 2,662," in capsys.readouterr().out
     message = f"; {place}/step-7.unconfirmed, whose weights have given no finite step yet, is read if it is named"
-    for read in (command.step_folders, open_folder):
+    for read in (step_folders, open_folder):
         with pytest.raises(ConfigError) as error:
             read(tmp_path)
         assert message in str(error.value)
-    assert command.step_folders(place / "step-7.unconfirmed") == [place / "step-7.unconfirmed"]
+    assert step_folders(place / "step-7.unconfirmed") == [place / "step-7.unconfirmed"]
     (place / "step-7.unconfirmed").rename(place / "step-7.diverged")
     write_checkpoint(place / "step-5", step=5)
     assert command.main([str(tmp_path)]) == 0

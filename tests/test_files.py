@@ -15,23 +15,14 @@ from pydantic import Field, ValidationError
 from tests.data_helpers import source
 from titanlite import config
 from titanlite.checkpoint.manifest import read_json
+from titanlite.config.errors import TrainingError
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import read_file
 from titanlite.data.documents import open_dataset, read_documents
-from titanlite.errors import TrainingError
-from titanlite.plan.comparison import read_measurement
-from titanlite.reliability import files
-from titanlite.reliability.files import (
-    Checksum,
-    Int63,
-    Record,
-    cannot_read,
-    checksum,
-    is_transient,
-    parse,
-    replace_file,
-)
+from titanlite.files import durable as files
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, is_transient, parse, replace_file
+from titanlite.tools.plan.comparison import read_measurement
 
 TRANSIENT = {
     "disk": OSError(errno.EIO, "Input/output error"),

@@ -13,17 +13,18 @@ import transformers
 
 from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
-from titanlite import evaluate
 from titanlite.config.schema import MixedDataset, Validation
-from titanlite.data import chat_template, shard_builder, token_shards
 from titanlite.data import open as opening
-from titanlite.data.chat_template import ChatTemplate
+from titanlite.data import shard_builder, token_shards
 from titanlite.data.documents import Source, open_dataset
 from titanlite.data.open import build_tokenizer
+from titanlite.data.text import encode_questions
 from titanlite.data.token_shards import not_trained_bit
 from titanlite.data.worker import Worker
-from titanlite.generate.text import encode_questions
 from titanlite.loss import IGNORED
+from titanlite.techniques.data import chat_template
+from titanlite.techniques.data.chat_template import ChatTemplate
+from titanlite.tools import evaluate
 
 BIT = not_trained_bit("uint16")
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

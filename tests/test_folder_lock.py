@@ -19,8 +19,8 @@ from tests.launches import wait_until
 from tests.lock_holder import open_lock
 from titanlite import config
 from titanlite.config.loader import ConfigError
-from titanlite.reliability import folder_lock, run_folders
-from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
+from titanlite.launch import folder_lock, run_folders
+from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = "another machine"

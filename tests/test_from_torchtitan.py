@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import Config, command, load, load_values
-from titanlite.config.from_torchtitan.command import header, problems_of, toml_of
-from titanlite.config.from_torchtitan.conversion import (
+from titanlite.config import Config, load, load_values
+from titanlite.config.loader import tomllib
+from titanlite.config.schema import count_parameters
+from titanlite.optimizer import lr_factor
+from titanlite.tools import config as command
+from titanlite.tools.from_torchtitan.command import header, problems_of, toml_of
+from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
     MEANING_CHANGED,
     MISSING,
@@ -19,11 +23,8 @@ from titanlite.config.from_torchtitan.conversion import (
     Conversion,
     Row,
 )
-from titanlite.config.from_torchtitan.groups import convert
-from titanlite.config.from_torchtitan.keys import MODELS, NOT_OFFERED, OF_0_2, SAME
-from titanlite.config.loader import tomllib
-from titanlite.config.schema import count_parameters
-from titanlite.optimizer import lr_factor
+from titanlite.tools.from_torchtitan.groups import convert
+from titanlite.tools.from_torchtitan.keys import MODELS, NOT_OFFERED, OF_0_2, SAME
 
 Values = dict[str, Any]
 # fmt: off

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from titanlite import config
 from titanlite.config.schema import FaultTolerance
-from titanlite.diloco import OuterOptimizer
-from titanlite.metrics import PeakFlops
+from titanlite.metrics.logger import PeakFlops
 from titanlite.model import Documents
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION
 from titanlite.parallel.context import ContextAttention
-from titanlite.parallel.low_precision import PRODUCTS
-from titanlite.parity.compare import FLOAT64_TOLERANCE, differences
-from titanlite.parity.reference import run_reference
-from titanlite.parity.training_run import TrainingRun, run_layout
+from titanlite.techniques.low_precision import PRODUCTS
+from titanlite.techniques.replicas.diloco import OuterOptimizer
+from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences
+from titanlite.tools.parity.reference import run_reference
+from titanlite.tools.parity.training_run import TrainingRun, run_layout
 
 ROOT = Path(__file__).parents[1]
 DEVICE = torch.device("cuda", 0)
@@ -231,7 +231,7 @@ def test_parity_command_under_torchrun(folder, n_ranks, axis, dtype):
         pytest.skip(f"needs {n_ranks} CUDA devices")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     arguments = [str(folder / "gpu.toml"), f"--dtype={dtype}", f"--parallelism.{axis}_parallel_degree={n_ranks}"]
-    command = [*launch, "-m", "titanlite.parity", *arguments]
+    command = [*launch, "-m", "titanlite.tools.parity", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("\nequal: the largest difference") == 1

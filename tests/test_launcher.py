@@ -18,7 +18,7 @@ from tests.launches import ROOT, finish, launched, wait_until
 RANK = """
 import os, resource, sys, time
 from pathlib import Path
-from titanlite.reliability import process
+from titanlite.launch import process
 process.start_rank()
 process.signals.nothing_to_save = False
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -140,7 +140,7 @@ def test_rank_0s_lines_are_in_its_file_though_it_is_killed(launch: Launch, tmp_p
 
 
 def test_under_torchrun_a_rank_keeps_its_lines_when_it_knows_its_folder(tmp_path: Path):
-    script = "from titanlite.reliability import process\nprocess.start_rank()\n"
+    script = "from titanlite.launch import process\nprocess.start_rank()\n"
     script += "process.keep_log('run/logs')\nprint('a line')\nprocess.print_to_console('the error')\n"
     script += "process.print_to_console('the error of another rank', hidden=True)"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "3"}

@@ -22,10 +22,10 @@ from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.data import loader
 from titanlite.data.loader import Batch
 from titanlite.parallel import fsdp, mesh, pipeline, tensor
-from titanlite.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
-from titanlite.parity.process_pool import RankError
-from titanlite.parity.reference import RandomSequences, Trace, run_reference
-from titanlite.parity.training_run import run_layout
+from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
+from titanlite.tools.parity.process_pool import RankError
+from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
+from titanlite.tools.parity.training_run import run_layout
 
 TOLERANCE = FLOAT64_TOLERANCE
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -386,7 +386,7 @@ def assert_products_are_rounded(job: config.Config, actual: dict[str, float], fu
 
 
 def _products_not_rounded(rank: int) -> Any:
-    from titanlite.parallel import low_precision
+    from titanlite.techniques import low_precision
 
     exact = dict.fromkeys(low_precision.PRODUCTS, lambda left, right: left @ right.t())
     return mock.patch.dict(low_precision.PRODUCTS, exact)
@@ -394,7 +394,7 @@ def _products_not_rounded(rank: int) -> Any:
 
 def _output_not_rounded(rank: int) -> Any:
     """Each rank rounds to INT8 in the backward only."""
-    from titanlite.parallel import low_precision
+    from titanlite.techniques import low_precision
 
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

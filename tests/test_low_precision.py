@@ -11,11 +11,11 @@ from tests.test_layouts import INT8_PRODUCTS, MODEL, MXFP8, PRODUCT_ERROR, SELEC
 from tests.test_parity import CPU, CountCalls, forward_backward, resolve
 from titanlite import build, config
 from titanlite.config import ConfigError
-from titanlite.parallel import low_precision
-from titanlite.parallel.low_precision import LowPrecisionLinear, convert_linear_layers, from_mxfp8, to_int8, to_mxfp8
-from titanlite.plan.planner import make_plan
-from titanlite.plan.result import Plan
-from titanlite.summary import optimization_summary
+from titanlite.metrics.summary import optimization_summary
+from titanlite.techniques import low_precision
+from titanlite.techniques.low_precision import LowPrecisionLinear, convert_linear_layers, from_mxfp8, to_int8, to_mxfp8
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.result import Plan
 
 ROOT = Path(__file__).parents[1]
 EMULATED = "mxfp8, emulated"

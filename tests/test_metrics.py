@@ -17,10 +17,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.launches import ROOT
-from titanlite import metrics, out_of_memory, progress
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
-from titanlite.reliability.appended_file import AppendedFile
+from titanlite.files.appended_file import AppendedFile
+from titanlite.launch import progress
+from titanlite.metrics import logger as metrics
+from titanlite.metrics import out_of_memory
 
 
 def open_logger(folder: Path, last_step: int = 0, **options: bool) -> metrics.MetricsLogger:

@@ -34,10 +34,10 @@ from tests.data_helpers import (
 from titanlite import build
 from titanlite.config.reference import reference_markdown
 from titanlite.config.schema import MixedDataset, Validation
-from titanlite.data import mixture
 from titanlite.data import open as opening
-from titanlite.data.mixture import Component, MixedSequences, MixedValidation, integer_shares, largest_count
 from titanlite.data.packing import PackedSequences, ValidationSequences
+from titanlite.techniques.data import mixture
+from titanlite.techniques.data.mixture import Component, MixedSequences, MixedValidation, integer_shares, largest_count
 
 FIRST = 10**6  # the tokens of dataset i begin at i * FIRST
 

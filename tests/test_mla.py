@@ -54,22 +54,23 @@ from tests.test_model import (
     section,
 )
 from tests.test_parity import CPU, STEPS, compare, forward_backward, resolve, trace
-from titanlite import config, latent_attention, model
+from titanlite import config, model
 from titanlite.build import meta_model
 from titanlite.checkpoint.export import model_options
 from titanlite.config.schema import Model, Parallelism, count_parameters, layer_parameters
-from titanlite.generate.cache import CachedAttention
-from titanlite.generate.folder import ModelFolder
-from titanlite.generate.generator import Generator
-from titanlite.generate.sampling import Sampling, choose
 from titanlite.init import init_weights
-from titanlite.latent_attention import LatentAttention
 from titanlite.model import ScaledDotProductAttention, flops_per_token
-from titanlite.parallel import latent_attention as parallel
 from titanlite.parallel import mesh
-from titanlite.parity.compare import differences, tolerances
-from titanlite.parity.reference import run_reference
-from titanlite.parity.shrink import shrink
+from titanlite.techniques import latent_attention
+from titanlite.techniques import latent_attention_tensor as parallel
+from titanlite.techniques.latent_attention import LatentAttention
+from titanlite.tools.generate.cache import CachedAttention
+from titanlite.tools.generate.folder import ModelFolder
+from titanlite.tools.generate.generator import Generator
+from titanlite.tools.generate.sampling import Sampling, choose
+from titanlite.tools.parity.compare import differences, tolerances
+from titanlite.tools.parity.reference import run_reference
+from titanlite.tools.parity.shrink import shrink
 
 MLA = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 SIZE: dict[str, Any] = {**SMALL, "n_kv_heads": 4, "norm_eps": 1e-6, "head_dim": -1, "mla": MLA}
@@ -507,7 +508,7 @@ def test_float8_layout_matches_reference(ranks, tmp_path, options, layout):
     ids=["float8", "mxfp8", "int8"],
 )
 def test_low_precision_converts_every_linear_layer(tmp_path, options, kind):
-    from titanlite.parallel.low_precision import convert_linear_layers
+    from titanlite.techniques.low_precision import convert_linear_layers
 
     job = resolve(tmp_path, 2, with_batches(options | TP))
     llama = meta_model(job)

@@ -20,13 +20,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
-from titanlite import init, latent_attention, model, moe
+from titanlite import init, model
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, count_valid, cross_entropy
 from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
+from titanlite.techniques import latent_attention, moe
 
 CPU = torch.device("cpu")
 
@@ -460,11 +461,15 @@ def test_model_knows_no_parallelism():
     and these import no more."""
     section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
     mixture, router, latent = (
-        f"titanlite.{name}"
+        f"titanlite.techniques.{name}"
         for name in ("moe.layer.MixtureOfExperts", "moe.router.Router", "latent_attention.LatentAttention")
     )
     assert sorted(distributed_uses(Path(model.__file__).read_text())) == sorted([section, mixture, latent])
-    assert list(distributed_uses((experts / "layer.py").read_text())) == [section, "titanlite.moe.counts", router]
+    assert list(distributed_uses((experts / "layer.py").read_text())) == [
+        section,
+        "titanlite.techniques.moe.counts",
+        router,
+    ]
     assert list(distributed_uses((experts / "counts.py").read_text())) == []
     assert list(distributed_uses((experts / "router.py").read_text())) == [section]
     assert list(distributed_uses(Path(latent_attention.__file__).read_text())) == [section]

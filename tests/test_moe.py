@@ -48,12 +48,12 @@ from titanlite.config import Config
 from titanlite.config.schema import Model
 from titanlite.init import init_weights
 from titanlite.model import FeedForward, Llama, flops_per_token
-from titanlite.moe import layer, parallel
-from titanlite.moe.balance import LoadBalance
-from titanlite.moe.layer import MixtureOfExperts
 from titanlite.parallel import fsdp, mesh
-from titanlite.parity.compare import differences
-from titanlite.parity.reference import run_reference
+from titanlite.techniques.moe import layer, parallel
+from titanlite.techniques.moe.balance import LoadBalance
+from titanlite.techniques.moe.layer import MixtureOfExperts
+from titanlite.tools.parity.compare import differences
+from titanlite.tools.parity.reference import run_reference
 
 DIM, TOKENS = 32, 50
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titanlite import muon
 from titanlite.config.schema import Optimizer
-from titanlite.muon import Pieces, Unit, assign, newton_schulz
-from titanlite.optimizer import build_muon, clipped_step
+from titanlite.optimizer import clipped_step
+from titanlite.techniques import muon
+from titanlite.techniques.muon import Pieces, Unit, assign, build_muon, newton_schulz
 
 LR, DECAY = 0.01, 0.1
 

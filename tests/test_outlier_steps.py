@@ -10,7 +10,7 @@ from tests.checkpoint_helpers import assert_skipped
 from tests.test_train import LOSS, computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import train_step
 from titanlite.checkpoint.folder import complete_steps
-from titanlite.errors import TrainingError
+from titanlite.config.errors import TrainingError
 from titanlite.optimizer import scale_gradients
 from titanlite.step_guard import OutlierSteps
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import config, init
 from titanlite.parallel import fsdp
-from titanlite.parity.compare import differences
-from titanlite.parity.reference import RandomSequences, Trace, run_reference
-from titanlite.parity.training_run import TrainingRun, run_layout
+from titanlite.tools.parity.compare import differences
+from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
+from titanlite.tools.parity.training_run import TrainingRun, run_layout
 
 CPU = torch.device("cpu")
 STEPS = 3

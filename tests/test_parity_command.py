@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from titanlite import config, launcher
-from titanlite.parity import command
-from titanlite.parity.compare import print_comparison, tolerances
-from titanlite.parity.reference import Trace, run_reference
-from titanlite.parity.shrink import adapt_to_cpu, shrink
+from titanlite.tools.parity import command
+from titanlite.tools.parity.compare import print_comparison, tolerances
+from titanlite.tools.parity.reference import Trace, run_reference
+from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -27,7 +27,7 @@ DEBUG = str(ROOT / "configs" / "debug_tp.toml")
 def run_command(*arguments: str) -> tuple[int, str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "NGPU")}
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite.parity", *arguments],
+        [sys.executable, "-m", "titanlite.tools.parity", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -38,7 +38,7 @@ def run_command(*arguments: str) -> tuple[int, str, str]:
 
 
 def without_progress(error: str) -> str:
-    """Return standard error without the lines of titanlite.progress, which long work on a busy machine prints."""
+    """Return standard error without the lines of launch/progress.py, which long work on a busy machine prints."""
     line = r"(starting 4 ranks|layout|single-process reference): .*\d:\d\d:\d\d( left)?\n"
     return re.sub(line, "", error)
 
@@ -63,7 +63,7 @@ def test_invalid_config_is_one_line():
 
 @pytest.mark.nightly
 def test_under_torchrun():
-    arguments = ["--nproc-per-node=2", "-m", "titanlite.parity", DEBUG]
+    arguments = ["--nproc-per-node=2", "-m", "titanlite.tools.parity", DEBUG]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
         cwd=ROOT,
@@ -114,7 +114,7 @@ def test_difference_ends_in_status_1(capsys):
         trace["step 1 loss"] += 1e-9
         return trace
 
-    with mock.patch("titanlite.parity.reference.run_reference", off):
+    with mock.patch("titanlite.tools.parity.reference.run_reference", off):
         assert command.main([DEBUG, "--parallelism.tensor_parallel_degree=1"]) == 1
     assert "DIFFERENT: first in step 1 loss, by 1.0e-09" in capsys.readouterr().out
 

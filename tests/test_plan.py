@@ -14,17 +14,18 @@ from unittest import mock
 import pytest
 import torch
 
-from titanlite import build, config, devices, launcher
+from titanlite import build, config, launcher
 from titanlite.config.stage_split import module_names
+from titanlite.metrics import devices
 from titanlite.parallel import mesh
-from titanlite.parity.training_run import TrainingRun
-from titanlite.plan import command, planner, report
-from titanlite.plan.dry_run import fold_stage
-from titanlite.plan.planner import config_for_dry_run, make_plan, resolve
-from titanlite.plan.report import checkpoint_line, verdict
-from titanlite.plan.result import Plan
-from titanlite.plan.saving import saving
-from titanlite.plan.schedule import all_actions, pipeline_bubble, simulate
+from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan import command, planner, report
+from titanlite.tools.plan.dry_run import fold_stage
+from titanlite.tools.plan.planner import config_for_dry_run, make_plan, resolve
+from titanlite.tools.plan.report import checkpoint_line, verdict
+from titanlite.tools.plan.result import Plan
+from titanlite.tools.plan.saving import saving
+from titanlite.tools.plan.schedule import all_actions, pipeline_bubble, simulate
 
 ROOT = Path(__file__).parents[1]
 TENSOR, CONTEXT, PIPELINE, SHARD = (

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from tests.data_helpers import rejection
 from titanlite import config
-from titanlite.plan import command
-from titanlite.plan.comparison import comparison_table
-from titanlite.plan.planner import make_plan
-from titanlite.plan.report import range_line
-from titanlite.plan.result import Plan, spread_of_difference
+from titanlite.tools.plan import command
+from titanlite.tools.plan.comparison import comparison_table
+from titanlite.tools.plan.planner import make_plan
+from titanlite.tools.plan.report import range_line
+from titanlite.tools.plan.result import Plan, spread_of_difference
 
 ROOT = Path(__file__).parents[1]
 DEBUG = str(ROOT / "configs" / "debug.toml")

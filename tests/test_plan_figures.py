@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import load
-from titanlite.plan.cost_model import Cost
-from titanlite.plan.figures import ACTIONS, KIND_COLOURS, MAX_POINTS, thinned, write_html
-from titanlite.plan.memory_timeline import Point
-from titanlite.plan.planner import resolve
-from titanlite.plan.report import time_shares
-from titanlite.plan.result import Plan, RankPlan
-from titanlite.plan.schedule import Action, Span
-from titanlite.plan.segments import KINDS
+from titanlite.tools.plan.cost_model import Cost
+from titanlite.tools.plan.figures import ACTIONS, KIND_COLOURS, MAX_POINTS, thinned, write_html
+from titanlite.tools.plan.memory_timeline import Point
+from titanlite.tools.plan.planner import resolve
+from titanlite.tools.plan.report import time_shares
+from titanlite.tools.plan.result import Plan, RankPlan
+from titanlite.tools.plan.schedule import Action, Span
+from titanlite.tools.plan.segments import KINDS
 
 GIB = 2**30
 ABSENT = "logits"

@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.test_plan import assert_folding_makes_no_difference, real_peak
-from titanlite import config, devices
-from titanlite.moe import counts, layer
-from titanlite.moe.router import Router
-from titanlite.parity.training_run import TrainingRun
-from titanlite.plan import cost_model
-from titanlite.plan import expert_load as expert_load_module
-from titanlite.plan.efficiency import (
+from titanlite import config
+from titanlite.metrics import devices
+from titanlite.techniques.moe import counts, layer
+from titanlite.techniques.moe.router import Router
+from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan import cost_model
+from titanlite.tools.plan import expert_load as expert_load_module
+from titanlite.tools.plan.efficiency import (
     EFFICIENCY,
     GROUPED_MATMUL,
     HOST_WAIT,
@@ -37,11 +38,11 @@ from titanlite.plan.efficiency import (
     NETWORK_LATENCY,
     SLOWDOWN,
 )
-from titanlite.plan.expert_load import even_shares, expert_load
-from titanlite.plan.op_trace import Communication, HostWait, Work, recording
-from titanlite.plan.planner import kind_of_stage, make_plan
-from titanlite.plan.report import experts_line, report, time_shares
-from titanlite.plan.segments import fold_layers
+from titanlite.tools.plan.expert_load import even_shares, expert_load
+from titanlite.tools.plan.op_trace import Communication, HostWait, Work, recording
+from titanlite.tools.plan.planner import kind_of_stage, make_plan
+from titanlite.tools.plan.report import experts_line, report, time_shares
+from titanlite.tools.plan.segments import fold_layers
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

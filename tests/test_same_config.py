@@ -11,11 +11,11 @@ import torch.distributed as dist
 from tests.launches import finish, launched
 from tests.test_train import SMALL
 from titanlite import config, launcher
-from titanlite.changed_options import changes
+from titanlite.checkpoint.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
-from titanlite.reliability import checked_config, process
-from titanlite.reliability.checked_config import CHECKED_CONFIG, load_for_rank
-from titanlite.reliability.same_config import name_ranks, options_of_run, require_same
+from titanlite.launch import checked_config, process
+from titanlite.launch.checked_config import CHECKED_CONFIG, load_for_rank
+from titanlite.launch.same_config import name_ranks, options_of_run, require_same
 
 ROOT = Path(__file__).parents[1]
 MIXTURE = {"datasets": [{"name": "a", "dataset": "text", "dataset_path": "a", "weight": 2}, {"name": "b", "weight": 1}]}

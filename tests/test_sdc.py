@@ -10,7 +10,7 @@ import torch
 from tests.test_faults_of_saves import names
 from tests.test_train import computed, error_message, folder, run_train, runs  # noqa: F401
 from titanlite.checkpoint.reader import plain_shard
-from titanlite.sdc import CHUNK_ELEMENTS, hash_of_bits
+from titanlite.techniques.sdc import CHUNK_ELEMENTS, hash_of_bits
 from titanlite.train_step import TrainStep
 
 CHECKED = ["--debug.sdc_check_freq=2", "--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]

@@ -20,16 +20,17 @@ from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
 
 from titanlite import build, config
+from titanlite.build import optimizer_for
 from titanlite.checkpoint.tensors import dequantized, load_quantized
 from titanlite.config.schema import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
-from titanlite.low_bit_adam import LowBitAdam, _float32
-from titanlite.optimizer import build_optimizer, clip_factor, clipped_step, gradient_norm
+from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
 from titanlite.parallel import mesh
 from titanlite.parallel.fsdp import NothingToReduce
 from titanlite.parallel.tensor import apply_tensor_parallel
-from titanlite.plan.op_trace import Work, fake_world, recording
+from titanlite.techniques.low_bit_adam import LowBitAdam, _float32
+from titanlite.tools.plan.op_trace import Work, fake_world, recording
 
 CPU = torch.device("cpu")
 DEBUG = "configs/debug.toml"
@@ -175,7 +176,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", ["fused", "int8 states", "int4 states", "float8 states", "bfloat16 states", "Muon"])
 def test_clipping_and_skipping_do_not_wait(alone, name):
     model = small_model()
-    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    optimizer = optimizer_for(model, OPTIMIZERS[name])
     optimizer.step()  # creates the states
     with no_value_is_read():
         norm = gradient_norm(model.parameters(), CPU)
@@ -190,7 +191,7 @@ def moved(name: str, gradients: Tensor, n_steps: int) -> Tensor:
     model, options = nn.Module(), OPTIMIZERS[name].model_copy(update={"weight_decay": 0.0})
     weight = nn.Parameter(torch.zeros_like(gradients))
     model.tok_embeddings, model.weight, model.matrix = None, weight, nn.Parameter(torch.ones(2, 2))
-    optimizer = build_optimizer(model, options)
+    optimizer = optimizer_for(model, options)
     for _ in range(n_steps):
         weight.grad = gradients.clone()
         optimizer.step()
@@ -212,13 +213,13 @@ def test_quantized_states_move_weights_alike_in_both_directions(name, size):
 def test_what_is_quantized_is_quantized_to_itself(name):
     """So a run that resumes under the same layout continues bit for bit."""
     model = small_model()
-    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    optimizer = optimizer_for(model, OPTIMIZERS[name])
     for _ in range(3):
         optimizer.step()
     for state in optimizer.state.values():
         for key in ("exp_avg", "exp_avg_sq"):
             before = state[key].dequantize().clone()
-            load_quantized(state[key], dequantized(state[key]), is_square=key == "exp_avg_sq")
+            load_quantized(state[key], dequantized(state[key]), optimizer.store, is_square=key == "exp_avg_sq")
             assert torch.equal(state[key].dequantize(), before)
             assert before.abs().max() > 0
 
@@ -231,7 +232,7 @@ def test_a_small_exp_avg_sq_is_not_rounded_to_zero(name, largest):
     weight = nn.Parameter(torch.zeros(4096))
     model = nn.Module()
     model.tok_embeddings, model.weight, model.matrix = None, weight, nn.Parameter(torch.ones(2, 2))
-    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    optimizer = optimizer_for(model, OPTIMIZERS[name])
     lr = OPTIMIZERS[name].lr
     small = torch.arange(4096) % 2 == 0
     for gradient in (1e-4, 0.0):
@@ -248,7 +249,7 @@ def test_a_clipped_step_is_that_of_scaled_gradients(name):
     """Two roundings of float32 in a gradient do not change Adam's first step by more than two of its own."""
     clipped, scaled, states = small_model(), small_model(), []
     for model, factor in ((clipped, 0.25), (scaled, None)):
-        optimizer = build_optimizer(model, OPTIMIZERS[name])
+        optimizer = optimizer_for(model, OPTIMIZERS[name])
         if factor:
             clipped_step(optimizer, torch.tensor(factor, dtype=torch.float64), torch.tensor(True))
         else:
@@ -265,7 +266,7 @@ def test_a_clipped_step_is_that_of_scaled_gradients(name):
 def test_a_step_that_is_not_finite_changes_nothing(name):
     """Neither weights nor states change, nor the number of steps, which later bias corrections depend on."""
     model = small_model()
-    optimizer = build_optimizer(model, OPTIMIZERS[name])
+    optimizer = optimizer_for(model, OPTIMIZERS[name])
     clipped_step(optimizer, torch.ones((), dtype=torch.float64), torch.tensor(True))
     before = everything(model, optimizer)
     for parameter in model.parameters():

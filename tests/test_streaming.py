@@ -26,12 +26,12 @@ from tests.data_helpers import (
     rejection,
     write,
 )
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import files, packing
 from titanlite.data.files import END, Segment
-from titanlite.data.streaming import StreamingSequences, partition
-from titanlite.errors import TrainingError
 from titanlite.loss import IGNORED
+from titanlite.techniques.data.streaming import StreamingSequences, partition
 
 pytestmark = pytest.mark.usefixtures("offline")
 

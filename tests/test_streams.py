@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from titanlite.devices import DEVICES
-from titanlite.plan.cost_model import CostModel
-from titanlite.plan.efficiency import KERNEL
-from titanlite.plan.fusion import fuse
-from titanlite.plan.op_trace import Dispatch, Event, Work, fake_world, recording
-from titanlite.plan.streams import Collective, CopyIn, CopyOut, Run, Streams, Wait
+from titanlite.metrics.devices import DEVICES
+from titanlite.tools.plan.cost_model import CostModel
+from titanlite.tools.plan.efficiency import KERNEL
+from titanlite.tools.plan.fusion import fuse
+from titanlite.tools.plan.op_trace import Dispatch, Event, Work, fake_world, recording
+from titanlite.tools.plan.streams import Collective, CopyIn, CopyOut, Run, Streams, Wait
 
 
 def layer(seconds: float, gather: float, axis: str = "fsdp") -> list:

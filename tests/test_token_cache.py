@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
-from titanlite import progress
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import cache_builder, shard_builder, shard_files, token_cache, token_shards
 from titanlite.data.shard_builder import is_validation_document
@@ -30,9 +30,8 @@ from titanlite.data.token_cache import open_token_cache, segments_of_shards
 from titanlite.data.token_shards import TokenCache
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.worker import Worker
-from titanlite.errors import TrainingError
-from titanlite.reliability import process
-from titanlite.reliability.folder_lock import FolderLock
+from titanlite.launch import process, progress
+from titanlite.launch.folder_lock import FolderLock
 
 FILES = 6
 

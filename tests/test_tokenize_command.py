@@ -13,8 +13,8 @@ import pytest
 
 from tests.data_helpers import flat, rejection, some_texts, write
 from tests.launches import wait_until
-from titanlite import tokenize_dataset as command
 from titanlite.data import token_cache
+from titanlite.tools import tokenize as command
 
 OPTIONS = ["debug", "--training.dataset=json", "--validation.fraction=0.25", "--training.seq_len=16"]
 

@@ -23,19 +23,21 @@ from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
 from tests.test_architecture import LINES_OF_A_DEBUG_RUN
 from tests.test_step_costs import no_value_is_read
-from titanlite import build, config, metrics, progress, step_guard, summary, train, train_step
-from titanlite.build import meta_model
+from titanlite import build, config, step_guard, train, train_step
+from titanlite.build import meta_model, optimizer_for
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
+from titanlite.config.errors import TrainingError
 from titanlite.data.loader import Loader
-from titanlite.errors import TrainingError
-from titanlite.optimizer import build_optimizer
+from titanlite.launch import progress
+from titanlite.launch.process import Signals, children
+from titanlite.metrics import logger as metrics
+from titanlite.metrics import summary
 from titanlite.parallel import mesh
-from titanlite.parity.training_run import TrainingRun
-from titanlite.reliability.process import Signals, children
 from titanlite.step_guard import LossScale
+from titanlite.tools.parity.training_run import TrainingRun
 from titanlite.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -375,7 +377,7 @@ def test_stochastic_rounding_keeps_small_updates(stochastic):
     with torch.no_grad():
         weight.fill_(1)
     options = config.schema.Optimizer(lr=lr, weight_decay=0.0, stochastic_rounding=stochastic)
-    optimizer = build_optimizer(model, options)
+    optimizer = optimizer_for(model, options)
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -858,7 +860,8 @@ def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
 def test_saving_and_loading_print_progress(folder):
     script = (
         "import sys\n"
-        "from titanlite import progress, train\n"
+        "from titanlite import train\n"
+        "from titanlite.launch import progress\n"
         "progress.INTERVAL_SECONDS = 1e-4\n"
         "train.main(sys.argv[1:])\n"
     )

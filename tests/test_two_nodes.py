@@ -12,7 +12,7 @@ import pytest
 from tests.launches import wait_until
 from tests.test_train import SMALL, Runs, computed, read_metrics
 from tests.two_nodes import TwoNodes, reason_to_skip
-from titanlite.reliability.process import children
+from titanlite.launch.process import children
 
 TIMEOUT = 6
 """comm.train_timeout_seconds"""

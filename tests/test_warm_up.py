@@ -9,8 +9,8 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from tests.test_layouts import COMPILED, MODEL, PP, SHARD, TP, schedule, with_batches, world_size
 from tests.test_parity import CPU, resolve
 from titanlite import config
-from titanlite.parity.reference import Trace, trace_of
-from titanlite.parity.training_run import TrainingRun
+from titanlite.tools.parity.reference import Trace, trace_of
+from titanlite.tools.parity.training_run import TrainingRun
 
 INTERLEAVED = schedule("Interleaved1F1B")
 FULL = {"activation_checkpoint__mode": "full"}

@@ -7,21 +7,20 @@ from unittest import mock
 import pytest
 
 from tests.launches import finish, launched
-from titanlite import progress
 from titanlite.config import ConfigError
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
-from titanlite.errors import TrainingError
-from titanlite.reliability import watchdog
+from titanlite.launch import progress, watchdog
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Comm
-from titanlite.errors import TrainingError
-from titanlite import progress
-from titanlite.reliability import process, watchdog
-from titanlite.progress import alive, mark
+from titanlite.config.errors import TrainingError
+from titanlite.launch import progress
+from titanlite.launch import process, watchdog
+from titanlite.launch.progress import alive, mark
 
 process.start_rank()
 launch = Launch.from_environment(n_devices=0)

@@ -1,6 +1,6 @@
 """Run `python -m titanlite`, which is the `titanlite` command."""
 
-from titanlite.cli import main
+from titanlite.launch.cli import main
 
 if __name__ == "__main__":
     main()

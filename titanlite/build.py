@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import metrics, provenance
-from titanlite import optimizer as optimizers
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
-from titanlite.config.schema import Debug, numerics, stage_modules
+from titanlite.config.schema import Debug, Optimizer, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import (
     Batch,
@@ -32,14 +31,17 @@ from titanlite.data.loader import (
 )
 from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import mark
+from titanlite.launch.same_config import options_of_run
 from titanlite.loss import chunked_cross_entropy
+from titanlite.metrics import logger as metrics
+from titanlite.metrics import provenance
 from titanlite.model import Llama, flops_per_token
+from titanlite.optimizer import build_adam, parameter_groups
 from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.progress import mark
-from titanlite.reliability.process import Signals
-from titanlite.reliability.same_config import options_of_run
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import Balance, OneGroup, Runner, SingleStageRunner, TrainStep
 from titanlite.validation import Validator
@@ -84,7 +86,7 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules)
     if config.float8.enable or config.int8.enable:
-        from titanlite.parallel.low_precision import convert_linear_layers  # here, since a plain run needs none of it
+        from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
         degree = parallelism.tensor_parallel_degree
         settings = {"model": functools.partial(meta_model, config), "tensor_parallel_degree": degree, "device": device}
@@ -185,13 +187,13 @@ def build_groups(
     section = config.fault_tolerance
     if not section.enable:
         return OneGroup()
-    from titanlite.fault_tolerance import Replicas
+    from titanlite.techniques.replicas.torchft import Replicas
 
     identity, tokens = [*numerics(config), data_identity], config.tokens_per_step
     arguments = section, config.comm, model, optimizer, identity, tokens, device, signals
     if not section.uses_diloco:
         return Replicas(*arguments)
-    from titanlite.diloco import DiLoCo, OuterOptimizer
+    from titanlite.techniques.replicas.diloco import DiLoCo, OuterOptimizer
 
     outer = OuterOptimizer(dict(model.named_parameters()), section)
     return DiLoCo(outer, config.training.global_batch_size, *arguments)
@@ -201,7 +203,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
     """Return the LoadBalance of a model with experts; None for any other."""
     if not config.model.moe.n_experts:
         return None
-    from titanlite.moe.balance import LoadBalance
+    from titanlite.techniques.moe.balance import LoadBalance
 
     return LoadBalance(model, config.model, tokens_per_step=config.tokens_per_step, device=device)
 
@@ -210,12 +212,33 @@ def build_optimizer(
     config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
-    built = optimizers.build_optimizer(model, config.optimizer, layout.mesh if layout else None)
+    optimizer = optimizer_for(model, config.optimizer, layout.mesh if layout else None)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
-        precompute_scales(stages, built)
-    return built
+        precompute_scales(stages, optimizer)
+    return optimizer
+
+
+def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
+    """Return Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (techniques/muon.py) with weight decay of
+    matrices, embeddings included. `mesh`: that of the layout, for Muon; None: this rank alone."""
+    if section.name == "Muon":
+        from titanlite.techniques.muon import build_muon, stage_group
+
+        return build_muon(model.named_parameters(), section, stage_group(mesh) if mesh else None)
+    groups = parameter_groups(model.parameters(), section)
+    weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
+    if section.state_dtype not in ("auto", weights_dtype) or section.stochastic_rounding:
+        from titanlite.techniques.low_bit_adam import LowBitAdam  # here: the import takes a second
+
+        embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]
+        return LowBitAdam(groups, section, full_precision=embedding)
+    if section.enable_cpu_offload:
+        from titanlite.techniques.offloaded_adam import OffloadedAdam
+
+        return OffloadedAdam(groups, section)
+    return build_adam(groups, section, section.name)
 
 
 def build_data(config: Config, *, builds_cache: bool) -> Data:
@@ -344,16 +367,16 @@ def add_observers(
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
     training, validation = config.training, config.validation
     if training.datasets:
-        from titanlite.dataset_losses import DatasetLosses
+        from titanlite.techniques.data.dataset_losses import DatasetLosses
 
         losses = DatasetLosses(loader.mixture, loader, train_step, training, data_rank=layout.data_rank)
         train_step.observers.append(losses)
     if config.debug.sdc_check_freq:
-        from titanlite.sdc import CorruptionCheck
+        from titanlite.techniques.sdc import CorruptionCheck
 
         check = CorruptionCheck(config.debug.sdc_check_freq, train_step, optimizer, guard, checkpoints.checkpointer)
         train_step.observers.append(check)
     if validation.generate_prompts:
-        from titanlite.generate.samples import Samples
+        from titanlite.techniques.samples import Samples
 
         train_step.observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
-from titanlite.shards import local_shard, shard_slice
+from titanlite.parallel.shards import local_shard, shard_slice
 
 # GPT-2's initialization (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
 # standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the

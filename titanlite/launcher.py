@@ -34,8 +34,8 @@ from titanlite.config.launch import (
 from titanlite.config.loader import print_problems, show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
-from titanlite.reliability.checked_config import CHECKED_CONFIG, write_for_ranks
-from titanlite.reliability.process import (
+from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
+from titanlite.launch.process import (
     ENDS_WITH_STDIN,
     LOG_FOLDER,
     STARTED_BY,
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
         restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
         environment = environment_of_ranks(ranks) | launch_variables(loaded)
         raise_open_file_limit()  # the launcher on the first node has a connection to every rank
-        from titanlite.reliability.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+        from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
         command = [sys.executable, "-m", "titanlite.rank", *argv]
         # At once: while Python shuts down, a signal would end the process with a status of its own.

@@ -162,7 +162,7 @@ def attention(model: Model) -> nn.Module:
     """Return the attention of a block, which may be latent."""
     if not model.mla.kv_lora_rank:
         return Attention(model)
-    from titanlite.latent_attention import LatentAttention  # here, since few models need it
+    from titanlite.techniques.latent_attention import LatentAttention  # here, since few models need it
 
     return LatentAttention(model, ScaledDotProductAttention(model.sliding_window), apply_rotary_emb)
 
@@ -184,7 +184,7 @@ def feed_forward(model: Model, layer: int) -> nn.Module:
     """Return the feed-forward layer of a block, which may be a mixture of experts."""
     if not model.has_experts(layer):
         return FeedForward(model.dim, model.ffn_dim, bias=model.mlp_bias)
-    from titanlite.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
+    from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
 
     n_shared = model.moe.n_shared_experts
     return MixtureOfExperts(model, FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None)

@@ -7,45 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import LRScheduler, Optimizer
-from titanlite.model import Llama
-from titanlite.shards import local_shard, n_replicas
-
-
-def build_optimizer(model: Llama, optimizer: Optimizer, mesh: DeviceMesh | None = None) -> torch.optim.Optimizer:
-    """Build Adam (arXiv:1412.6980), AdamW (arXiv:1711.05101) or Muon (muon.py) with weight decay of matrices,
-    embeddings included. `mesh`: that of the layout, for Muon; None: this rank alone."""
-    if optimizer.name == "Muon":
-        from titanlite.muon import stage_group  # here, since most runs do without
-
-        return build_muon(model.named_parameters(), optimizer, stage_group(mesh) if mesh else None)
-    groups = parameter_groups(model.parameters(), optimizer)
-    weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
-    if optimizer.state_dtype not in ("auto", weights_dtype) or optimizer.stochastic_rounding:
-        from titanlite.low_bit_adam import LowBitAdam  # here: the import takes a second
-
-        embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]
-        return LowBitAdam(groups, optimizer, full_precision=embedding)
-    if optimizer.enable_cpu_offload:
-        from titanlite.offloaded_adam import OffloadedAdam
-
-        return OffloadedAdam(groups, optimizer)
-    return build_adam(groups, optimizer, optimizer.name)
-
-
-def build_muon(
-    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, group: dist.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    """Build Muon for named parameters. `group`: see Muon."""
-    from titanlite.muon import Muon, is_orthogonalized
-
-    named = list(parameters)
-    matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
-    others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
-    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
-    return Muon(adamw, matrices, optimizer, group)
+from titanlite.parallel.shards import local_shard, n_replicas
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:

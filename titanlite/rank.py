@@ -2,7 +2,7 @@
 
 import sys
 
-from titanlite.reliability.process import start_rank
+from titanlite.launch.process import start_rank
 
 if __name__ == "__main__":
     start_rank()  # before the imports, which take seconds

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Training
-from titanlite.errors import TrainingError
 from titanlite.parallel.mesh import log_rank0
 from titanlite.train_step import Totals
 

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node=N train.py CONFIG.toml [...]       N ranks
     python train.py CONFIG.toml [...]                            one rank
 
-Exit status: 0 done, or asked to stop and saved (reliability/process.py has the signals); 2 the config, the launch, the
+Exit status: 0 done, or asked to stop and saved (launch/process.py has the signals); 2 the config, the launch, the
 data or the checkpoint is wrong (one line per problem); 1 anything else.
 """
 
@@ -17,23 +17,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite import build, metrics
+from titanlite import build
 from titanlite.checkpoint.run import RunState
 from titanlite.config import USAGE, Config, Launch, check
 from titanlite.config.schema import SEEDED
 from titanlite.data.loader import Loader
+from titanlite.launch import process, watchdog
+from titanlite.launch.checked_config import load_for_rank
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import first_step_done, mark, progress
+from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
+from titanlite.launch.same_config import options_of_run, require_same
+from titanlite.metrics import logger as metrics
+from titanlite.metrics.profiling import collected_garbage, profilers
+from titanlite.metrics.summary import run_summary
 from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh
 from titanlite.parallel.mesh import log_rank0
-from titanlite.profiling import collected_garbage, profilers
-from titanlite.progress import first_step_done, mark, progress
-from titanlite.reliability import process, watchdog
-from titanlite.reliability.checked_config import load_for_rank
-from titanlite.reliability.process import Signals
-from titanlite.reliability.run_folders import check_writable, folders_of_run, lock_run
-from titanlite.reliability.same_config import options_of_run, require_same
 from titanlite.step_guard import StepGuard
-from titanlite.summary import run_summary
 from titanlite.train_step import TrainStep
 
 
@@ -181,7 +182,7 @@ def main(argv: list[str]) -> None:
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
             export_last_step(folder, config.training.steps, config.checkpoint.export_dtype)
     except Exception as error:
-        from titanlite.out_of_memory import explain_out_of_memory  # here, since most runs do without
+        from titanlite.metrics.out_of_memory import explain_out_of_memory  # here, since most runs do without
 
         watchdog.fail(explain_out_of_memory(error), heartbeat)
     process.exit_process(0)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from titanlite.config.schema import Parallelism
 from titanlite.data.loader import Batch
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import alive
 from titanlite.loss import count_valid
 from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, scale_gradients
 from titanlite.parallel import fsdp
-from titanlite.progress import alive
-from titanlite.reliability.process import Signals
 
 
 class Runner(Protocol):
@@ -73,7 +73,7 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals) -> Tensor:
 
 class OneGroup:
     """Which steps there are, and what is summed over whom: all ranks are one group. A run whose groups may die has
-    Replicas or DiLoCo instead (fault_tolerance.py, diloco.py)."""
+    Replicas or DiLoCo instead (techniques/replicas/)."""
 
     stopping = False
     """Whether the group was asked to stop while it waited for others."""
@@ -157,7 +157,7 @@ class Observer:
 
 
 class Balance(Protocol):
-    """Balances the load of experts (moe/balance.py)."""
+    """Balances the load of experts (techniques/moe/balance.py)."""
 
     def begin_step(self, loss_scale: float) -> None:
         """Forget the loads of the step before. The backward passes of this one multiply losses by `loss_scale`."""

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Validation
 from titanlite.data.loader import Batch
-from titanlite.metrics import VALIDATION_LOSS
-from titanlite.progress import mark, progress
-from titanlite.reliability.process import Signals
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import mark, progress
+from titanlite.metrics.logger import VALIDATION_LOSS
 from titanlite.train_step import TrainStep
 
 

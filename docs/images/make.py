@@ -52,8 +52,8 @@ TENSORBOARD_SETTINGS = {
 def make_plan_figure() -> None:
     """Draw the plan of configs/70b.toml on white with rounded corners, readable on a light and on a dark page."""
     from titanlite.config import load
-    from titanlite.plan.figures import STYLE, memory_figure, schedule_figure, time_figure
-    from titanlite.plan.planner import make_plan
+    from titanlite.tools.plan.figures import STYLE, memory_figure, schedule_figure, time_figure
+    from titanlite.tools.plan.planner import make_plan
 
     plan = make_plan(load([str(ROOT / CONFIG)]))
     tokens = f"{plan.tokens_per_step:,} tokens"
@@ -132,7 +132,7 @@ def make_experts_figure() -> None:
     import torch
 
     from titanlite.config.schema import Model
-    from titanlite.moe.router import Router
+    from titanlite.techniques.moe.router import Router
 
     n_tokens, n_experts, n_chosen = 3, 4, 2
     model = Model(flavor="debug", moe={"n_experts": n_experts, "n_experts_per_token": n_chosen})

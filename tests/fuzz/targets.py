@@ -24,7 +24,7 @@ from tests.config_helpers import OPTIONS, ROOT, on
 from tests.data_helpers import BYTES, source, write
 from tests.fuzz.mutations import TOML, changed, damaged, json_files, safetensors_files, to_json, toml_files
 from tests.lock_holder import open_lock
-from titanlite import config, metrics
+from titanlite import config
 from titanlite.checkpoint.files import bytes_of
 from titanlite.checkpoint.manifest import MANIFEST, STATE
 from titanlite.checkpoint.reader import CheckpointReader
@@ -32,18 +32,19 @@ from titanlite.config import hf_config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data import cache_builder, token_shards
-from titanlite.data.chat_template import ChatTemplate
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.token_cache import open_token_cache
-from titanlite.generate.folder import ModelFolder
+from titanlite.files.durable import checksum
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
-from titanlite.plan.find_device import find_device
-from titanlite.plan.measured_rates import collective_seconds, seconds_at, work_seconds
-from titanlite.plan.op_trace import Work
-from titanlite.reliability import folder_lock
-from titanlite.reliability.files import checksum
+from titanlite.launch import folder_lock
+from titanlite.metrics import logger as metrics
+from titanlite.techniques.data.chat_template import ChatTemplate
+from titanlite.tools.generate.folder import ModelFolder
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.measured_rates import collective_seconds, seconds_at, work_seconds
+from titanlite.tools.plan.op_trace import Work
 
 Check = Callable[[Any], None]
 """Reads an input. Raises ConfigError or TrainingError for a wrong one, and AssertionError if what it accepts is not

@@ -27,8 +27,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.fuzz.found import FOUND
 from tests.fuzz.targets import TARGETS, Check
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, print_problems
-from titanlite.errors import TrainingError
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
 CPU_SECONDS, BYTES = 10, 2 * 2**30

@@ -48,11 +48,11 @@ from titanlite.checkpoint.tensors import (
     random_states,
     slices_to_save,
 )
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Checkpoint, Comm, Model
-from titanlite.errors import TrainingError
-from titanlite.progress import alive, progress
-from titanlite.reliability.files import sync_folder, write_synced
+from titanlite.files.durable import sync_folder, write_synced
+from titanlite.launch.progress import alive, progress
 
 GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
 training.nonfinite_steps_allowed"""
@@ -174,7 +174,7 @@ class Checkpointer:
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:
-                    load_quantized(state, portable[name], is_square=name.endswith(".exp_avg_sq"))
+                    load_quantized(state, portable[name], optimizer.store, is_square=name.endswith(".exp_avg_sq"))
             with collected_problems(self.group, RuntimeError) as problems:
                 for name, value in generators.items():
                     (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)

@@ -21,11 +21,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.arguments import Parser, count
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf_config import read_json_object
 from titanlite.config.loader import ConfigError, print_problems, read_toml, show
 from titanlite.config.schema import SEEDED, Model
+from titanlite.launch.arguments import Parser, count
 
 EXPORT_DTYPES = ("bfloat16", "float32", "float16")
 
@@ -67,7 +67,7 @@ def run(
     """Export a checkpoint and print what was written. Raises ConfigError if it cannot be exported."""
     import torch  # here, so that --help does not wait for it
 
-    from titanlite.checkpoint.command import step_folders
+    from titanlite.checkpoint.folder import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
     from titanlite.hf.export import export

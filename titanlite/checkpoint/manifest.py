@@ -18,7 +18,7 @@ from pydantic import PrivateAttr
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
-from titanlite.reliability.files import Checksum, Int63, Record, cannot_read, checksum, parse
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, parse
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1

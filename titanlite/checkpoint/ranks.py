@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
-from titanlite.errors import TrainingError
-from titanlite.progress import alive
+from titanlite.launch.progress import alive
 
 INTERVAL_SECONDS = 10.0
 """Longest time between two signs of life of a rank that reads or writes."""

@@ -13,8 +13,8 @@ from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
 from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
 from titanlite.config.loader import ConfigError
-from titanlite.reliability.files import Int63, Record, parse
-from titanlite.shards import local_shard, shard_slice
+from titanlite.files.durable import Int63, Record, parse
+from titanlite.parallel.shards import local_shard, shard_slice
 
 
 class _Outliers(Record):

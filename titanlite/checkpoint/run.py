@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanlite.changed_options import changes
+from titanlite.checkpoint.changed_options import changes
 from titanlite.checkpoint.checkpointer import Checkpointer, load_weights
 from titanlite.config.schema import SEEDED, Checkpoint, Model
 from titanlite.data.loader import Loader
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import mark
 from titanlite.parallel.mesh import log_rank0
-from titanlite.progress import mark
-from titanlite.reliability.process import Signals
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import OneGroup
 

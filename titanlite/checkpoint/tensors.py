@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: weights, optimizer states and random states, and which rank saves which slice."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.checkpoint.reader import plain_shard
-from titanlite.shards import local_shard, n_replicas, shard_slice
+from titanlite.parallel.shards import local_shard, n_replicas, shard_slice
 
 Slices = dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]
 """What a rank saves: by name its slice of a tensor, the slice's offset and the full tensor's shape."""
@@ -86,10 +86,9 @@ def dequantized(state: Tensor) -> Tensor:
     return DTensor.from_local(wide, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
 
 
-def load_quantized(state: Tensor, values: Tensor, *, is_square: bool) -> None:
-    """Write what `dequantized` returned to this rank's shard of a quantized optimizer state, exp_avg or exp_avg_sq."""
-    from titanlite.low_bit_adam import store  # here: without such states, torchao is not imported
-
+def load_quantized(state: Tensor, values: Tensor, store: Callable[..., None], *, is_square: bool) -> None:
+    """Write what `dequantized` returned to this rank's shard of a quantized optimizer state, exp_avg or exp_avg_sq, by
+    the `store` of its optimizer."""
     values = local_shard(values)
     store(local_shard(state), values, torch.tensor(True, device=values.device), is_square=is_square)
 

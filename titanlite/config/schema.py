@@ -694,7 +694,7 @@ class Plan(Section):
     """This section is for `titanlite plan` and `titanlite advise`; training does not read it."""
 
     device: PathText = "h100"
-    """A name in titanlite/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
+    """A name in titanlite/metrics/devices.py, or a TOML file with the same keys, as titanlite calibrate writes it."""
     devices_per_node: Union[Literal[-1], Ranks] = -1
     """Devices of a node; -1: the usual number for this device."""
     tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0

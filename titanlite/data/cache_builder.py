@@ -25,10 +25,10 @@ from titanlite.data.shard_builder import Work
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import THREADS, TokenizerProcess, Worker
-from titanlite.progress import alive, progress
-from titanlite.reliability import process
-from titanlite.reliability.files import sync_folder
-from titanlite.reliability.folder_lock import FolderInUse, FolderLock
+from titanlite.files.durable import sync_folder
+from titanlite.launch import process
+from titanlite.launch.folder_lock import FolderInUse, FolderLock
+from titanlite.launch.progress import alive, progress
 
 
 class CacheBuilder:

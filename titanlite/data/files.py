@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
-from titanlite.errors import TrainingError
-from titanlite.reliability.files import is_transient
+from titanlite.files.durable import is_transient
 
 LARGEST_ROW = 2**26
 """Bytes of a row, at most: it is in memory more than once while it is read."""

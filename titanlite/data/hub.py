@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, column_option, rows_at_a_time
 from titanlite.data.source import Source
-from titanlite.errors import TrainingError
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:

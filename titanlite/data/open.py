@@ -18,7 +18,7 @@ from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from titanlite.data.mixture import MixedSequences
+    from titanlite.techniques.data.mixture import MixedSequences
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
@@ -62,7 +62,7 @@ def open_sequences(
         caches.append((each, open_token_cache(each.source, tokenizer, each.fraction, **options)))
     sequences: Sequences
     if training.streaming:
-        from titanlite.data.streaming import StreamingSequences  # here, since most runs tokenize first
+        from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
 
         dataset, content = open_stream(Source(training))
         sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
@@ -89,7 +89,7 @@ def _pack(
     """Return the packed sequences of a cache's training split, and what identifies their packing beside the cache."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
-    from titanlite.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
+    from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
 
     packing = open_best_fit(cache, "train", training, builds_cache=builds_cache)
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"
@@ -101,7 +101,7 @@ def pack_once(
     """Return the packed sequences of a split that is read once, in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
-    from titanlite.data.best_fit import BestFitValidation, open_best_fit
+    from titanlite.techniques.data.best_fit import BestFitValidation, open_best_fit
 
     return BestFitValidation(open_best_fit(cache, split, training, builds_cache=builds_cache))
 
@@ -151,7 +151,7 @@ def open_mixture(
 ) -> MixedSequences:
     """Return the training split of a mixture. Raises ConfigError for datasets that are too short, or that may not be
     read for one sequence."""
-    from titanlite.data import mixture  # here, since most runs have one dataset
+    from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
     packed, identities, problems = [], [], []
@@ -194,6 +194,6 @@ def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Cache
         raise ConfigError([problem])
     if len(splits) == 1:
         return splits[0]
-    from titanlite.data.mixture import MixedValidation
+    from titanlite.techniques.data.mixture import MixedValidation
 
     return MixedValidation(splits)

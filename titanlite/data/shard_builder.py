@@ -44,7 +44,7 @@ def chat_template_of(training: Training, tokenizer: Tokenizer) -> Any:
     """Return the ChatTemplate of fine-tuning data, None for text. Raises ConfigError if the tokenizer has none."""
     if training.dataset_format == "text":
         return None
-    from titanlite.data.chat_template import ChatTemplate  # here, since text needs none
+    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
 
     return ChatTemplate(tokenizer)
 

@@ -23,7 +23,7 @@ from titanlite.data.token_shards import (
     check_size,
     regular_file,
 )
-from titanlite.reliability.files import checksum, sync
+from titanlite.files.durable import checksum, sync
 
 
 class _Blocks:

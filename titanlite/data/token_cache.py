@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
@@ -16,8 +17,7 @@ from titanlite.data.files import Segment, is_splittable
 from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import TrainingError
-from titanlite.progress import mark, progress
+from titanlite.launch.progress import mark, progress
 
 SHARD_BYTES = 2**27
 """Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
@@ -78,7 +78,7 @@ def open_token_cache(
         nonlocal segments
         segments, fingerprint = open_dataset(source)
         if source.training.dataset_format != "text":
-            from titanlite.data.chat_template import identity_of  # here, since text needs none
+            from titanlite.techniques.data.chat_template import identity_of  # here, since text needs none
 
             fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"

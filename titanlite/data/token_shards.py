@@ -30,10 +30,10 @@ import numpy as np
 import xxhash
 from pydantic import Field, ValidationError
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_file, read_file
-from titanlite.errors import TrainingError
-from titanlite.reliability.files import Checksum, Int63, Record, cannot_read, checksum, first_problem, sync, sync_folder
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, sync, sync_folder
 
 FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"

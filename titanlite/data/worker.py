@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.data import shard_builder
 from titanlite.data.files import place
 from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of
 from titanlite.data.token_shards import Shard
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.errors import TrainingError
 
 MEMORY = 7 * 2**28
 """Bytes of data in a worker's memory, at most."""

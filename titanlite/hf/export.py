@@ -17,11 +17,11 @@ from torch import Tensor
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
+from titanlite.files.durable import safetensors_header, sync
 from titanlite.hf.config_files import config_files
 from titanlite.hf.load import HF_DTYPES, INDEX, SINGLE
 from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
-from titanlite.progress import progress
-from titanlite.reliability.files import safetensors_header, sync
+from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
 """The end of names of the experts' load, a state of training that no folder has."""

@@ -29,7 +29,7 @@ from titanlite.config.hf_config import WEIGHTS, read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, named_weights, tensor_shapes
-from titanlite.progress import progress
+from titanlite.launch.progress import progress
 
 SINGLE, INDEX = WEIGHTS
 HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

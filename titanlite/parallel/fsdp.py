@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
-from titanlite.shards import local_shard
+from titanlite.parallel.shards import local_shard
 
 
 def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:

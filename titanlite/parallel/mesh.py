@@ -18,7 +18,7 @@ from titanlite.config import Launch
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.loader import printable
 from titanlite.config.schema import Comm, Parallelism
-from titanlite.reliability.watchdog import BACKSTOP_SECONDS, ranks_store
+from titanlite.launch.watchdog import BACKSTOP_SECONDS, ranks_store
 
 
 def device_of(launch: Launch) -> torch.device:

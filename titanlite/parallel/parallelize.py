@@ -1,5 +1,7 @@
 """The one place that states the order in which parallelisms are applied to a model."""
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -32,22 +34,35 @@ def parallelize(
     All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough, which
     has no context parallel, no document mask and no sliding window shorter than the sequence.
     """
-    tensor_parallel = layout.mesh["tp"].size() > 1
-    if tensor_parallel:
-        from titanlite.parallel.tensor import apply_tensor_parallel
-
-        apply_tensor_parallel(stage, layout.mesh["tp"], shards_experts=layout.expert_mesh is None)
-    if layout.expert_mesh:
-        from titanlite.moe.parallel import apply_expert_parallel
-
-        tensor_mesh = layout.mesh["tp"] if tensor_parallel else None
-        apply_expert_parallel(stage.layers.values(), tensor_mesh, layout.expert_mesh["ep"])
+    tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
+    shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":
         groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
         apply_context_parallel(stage, *groups, training.attention_backend, window=window)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
-        is_async = tensor_parallel and parallelism.enable_async_tensor_parallel
-        group = layout.mesh["tp"].get_group() if is_async else None
+        is_async = tensor_mesh is not None and parallelism.enable_async_tensor_parallel
+        group = tensor_mesh.get_group() if is_async else None
         apply_compile(stage, compile, async_tensor_parallel_group=group)
     apply_fsdp(stage, layout, parallelism, training)
+
+
+def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:
+    """Shard the weights of a model, or of one pipeline stage, over a one-dimensional mesh, in place; None: not.
+
+    `expert_mesh`: the ranks that experts are partitioned over. Without, they are sharded over `tensor_mesh`.
+    """
+    blocks = stage.layers.values()
+    if tensor_mesh:
+        from titanlite.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(stage, tensor_mesh)
+    if tensor_mesh and any(hasattr(block.attention, "wkv_a") for block in blocks):
+        from titanlite.techniques.latent_attention_tensor import shard_latent_attention
+
+        for block in blocks:
+            shard_latent_attention(block.attention, tensor_mesh)
+    if expert_mesh or (tensor_mesh and any(hasattr(block.feed_forward, "experts") for block in blocks)):
+        from titanlite.techniques.moe.parallel import apply_expert_parallel
+
+        apply_expert_parallel(blocks, tensor_mesh, expert_mesh)

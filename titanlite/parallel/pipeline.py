@@ -17,9 +17,9 @@ from torch.utils._pytree import register_pytree_node
 from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch
+from titanlite.launch.progress import alive
 from titanlite.model import Documents, Llama
 from titanlite.parallel.fsdp import reshard
-from titanlite.progress import alive
 
 
 def pipeline_stage(

@@ -120,31 +120,23 @@ ENDS: dict[str, ParallelStyle] = {
 # fmt: on
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, shards_experts: bool = True) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place; experts only if asked for."""
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, but for experts and latent attention,
+    which shard themselves (`parallelize`)."""
     # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
     # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
-    has_experts = False
     for block in model.layers.values():
         modules = dict(block.named_modules())  # q_norm and k_norm may be missing
         if "feed_forward.experts" in modules:
-            del modules["feed_forward"]  # moe/parallel.py shards it
-            has_experts = True
+            del modules["feed_forward"]
         styles = BLOCK
         if "attention.wkv_a" in modules:
-            from titanlite.parallel.latent_attention import shard_latent_attention
-
-            shard_latent_attention(block.attention, mesh)
             modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
         elif block.attention.norms_all_heads:
             styles = BLOCK | NORMS_OF_ALL_HEADS
         parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
-    if has_experts and shards_experts:
-        from titanlite.moe.parallel import apply_expert_parallel
-
-        apply_expert_parallel(model.layers.values(), mesh, None)
     model.tie()
     if model.tok_embeddings is not None:
         # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong

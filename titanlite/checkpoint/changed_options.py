@@ -1,0 +1,32 @@
+"""What a run that resumes has changed: its options that differ from those of the checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.config.differences import differences, shown
+from titanlite.config.schema import LRScheduler, Optimizer
+from titanlite.files.durable import parse
+from titanlite.optimizer import lr_factor
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+    """Return a line with the options that differ from a checkpoint's and, if the learning-rate schedule is another one,
+    the learning rates of `step`, the checkpoint's, and of the next one. Raises ConfigError if its schedule is not
+    valid."""
+    changed = differences(old, new)
+    values = ", ".join(f"{key} {shown(before)} -> {shown(after)}" for key, (before, after) in changed.items())
+    line = f"changed since the checkpoint: {values}"
+    if "optimizer.lr" in changed or any(key.startswith("lr_scheduler.") for key in changed):
+        line += f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, "
+        line += f"{learning_rate(new, step + 1):.3e} at step {step + 1}"
+    return line
+
+
+def learning_rate(options: Mapping[str, Any], step: int) -> float:
+    """Return the learning rate that the options of a run give at a step."""
+    sections: list[Any] = []
+    for name, kind in (("optimizer", Optimizer), ("lr_scheduler", LRScheduler)):
+        values = {key: options[f"{name}.{key}"] for key in kind.model_fields if f"{name}.{key}" in options}
+        sections.append(parse(kind, values, f"the checkpoint's config: {name}"))
+    optimizer, lr_scheduler = sections
+    return optimizer.lr * lr_factor(step, lr_scheduler)

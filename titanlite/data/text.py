@@ -1,0 +1,33 @@
+"""Prompts as tokens, and tokens as the text that follows a prompt."""
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.data.tokenizer import Tokenizer
+
+
+def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of each prompt, after BOS if the tokenizer has one, as documents begin in training. Raises
+    ConfigError for a prompt without tokens."""
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompts = [[*bos, *tokens.tolist()] for tokens in tokenizer.encode(texts)]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not prompt:
+            raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer has no BOS; give it some text"])
+    return prompts
+
+
+def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of each text as a user's message in the tokenizer's chat template, up to where the answer
+    begins. Raises ConfigError if there is no template, or it cannot render a message."""
+    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since other prompts need none
+
+    template = ChatTemplate(tokenizer)
+    try:
+        return [template.prompt(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError([f"--chat: {error}"]) from None
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
+    space that a text begins with."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,0 +1,108 @@
+"""Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from titanlite.config.errors import TrainingError
+from titanlite.config.loader import ConfigError, printable
+
+Int63 = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A count, a size or an index that a record has: what the 63 bits of a positive int64 hold."""
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class Record(BaseModel):
+    """The content of a JSON file, or a part of it. It converts no type and takes no unknown key."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+def parse(record: type[_Record], content: dict[str, Any], what: str) -> _Record:
+    """Return the record with a JSON object's content. Raises ConfigError with its first problem; `what` names it."""
+    try:
+        return record.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ConfigError([f"{what}: {first_problem(error)}"]) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the place of the first problem, as `files.state.bytes`, and what is wrong there."""
+    first = error.errors()[0]
+    return printable(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"]))))
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the 64-bit XXH3 hash of bytes, in hexadecimal. It finds damage, but not what an attacker made."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+LASTING = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EINVAL, errno.EFBIG, errno.ENXIO,
+)  # fmt: skip
+"""Errors of files that are missing, forbidden, misnamed or, by titanlite.config.regular_file, of another kind."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error is of the disk or the network, so that another start may succeed. A file that is missing,
+    forbidden or damaged remains so; what libraries raise for damaged files has no error number."""
+    failed = isinstance(error, OSError) and error.errno is not None
+    return (failed and error.errno not in LASTING) or isinstance(error, (ConnectionError, TimeoutError))
+
+
+def cannot_read(what: str, error: OSError) -> Exception:
+    """Return what to raise for a file that cannot be read: a TrainingError if that may pass, else a ConfigError."""
+    problem = f"{what}: cannot be read: {error.strerror or error}"
+    return TrainingError(problem) if is_transient(error) else ConfigError([problem])
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until what was written to a file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until what was created or renamed in a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        sync(file)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Only one process
+    may do so at a time. Raises OSError, and leaves the old content, if the new cannot be written."""
+    replacement = path.with_name(f"{path.name}.tmp")
+    try:
+        write_synced(replacement, data)
+        replacement.replace(path)
+    except OSError:
+        replacement.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def safetensors_header(entries: dict[str, Any]) -> bytes:
+    """Return the begin of a safetensors file: its header and the header's length. The tensors' bytes that follow begin
+    at a multiple of 8 (https://github.com/huggingface/safetensors)."""
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,1 @@
+"""How ranks start, stop and are watched: command line, launcher, signals, watchdog, locks, progress."""

@@ -1,0 +1,261 @@
+"""Runs the ranks of this node with torchrun's elastic agent, inside the launcher's process.
+
+What it adds to torchrun: the launcher's exit status is that of the ranks; a rank that a signal killed is reported on
+all nodes; a wrong config is not started again; and the launcher ends soon after its ranks, even if the agent waits for
+a node that no longer answers.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from titanlite.config.loader import ConfigError
+from titanlite.launch.process import (
+    LOG_FOLDER,
+    SIGNALS,
+    STOPPED,
+    LauncherSignals,
+    children,
+    clean_up,
+    log_file,
+    print_to_console,
+    send,
+)
+from titanlite.launch.progress import progress
+from titanlite.launch.watchdog import RECORD_SECONDS, failure, ranks_store
+
+SECONDS_AFTER_A_FAILURE = RECORD_SECONDS + 2
+"""How long the ranks of this node have to end by themselves after one has failed. Then they are killed."""
+SECONDS_AFTER_THE_END = 30.0
+"""How long the launcher waits for the other nodes after its ranks have finished."""
+SECONDS_TO_SAVE = 600
+"""How long the ranks have to save a checkpoint when nodes join, and all ranks start anew."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of one node.
+
+    Private: the attributes _remaining_restarts, _worker_group and _pcontext, _bootstrap_store_info of the rendezvous,
+    and the methods that are overridden (tried on torch 2.11 and 2.13).
+    """
+
+    signals: LauncherSignals
+
+    statuses: Mapping[int, int] = {}
+    """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes, and have a new store for the ranks. torch keeps the store and its address (2.11 to
+        2.13), so that a node that joins waits for the address in vain, and new ranks read the keys of old ones."""
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        processes = {worker.global_rank: worker.id for worker in worker_group.workers}
+        statuses = {rank: status_of(process) for rank, process in processes.items()}
+        failed = {rank: status for rank, status in statuses.items() if status}
+        if failed:  # the agent itself would send SIGTERM to the others now, and wait for half a minute
+            messages = [self._record(rank, status) for rank, status in failed.items()]
+            deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
+            while time.monotonic() < deadline and None in map(status_of, processes.values()):
+                time.sleep(0.05)
+            statuses = {rank: status_of(process) for rank, process in processes.items()}
+            failed = {rank: status for rank, status in statuses.items() if status}
+            send((process for process in processes.values() if status_of(process) is None), signal.SIGKILL)
+            for message in filter(None, messages):
+                print_to_console(message)
+        result = super()._monitor_workers(worker_group)
+        if not failed:  # they failed just now, or the system cannot tell before
+            failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            for message in filter(None, [self._record(rank, status) for rank, status in failed.items()]):
+                print_to_console(message)
+        self.statuses = failed
+        if 2 in failed.values() or STOPPED in failed.values() or self.signals.stopping:
+            self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self.statuses:  # nodes have joined: the ranks save
+            self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(signal.SIGTERM, math.ceil(SECONDS_AFTER_A_FAILURE))
+        super()._shutdown(*arguments, **options)
+
+    @property
+    def store_port(self) -> int | None:
+        """Port of the store, another one for each attempt."""
+        return self._worker_group.master_port
+
+    def ranks_store(self) -> dist.Store:
+        """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
+        return ranks_store(self._worker_group.master_addr, self._worker_group.master_port, timeout_seconds=3)
+
+    def _record(self, rank: int, status: int) -> str:
+        """Record in the launch's store that a rank has ended which could not do so itself, so that all ranks end.
+        Return what to print when they have: nothing if it was to stop, or is not the first that failed."""
+        if status == 2 or (status == 1 and (self.signals.stopping or self._worker_group.workers[0].world_size == 1)):
+            return ""
+        message, log = "", log_file(os.environ[LOG_FOLDER], rank)
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = "; the kernel does that when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
+            message = f"error: rank {rank} on {socket.gethostname()} was killed by {name}{hint}"
+        elif status != STOPPED:
+            message = f"error: rank {rank} on {socket.gethostname()} ended with status {status}; {log} says why"
+        record = failure(rank, message, 1 if message else STOPPED)
+        with contextlib.suppress(dist.DistError):
+            if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
+                return ""
+        if status < 0:
+            with contextlib.suppress(OSError), open(log, "a") as file:
+                print(message, file=file)
+        return message
+
+
+def run_ranks(
+    command: list[str], ranks: int, environment: Mapping[str, str], signals: LauncherSignals, *, max_restarts: int
+) -> int:
+    """Start the ranks of this node and, up to max_restarts times, start them anew after a failure; return the exit
+    status. Only the main thread may call this.
+
+    Args:
+        command: a rank's program and its arguments.
+        ranks: how many to start on this node.
+        environment: the ranks' environment variables. NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and JOB_ID of a
+            launch on several nodes are read from it.
+    """
+    os.environ.update(environment)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # what the agent logs of failures is said here in the user's words
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the other signals are passed on to the ranks
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it, and unblock them when they can respond
+    parameters, local_address = rendezvous(environment)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=max_restarts,
+        local_addr=local_address,
+    )
+    agent, finished = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull)), threading.Event()
+    agent.signals = signals
+    threading.Thread(target=_watch, args=(agent, signals, finished), name="ranks", daemon=True).start()
+    threading.Thread(target=_kill_stopped_ranks, args=(agent, finished), name="stopped ranks", daemon=True).start()
+    try:
+        agent.run()
+    except Exception as error:  # of the rendezvous or its store
+        if not agent.statuses:
+            print_to_console(f"error: the launch failed: {error}".replace("\n", " "))
+            return 0 if signals.stopping else 1
+    finished.set()
+    with contextlib.suppress(Exception):  # another node may have closed it, or be gone
+        spec.rdzv_handler.shutdown()
+    return exit_status(agent.statuses.values(), signals)
+
+
+def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, str]:
+    """Return torchrun's rendezvous of a launch, and the address by which this node is reached.
+
+    Raises:
+        ConfigError: if MASTER_ADDR has no address within five minutes; a cluster may need a while to name its nodes.
+    """
+    least, _, most = (environment.get("NNODES") or "1").partition(":")
+    if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
+        address = "localhost"
+        return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
+    first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
+    run_id, is_host = environment.get("JOB_ID") or "titanlite", environment["NODE_RANK"] == "0"
+    # torch would compare MASTER_ADDR with the node's own names, and tell the others the name that the node has for
+    # itself. Where these differ, or mean another interface, all nodes would wait forever.
+    with progress(f"waiting until MASTER_ADDR = {first} has an address"):
+        address = _address_towards(first, port)
+    nodes, options = (int(least), int(most or least)), {"is_host": is_host, "read_timeout": 300}  # seconds to find it
+    return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
+
+
+def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
+    """Return this node's address on the network by which it reaches another."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing, and chooses the interface
+                return probe.getsockname()[0]
+        except OSError as error:
+            if time.monotonic() > deadline:
+                problem = f"environment: MASTER_ADDR = {host}: no way to this address: {error.strerror}"
+                raise ConfigError([problem]) from None
+            time.sleep(1)
+
+
+def _watch(agent: Agent, signals: LauncherSignals, finished: threading.Event) -> None:
+    """Pass a stop on to ranks that start after it, and end the launcher when its ranks have ended and the agent waits
+    for other nodes: in vain where the store no longer answers, or the run is to stop."""
+    ended_since = None
+    while not finished.wait(0.2):
+        signals.pass_on()
+        statuses = [status_of(pid) for pid in children(os.getpid())]
+        if None in statuses or not (statuses or (signals.stopping and signals.ranks_exist)):
+            ended_since = None
+            continue
+        ended_since = ended_since or time.monotonic()
+        limit = SECONDS_AFTER_A_FAILURE if any(statuses) or not statuses else SECONDS_AFTER_THE_END
+        if time.monotonic() - ended_since > limit:
+            statuses += agent.statuses.values()
+            clean_up()
+            os._exit(exit_status([status for status in statuses if status], signals))
+
+
+def _kill_stopped_ranks(agent: Agent, finished: threading.Event) -> None:
+    """Kill the ranks of this node that still exist some time after the watchdog has recorded a failure: stopped or
+    hanging for good, they cannot end by themselves. In a thread of its own, since the store may not answer."""
+    port, store = None, None
+    while not finished.wait(2):
+        with contextlib.suppress(Exception):  # there is no store yet, or no longer
+            ranks = children(os.getpid())
+            if port != agent.store_port:
+                port, store = agent.store_port, agent.ranks_store()
+            if store.check(["end"]) and not finished.wait(SECONDS_AFTER_A_FAILURE):
+                send(set(ranks) & set(children(os.getpid())), signal.SIGKILL)
+
+
+def status_of(pid: int) -> int | None:
+    """Return the exit status of a child process, which remains to be waited for; None: it runs, or the system cannot
+    tell. A process that has been waited for already counts as done."""
+    if not hasattr(os, "waitid"):  # macOS
+        return None
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def exit_status(failures: Iterable[int], signals: LauncherSignals) -> int:
+    """Return the launcher's exit status from those of the ranks that have failed."""
+    stopped = {STOPPED, -signal.SIGTERM} if signals.stopping else {STOPPED}
+    failed = [status for status in failures if status not in stopped]
+    return 2 if 2 in failed else 1 if failed else 0

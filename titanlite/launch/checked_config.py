@@ -1,0 +1,34 @@
+"""The config that a launcher has checked, for its ranks: also after a restart, whatever its file has by then."""
+
+import dataclasses
+import json
+import os
+import socket
+from pathlib import Path
+
+from titanlite.config import ConfigError, LoadedConfig, load, load_values
+from titanlite.launch.process import at_exit
+
+CHECKED_CONFIG = "TITANLITE_CONFIG"
+"""Environment variable: the file with the config that the launcher has checked."""
+
+
+def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
+    """Write a config for the ranks of this node, until this process ends, and return the name of the file."""
+    file = folder / f"config-{socket.gethostname()}-{os.getpid()}.json"
+    at_exit.append(lambda: file.unlink(missing_ok=True))
+    content = {"file": loaded.file, "origins": loaded.origins, "values": loaded.config.model_dump(exclude_unset=True)}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return str(file)
+
+
+def load_for_rank(argv: list[str]) -> LoadedConfig:
+    """Return the config that the launcher of this rank has checked; without one, that of the command line. Raises
+    ConfigError as `load` does."""
+    if not (file := os.environ.get(CHECKED_CONFIG)):
+        return load(argv)
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}; start the run again, which writes it"]) from None
+    return dataclasses.replace(load_values(content["values"], content["file"], []), origins=content["origins"])

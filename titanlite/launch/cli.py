@@ -1,0 +1,96 @@
+"""The `titanlite` command: one name, and a module for each of its subcommands."""
+
+import difflib
+import errno
+import importlib
+import os
+import signal
+import sys
+
+from titanlite import __version__
+from titanlite.config.errors import TrainingError
+from titanlite.config.loader import printable
+from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
+
+COMMANDS = {
+    "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
+    "plan": ("titanlite.tools.plan.command", "plan memory, communication and step time without the hardware"),
+    "calibrate": ("titanlite.tools.calibrate.command", "measure the devices at hand, for plans of runs on them"),
+    "advise": ("titanlite.tools.advise.command", "search the layouts of a model on so many devices"),
+    "parity": ("titanlite.tools.parity.command", "compare a config's layout with a single process"),
+    "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
+    "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),
+    "convert": ("titanlite.tools.convert", "convert the weights of a checkpoint of torchtitan"),
+    "config": (
+        "titanlite.tools.config",
+        "print or compare configs, or print all options; convert a file of torchtitan",
+    ),
+    "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
+    "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
+    "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
+}
+"""Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
+
+
+def usage() -> str:
+    """Return the text of `titanlite --help`."""
+    lines = ["usage: titanlite COMMAND [arguments]", "", "commands:"]
+    lines += [f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines += [
+        "",
+        "titanlite COMMAND --help tells more. CONFIG is a TOML file, or a name such as debug or 70b of a config",
+    ]
+    lines += ["that comes with titanlite."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    try:
+        try:
+            status = run(name, arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"error: titanlite {name}: interrupted", file=sys.stderr)
+        exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
+    except TrainingError as error:
+        status = f"error: {error}"
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+            sys.exit(2)
+        if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        what = f"{error.filename or 'standard output'}: {error.strerror or error}"
+        status = 1 if isinstance(error, BrokenPipeError) else f"error: titanlite {name}: {printable(what)}"
+    sys.exit(status)  # a text is printed to standard error, and the status is then 1
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a subcommand and return its exit status."""
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"titanlite {__version__}")
+        return 0
+    problem = ""
+    if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
+        problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
+    elif name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        problem = f"titanlite {printable(name)}: unknown command; {hint}"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    if name == "train":
+        listen_as_launcher()  # before the imports, which take a while
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
+    if ENDS_WITH_STDIN in os.environ:
+        end_with_stdin()
+    module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
+    return importlib.import_module(module).main(arguments)

@@ -1,0 +1,350 @@
+"""A lock on a folder for one process of all nodes that share it, which survives crashes.
+
+The lock is a file that names its holder. On the holder's own node the process table tells whether the holder is alive.
+From another node or container only its heartbeat does: a counter in the file, which increases every few seconds. Who
+waits compares counters and never clocks, which differ between nodes.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import platform
+import secrets
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.files.durable import Record
+from titanlite.launch.progress import progress
+
+LARGEST_LOCK = 4096
+"""Bytes of a lock file that are read."""
+NO_HARD_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""How file systems without hard links reject one."""
+BEAT_OFFSET = len('{"beat": "')
+
+Name = Annotated[str, Field(max_length=256)]
+
+
+class FolderInUse(ConfigError):
+    """Another process holds the lock of a folder."""
+
+
+class Holder(Record):
+    """The content of a lock file: a process, and when it locked the folder."""
+
+    beat: Annotated[str, Field(pattern=r"^[0-9]{12}$")]  # the first key, so that its bytes have a fixed place
+    node: Name
+    machine: Name
+    """One running kernel and one table of processes: process IDs can be compared only if it is equal."""
+    pid: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    start_time: Name
+    """When the process started; another process may have the same ID later."""
+    since: Name
+    token: Name
+    """Random: it tells one lock from another."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on node {show(self.node)}, since {show(self.since)}"
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process exists; None if that cannot be known here."""
+        if self.machine != machine():
+            return None
+        start_time = process_start_time(self.pid)
+        return None if start_time is None else start_time == self.start_time
+
+
+@functools.cache
+def machine() -> str:
+    """Return a name of this kernel since its start and this table of processes. Containers have their own tables, and
+    some file systems are shared by containers of one kernel."""
+    if not sys.platform.startswith("linux"):
+        return platform.node()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:  # not known: then it equals no other, and only heartbeats count
+        return secrets.token_hex(16)
+
+
+def process_start_time(pid: int) -> str | None:
+    """Return when a process started, to be compared with the same process's only; "" if there is no such process, or
+    it has ended and its parent has yet to notice; None if this user may not know."""
+    if not sys.platform.startswith("linux"):
+        command = ["ps", "-o", "lstart=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        # The name, in parentheses, may have spaces. After it come the state and, 19 fields on, the clock ticks from
+        # the kernel's start to that of the process (proc_pid_stat(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # /proc may hide other users' processes (hidepid)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return None
+    except OSError:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of a lock file; None if there is none. Raises ConfigError for what is no regular file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError([f"{path}: this lock cannot be read: {error.strerror}; remove it"]) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError([f"{path}: expected a lock, which is a regular file; remove it"])
+        return os.read(descriptor, LARGEST_LOCK)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(content: bytes) -> Holder | None:
+    """Return the holder that a lock file names; None if it is damaged, or of another version."""
+    try:
+        return Holder.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+class FolderLock:
+    """Locks a folder as a context manager, or by `acquire` and `release`. A thread keeps the heartbeat meanwhile.
+
+    Args:
+        folder: is created if it does not exist.
+        name: of the lock file.
+        purpose: begins the messages, as in 'job.dump_folder = "outputs"'.
+        advice: ends the message about a folder in use: what to do.
+        lost: is called once with a message, in the heartbeat's thread, if another process took over the lock. That
+            happens to a process that was suspended, or cut off from the file system, for longer than `patience`.
+        take_over: whether to take over the lock of a process elsewhere whose heartbeat has stopped. The lock of a dead
+            process of this node is always taken over.
+        beat_seconds: between two heartbeats.
+        patience: for how many heartbeats a lock must not change until its holder counts as dead.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        purpose: str,
+        advice: str,
+        lost: Callable[[str], None],
+        take_over: bool = True,
+        beat_seconds: float = 5.0,
+        patience: int = 6,
+    ):
+        self.folder, self.path, self.purpose, self.advice = folder, folder / name, purpose, advice
+        self.lost, self.take_over, self.beat_seconds, self.patience = lost, take_over, beat_seconds, patience
+        self.token, self._beats, self._released = "", 0, threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "FolderLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock, perhaps from a dead process, and start the heartbeat.
+
+        Raises:
+            FolderInUse: if another process holds the lock.
+            ConfigError: if the folder cannot be written.
+        """
+        self.token = secrets.token_hex(16)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not ((self._create() or self.is_held()) and self._is_settled()):
+                found = _read(self.path)
+                if found is not None and not self._is_own(found) and self._is_dead(found):
+                    self._withdraw(found)
+            for left in self.folder.glob(f"{self.path.name}.*"):  # by processes that died while they took the lock
+                left.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError([f"{self.purpose}: cannot be written: {error.strerror}"]) from None
+        self._released.clear()
+        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat of a folder's lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Stop the heartbeat and remove the lock, unless another process has taken it over."""
+        if self._thread:
+            self._released.set()
+            self._thread.join()
+            self._thread = None
+            with contextlib.suppress(OSError, ConfigError):  # what remains is the lock of a dead process
+                found = _read(self.path)
+                if found is not None and self._is_own(found):
+                    self._withdraw(found)
+
+    def is_held(self) -> bool:
+        """Return whether the lock file still names this process."""
+        found = _read(self.path)
+        return found is not None and self._is_own(found)
+
+    def _is_own(self, content: bytes) -> bool:
+        holder = _parse(content)
+        return holder is not None and holder.token == self.token
+
+    def _is_settled(self) -> bool:
+        """Return whether the lock is still this process's after a moment. Another one that had found the dead lock
+        before may just be renaming this one, see _withdraw, and the gap lets a third one in."""
+        time.sleep(min(self.beat_seconds / 2, 0.1))
+        return self.is_held()
+
+    def _content(self) -> bytes:
+        holder = Holder(
+            beat=f"{self._beats:012}",
+            node=platform.node()[:256],
+            machine=machine(),
+            pid=os.getpid(),
+            start_time=process_start_time(os.getpid()) or "",
+            since=datetime.now().astimezone().isoformat(timespec="seconds"),
+            token=self.token,
+        )
+        return (json.dumps(holder.model_dump()) + "\n").encode()
+
+    def _create(self) -> bool:
+        """Create the lock file with its full content; return False if there is one."""
+        temporary = self.path.with_name(f"{self.path.name}.{self.token}")
+        try:
+            temporary.write_bytes(self._content())
+            try:
+                os.link(temporary, self.path)
+            except FileExistsError:
+                return temporary.stat().st_nlink == 2  # NFS may have made the link and lost its answer
+            except FileNotFoundError:  # who has just taken the lock removed the temporary file
+                return False
+            except OSError as error:
+                if error.errno not in NO_HARD_LINKS:
+                    raise
+                return self._create_in_place()
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _create_in_place(self) -> bool:
+        """Create the lock file where there are no hard links. For a moment it is empty; whoever reads it then waits
+        for it to change."""
+        try:
+            with open(self.path, "xb") as file:
+                try:
+                    file.write(self._content())
+                    file.flush()
+                except OSError:
+                    self.path.unlink()
+                    raise
+        except FileExistsError:
+            return False
+        return True
+
+    def _withdraw(self, found: bytes) -> None:
+        """Remove the lock file if its content is the one found. It is renamed first: two processes may be about to
+        remove the same dead lock, and the later one must not remove the new lock of the other."""
+        aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        if _read(aside) != found:
+            try:
+                os.link(aside, self.path)
+            except FileExistsError:
+                pass  # a third process was faster, and the holder of this one will notice
+            except OSError:  # without hard links
+                os.rename(aside, self.path)
+        aside.unlink(missing_ok=True)
+
+    def _is_dead(self, found: bytes) -> bool:
+        """Return whether a lock's holder is dead, and say so; False: the lock has changed, look again.
+
+        Raises:
+            FolderInUse: if the holder is alive, or is dead and may not be taken over.
+        """
+        holder = _parse(found)
+        who = str(holder) if holder else "an unknown process (the lock is damaged)"
+        alive = holder.is_alive() if holder else None
+        if alive is None:
+            now = self._watch(found, who)
+            if now != found:
+                other = _parse(now) if now is not None else None
+                alive = now is not None and (other and other.token) == (holder and holder.token)
+                if not alive:
+                    return False
+        if alive:
+            raise FolderInUse([f"{self.purpose}: in use by {who} (lock {self.path}); {self.advice}"])
+        if alive is False:
+            print(f"{self.purpose}: took over the lock of {who}, which is dead", flush=True)
+            return True
+        stopped = f"{who}, whose heartbeat has stopped for {self.patience * self.beat_seconds:g} s"
+        if not self.take_over:
+            advice = f"if it is dead, set job.take_over_lock = true, or remove {self.path}"
+            raise FolderInUse([f"{self.purpose}: locked by {stopped}; {advice}"])
+        print(f"{self.purpose}: took over the lock of {stopped}", flush=True)
+        return True
+
+    def _watch(self, found: bytes, who: str) -> bytes | None:
+        """Return the lock file's content as soon as it is not the one found, or the latter if it stays. Looks are
+        counted, not time: while this process is suspended, so may be the other."""
+        looks_per_beat = 10
+        with progress(f"{self.purpose}: waiting for a heartbeat of {who}"):
+            for _ in range(looks_per_beat * self.patience):
+                time.sleep(self.beat_seconds / looks_per_beat)
+                now = _read(self.path)
+                if now != found:
+                    return now
+        return found
+
+    def _keep_beating(self) -> None:
+        while not self._released.wait(self.beat_seconds):
+            # A file system that cannot be reached or written now is no loss: others see the file unchanged, and take
+            # it over only when that lasts.
+            with contextlib.suppress(OSError, ConfigError):
+                winner = self._beat()
+                if winner:
+                    self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")
+                    return
+
+    def _beat(self) -> Holder | None:
+        """Increase the counter in the lock file. Return the process that has taken it over, if one has. A file that is
+        missing or damaged is restored."""
+        self._beats += 1
+        found = _read(self.path)
+        holder = _parse(found) if found is not None else None
+        if holder and holder.token != self.token:
+            return holder
+        if holder:
+            # Only the digits are overwritten, in a block that the file has. So neither a full disk nor a crash in
+            # between can damage the file.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                os.pwrite(descriptor, f"{self._beats:012}".encode(), BEAT_OFFSET)
+            finally:
+                os.close(descriptor)
+        elif found is not None:
+            self._withdraw(found)
+        if not holder:
+            self._create()
+        return None

@@ -1,0 +1,70 @@
+"""The folders that a run writes: they are checked before the model is built, and one run at a time has them."""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Checkpoint, Job, Metrics, Profiling
+from titanlite.launch.folder_lock import FolderLock
+from titanlite.launch.process import at_exit
+
+
+def folders_of_run(job: Job, checkpoint: Checkpoint, metrics: Metrics, profiling: Profiling) -> dict[str, Path]:
+    """Return the folders that a run writes, by the options that name them. The token cache's is not among them: a
+    complete cache need not be written, and data.token_cache rejects the folder before it tokenizes."""
+    dump_folder = Path(job.dump_folder)
+    folders = {"job.dump_folder": dump_folder}
+    if checkpoint.enable:
+        folders["checkpoint.folder"] = dump_folder / checkpoint.folder
+    if metrics.enable_tensorboard and metrics.save_tb_folder:
+        folders["metrics.save_tb_folder"] = dump_folder / metrics.save_tb_folder
+    if profiling.enable_profiling:
+        folders["profiling.save_traces_folder"] = dump_folder / profiling.save_traces_folder
+    if profiling.enable_memory_snapshot:
+        folders["profiling.save_memory_snapshot_folder"] = dump_folder / profiling.save_memory_snapshot_folder
+    return folders
+
+
+def check_writable(folders: Mapping[str, Path]) -> None:
+    """Create each folder, by the option that names it, and a small temporary file in it. Raises ConfigError with a line
+    for each folder where that fails, as on a full disk, and for each file of a run that is something else."""
+    problems = []
+    for option, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+                file.write(bytes(4096))
+                file.flush()
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror}; mend that, or choose another folder"
+            problems.append(f"{option} = {show(str(folder))}: {reason}")
+            continue
+        files = [folder / name for name in ("metrics.jsonl", "config.toml")]
+        odd = [file for file in files if os.path.lexists(file) and not file.is_file()]
+        problems += [f"{file}: expected a regular file, or none; move or remove this" for file in odd]
+    if problems:
+        raise ConfigError(problems)
+
+
+def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
+    """Keep other runs out of each folder, by the option that names it, until this process ends. `lost` is called with
+    a message if another run takes a folder over; this one must then write nothing more. Raises ConfigError if another
+    run has a folder."""
+    options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # each folder once
+    locks = [
+        FolderLock(
+            folders[option],
+            name="run.lock",
+            purpose=f"{option} = {show(str(folders[option]))}",
+            advice=f"wait for that run or stop it, or choose another {option}",
+            lost=lost,
+            take_over=job.take_over_lock,
+        )
+        for option in reversed(options.values())
+    ]
+    at_exit.extend(lock.release for lock in locks)
+    with ThreadPoolExecutor(len(locks)) as pool:  # at once, since each may have to wait for a heartbeat
+        list(pool.map(FolderLock.acquire, locks))

@@ -1,0 +1,50 @@
+"""All ranks must have the same config. Each node reads a file of its own, which may be an old copy."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite import __version__
+from titanlite.config.differences import differences, options_by_key, shown
+from titanlite.config.loader import ConfigError, Section
+from titanlite.config.types import MAY_DIFFER
+from titanlite.files.durable import checksum
+
+
+def options_of_run(config: Section) -> dict[str, Any]:
+    """Return the options that all ranks must share, by `section.key`, and the versions that they run with."""
+    return {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
+
+
+def require_same(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with one line that is the same on all ranks, if options differ between ranks. Every rank must
+    call it. Only a hash of the options is sent, unless they differ."""
+    own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
+    extremes = torch.tensor([own_hash, -own_hash])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if not extremes.sum():
+        return
+    rank0, gathered = [options], [{} for _ in range(dist.get_world_size())]
+    dist.broadcast_object_list(rank0, src=0)
+    dist.all_gather_object(gathered, differences(rank0[0], options))
+    parts = []
+    for key in dict.fromkeys(itertools.chain(*gathered)):
+        ranks: dict[str, list[int]] = {}
+        for rank, different in enumerate(gathered):
+            value = different[key][1] if key in different else rank0[0].get(key)
+            ranks.setdefault(shown(value), []).append(rank)
+        parts.append(f"{key} = {', '.join(f'{value} on {name_ranks(each)}' for value, each in ranks.items())}")
+    raise ConfigError([f"the config differs between ranks: {'; '.join(parts)}; start all nodes with the same config"])
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return rising numbers of ranks as text, as in "ranks 0-3, 8"."""
+    texts, position = [], itertools.count()
+    for _, run in itertools.groupby(ranks, lambda rank: rank - next(position)):
+        first, *others = run
+        texts.append(f"{first}-{others[-1]}" if others else f"{first}")
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

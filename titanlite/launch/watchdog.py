@@ -1,0 +1,293 @@
+"""Finds the rank that hangs or has died, and ends all ranks with the true cause.
+
+Each rank has a thread that writes a heartbeat to the store of the launch, beside the collectives, which may hang. A
+rank is silent if its neighbour sees no new heartbeat for the timeout; it hangs if its main thread has been at the same
+activity for the timeout longer than this has taken before. The first rank that finds or has a failure records it in
+the store; all others read it there within seconds, and end.
+
+Keys in the store, below titanlite/ATTEMPT/: `end`, the failure; `rank/N`, the heartbeat of rank N; both JSON.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import signal
+import socket
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import ConfigError, Launch
+from titanlite.config.errors import TrainingError
+from titanlite.config.schema import Comm
+from titanlite.launch import process, progress
+from titanlite.launch.folder_lock import machine
+
+BACKSTOP_SECONDS = 15
+"""By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
+INTERVAL_SECONDS = 1.0
+"""Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
+COMPILES = "forward and backward"
+"""The activity that may take long on all ranks alike, in the first step."""
+LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
+"""In errors of gloo, NCCL and torch's store whose cause is another rank."""
+RECORD_SECONDS = 5.0
+"""How long a rank that has lost a connection waits for the failure of the rank that ended it."""
+
+
+class Watchdog:
+    """The heartbeat of one rank, and its view of the others. Without ranks it does nothing but print a failure."""
+
+    def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
+        self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
+        self.machine = machine()
+        self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
+        self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
+        self._answered = progress.now()  # when the store did last
+        self._finished, self._begun = threading.Event(), False
+        self._looked = -math.inf  # when the heartbeats of all ranks were read last
+        self._store: Any = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without a sign of life, or without progress, after which a rank counts as hanging."""
+        return self.comm.init_timeout_seconds if progress.train_timeout is None else progress.train_timeout
+
+    def __enter__(self) -> None:
+        if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
+            self._begun = True
+            process.signals.stopped = self.stopped
+            for target in (self._beat, self._watch):
+                threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an exception it goes on until `end`
+            self._finished.set()
+
+    # Failures of this rank -------------------------------------------------------------------------------------------
+
+    def end(self, message: str, status: int, *, lost_connection: bool = False) -> None:
+        """End this process because of an error, and with it all ranks.
+
+        The first failure of all ranks is printed, once for each node. With lost_connection, that of another rank is
+        waited for.
+        """
+        deadline = time.monotonic() + RECORD_SECONDS
+        while lost_connection and self._begun and time.monotonic() < deadline:
+            time.sleep(0.1)  # the thread ends this process when it reads a record
+        self._end(self._recorded(self._record(message, status)))
+
+    def stopped(self) -> None:
+        """Tell the other ranks that a signal has ended this one before there was anything to save."""
+        self._recorded(self._record("", status=process.STOPPED if process.STARTED_BY in os.environ else 0))
+
+    def _record(self, message: str, status: int = 1, **more: Any) -> dict[str, Any]:
+        return failure(self.launch.rank, message, status) | more
+
+    def _recorded(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the first failure of all ranks: this one, unless the store has one already or does not answer."""
+        if self._begun:
+            answer: queue.Queue[dict[str, Any]] = queue.Queue()
+            self._requests.put((record, answer))
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=RECORD_SECONDS)
+        return record
+
+    def _end(self, record: dict[str, Any]) -> None:
+        """Print a failure if this rank is to do so, and end the process."""
+        process.begin_to_end()
+        own = record["rank"] == self.launch.rank
+        speaks = own or (record["machine"] != self.machine and self.launch.local_rank == 0)
+        if record["kind"] == "hang":
+            process.with_deadline(self._dump_stacks)
+            hanging = record["hanging"]
+            if hanging.get("silent") and hanging["machine"] == self.machine and hanging["rank"] != self.launch.rank:
+                process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
+        process.clean_up()
+        if record["message"]:
+            if speaks:
+                process.wait_for_other_ranks(RECORD_SECONDS)
+            process.print_to_console(record["message"], hidden=not speaks)
+        process.exit_process(record["status"])
+
+    def _dump_stacks(self) -> None:
+        folder = self.dump_folder / "stacks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
+            file.write(f"{progress.current}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        if path := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):
+            _dump_flight_recorder(Path(f"{path}{self.launch.rank}"))
+
+    # Heartbeats ------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Write heartbeats, read the next rank's, and record failures. Runs in a thread of its own, since each call of
+        the store may take long."""
+        rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
+        own, theirs = f"rank/{rank}", f"rank/{neighbour}"
+        last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
+        while not self._finished.is_set():
+            try:
+                if self._store is None:
+                    timeout = self.comm.init_timeout_seconds
+                    self._store = ranks_store(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout)
+                    self._answered = seen = progress.now()
+                self._store.set(own, json.dumps(self._heartbeat(next(numbers))))
+                if self._store.check(["end"]):
+                    self._end(json.loads(self._store.get("end")))
+                beat = self._store.get(theirs) if self._store.check([theirs]) else None
+                self._answered, failing_since = progress.now(), None
+                if beat != last_beat:
+                    last_beat, seen = beat, progress.now()
+                if hang := self._hang(neighbour) if progress.now() - seen > self.timeout else self._own_hang():
+                    self._end(self._write_end(hang))
+                with contextlib.suppress(queue.Empty):
+                    record, answer = self._requests.get(timeout=self.interval)
+                    answer.put(self._write_end(record))
+            except Exception as error:  # a rank without heartbeat would be taken for a dead one
+                failing_since = failing_since or progress.now()
+                if progress.now() - failing_since > RECORD_SECONDS and not self._finished.is_set():
+                    self._lost_store(f"{error}".partition("\n")[0])
+                time.sleep(self.interval)
+
+    def _heartbeat(self, number: int) -> dict[str, Any]:
+        activity = progress.current
+        return {
+            "beat": number,
+            "node": socket.gethostname(),
+            "machine": self.machine,
+            "process": os.getpid(),
+            "activity": str(activity),
+            "number": activity.number,
+            "limited": activity.limited,
+            "seconds": round(progress.now() - activity.since),
+        }
+
+    def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Record a failure, unless there is one, and return the first."""
+        return json.loads(self._store.compare_set("end", "", json.dumps(record)))
+
+    def _own_hang(self) -> dict[str, Any] | None:
+        """Return the record of a hang if this rank's main thread has not moved for too long."""
+        now, world_size = progress.now(), self.launch.world_size
+        if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
+            return None
+        self._looked = now
+        if world_size > 64:  # not all at once: the first that finds the cause saves the others the work
+            time.sleep(5 * self.launch.rank / world_size)
+            if self._store.check(["end"]):
+                return None
+        return self._hang()
+
+    def _watch(self) -> None:
+        """End this rank if the store does not answer for the timeout, as when the network is cut."""
+        while not self._finished.wait(1):
+            if self._store and progress.now() - self._answered > self.timeout:
+                self._lost_store(f"no answer for {self.timeout} s")
+
+    def _lost_store(self, reason: str) -> None:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to the launch's store at "
+            f"{where}: {reason}; the first node, its launcher or the network has failed"
+        )
+        self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once for a node
+
+    def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
+        """Return the record of a hang: of a silent rank, or of the ranks that are behind all others; None if all ranks
+        compile in the first step, which may take long."""
+        keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
+        if not self._store.check(keys):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        here = [rank for rank in range(len(keys)) if rank not in missing]
+        contents = self._store.multi_get([keys[rank] for rank in here])
+        beats = {rank: json.loads(content) for rank, content in zip(here, contents, strict=True)}
+        stacks = f"Python stacks: {self.dump_folder / 'stacks'}"
+        hanging: dict[str, Any] = {}
+        if silent is not None and silent in beats:
+            hanging = {"rank": silent, "silent": True, **beats[silent]}
+            text = f"{_where(silent, beats[silent])} has given no sign of life for {self.timeout} s; "
+            text += f"its last heartbeat came from {beats[silent]['activity']!r}"
+        elif missing:
+            text = f"rank {', '.join(map(str, missing))} has not started within {self.timeout} s"
+        else:
+            least = min(beat["number"] for beat in beats.values())
+            last = [rank for rank, beat in beats.items() if beat["number"] == least]
+            # Of ranks at the same activity, those without a limit wait for the one that has one.
+            behind = [rank for rank in last if beats[rank]["limited"]] or last
+            first = beats[behind[0]]
+            hanging = {"rank": behind[0], **first}
+            if len(behind) == len(beats) and progress.train_timeout is None and progress.current.name == COMPILES:
+                return None
+            if len(behind) == len(beats):
+                text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
+            else:
+                ahead = next(beat for rank, beat in beats.items() if rank not in behind)
+                more = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
+                text = f"{_where(behind[0], first)}{more} hangs at {first['activity']!r} for {first['seconds']} s, "
+                text += f"while others wait for it at {ahead['activity']!r}"
+        return self._record(f"error: {text}; {stacks}", kind="hang", hanging=hanging)
+
+
+def fail(error: Exception, watchdog: Watchdog | None) -> None:
+    """End this process because of an error: on one line if it is of the config or the training, else with its
+    traceback. Before there is a watchdog every rank finds the same problems, and the first of each node prints them."""
+    status = 2 if isinstance(error, ConfigError) else 1
+    lost_connection = isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(f"{error}"))
+    where = f"rank {watchdog.launch.rank} on {socket.gethostname()}" if watchdog else "a rank"
+    if isinstance(error, ConfigError):
+        message = "\n".join(f"error: {problem}" for problem in error.problems)
+    elif isinstance(error, TrainingError):
+        message = f"error: {error}"
+    elif lost_connection:
+        reason = re.sub(r"^\[.*?\] ", "", f"{error}").partition("\nException raised from")[0]  # no C++ sources
+        message = f"error: {where} has lost another rank, which has died or does not answer: {reason}"
+    else:
+        message = "".join(traceback.format_exception(error)).rstrip()
+        if watchdog and watchdog.launch.world_size > 1:
+            message = f"error: {where}:\n{message}"
+    if watchdog:
+        watchdog.end(message, status, lost_connection=lost_connection)
+    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        process.print_to_console(message)
+    process.exit_process(status)
+
+
+def _where(rank: int, beat: dict[str, Any]) -> str:
+    return f"rank {rank} on {beat['node']} (process {beat['process']})"
+
+
+def failure(rank: int, message: str, status: int = 1) -> dict[str, Any]:
+    """Return what is recorded of a rank that has failed, for all ranks to end with; an empty message is not printed."""
+    return {"rank": rank, "machine": machine(), "status": status, "message": message, "kind": "error"}
+
+
+def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
+    """Return a connection to the store of the ranks that were started together (torch.distributed.Store)."""
+    import torch.distributed as dist  # here: the import takes seconds
+
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"titanlite/{process.attempt()}", store)
+
+
+def _dump_flight_recorder(path: Path) -> None:
+    """Write NCCL's last collectives, as torch does after a timeout of NCCL's own.
+
+    Private: torch._C._distributed_c10d._dump_nccl_trace, in the builds of torch that have NCCL (not tried on a GPU).
+    """
+    from torch._C import _distributed_c10d
+
+    if dump := getattr(_distributed_c10d, "_dump_nccl_trace", None):
+        with contextlib.suppress(OSError):
+            path.write_bytes(dump())

@@ -1,0 +1,66 @@
+"""TensorBoard's event files, written by the thread that trains.
+
+torch's SummaryWriter writes in a thread of its own, which ends for good at the first error, as on a full disk, and may
+leave part of a record, at which readers stop.
+"""
+
+import io
+import os
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from titanlite.files.appended_file import AppendedFile
+
+
+class EventFile:
+    """Writes the events of one run, from `first_step` on, into a new file of a folder. Those that an earlier run of the
+    folder wrote for that step and later ones are no longer shown."""
+
+    def __init__(self, folder: Path, first_step: int):
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
+        self.file = AppendedFile(folder / name)
+        self._write(Event(file_version="brain.Event:2"))
+        self.begin(first_step)
+
+    def begin(self, first_step: int) -> None:
+        """Begin at a step, anew: what was written for it and later ones before is no longer shown."""
+        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.file.append(record.getvalue())
+
+    def add_scalars(self, values: dict[str, float], step: int) -> None:
+        """Write the values of a step by tag."""
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def add_histogram(self, tag: str, values: list[float], step: int) -> None:
+        """Write the distribution of some numbers, in 30 intervals of the same width."""
+        counts, bounds = np.histogram(values, bins=30)
+        squares = sum(value * value for value in values)
+        histogram = HistogramProto(
+            min=min(values), max=max(values), num=len(values), sum=sum(values), sum_squares=squares,
+            bucket_limit=bounds[1:].tolist(), bucket=counts.tolist(),
+        )  # fmt: skip
+        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
+
+    def add_text(self, tag: str, text: str, step: int = 0) -> None:
+        """Write a text, which is shown as Markdown."""
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        encoded = text.encode("utf-8", "replace")
+        tensor = TensorProto(dtype="DT_STRING", string_val=[encoded], tensor_shape=shape)
+        value = Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._write(Event(step=step, summary=Summary(value=[value])))

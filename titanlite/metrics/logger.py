@@ -1,0 +1,281 @@
+"""Metrics of a run: the console line, TensorBoard and metrics.jsonl; tokens per second, MFU and peak memory."""
+
+import contextlib
+import io
+import json
+import math
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.config.launch import quantity
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Metrics
+from titanlite.files.appended_file import AppendedFile, report
+from titanlite.files.durable import replace_file
+from titanlite.metrics.devices import find_by_gpu_name
+
+VALIDATION_LOSS = "validation_metrics/global_avg_loss"
+
+
+class PeakFlops:
+    """Finds the peak FLOP/s of one GPU, which model FLOPs utilization (MFU) is relative to: for bfloat16 on a known GPU
+    the data sheet's, otherwise that of the fastest of ten products of two square matrices. A CPU has none, since its
+    rate depends on what else its cores do. `source` says in words where `flops` is from."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.flops, self.source = 0.0, "none on a CPU"
+        if device.type != "cuda":
+            return
+        name, n = torch.cuda.get_device_name(device), 8192
+        if dtype == torch.bfloat16 and (known := find_by_gpu_name(name)):
+            self.flops = known.bf16
+            self.source = f"of {known.bf16 / 1e12:.0f} TFLOP/s, dense bfloat16, {known.source}"
+            return
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        for _ in range(10):
+            start = time.perf_counter()
+            a @ b
+            torch.cuda.synchronize(device)
+            self.flops = max(self.flops, 2 * n**3 / (time.perf_counter() - start))
+        self.source = f"of {self.flops / 1e12:.3g} TFLOP/s, measured: {dtype} {n} x {n} product on {name}"
+
+
+def peak_memory(device: torch.device) -> tuple[float, float]:
+    """Return this rank's peak memory in GiB since the last call: (in active tensors, reserved by the allocator). A CPU
+    has no such allocator: both are the peak resident set of the process since its start."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return stats["active_bytes.all.peak"] / 2**30, stats["reserved_bytes.all.peak"] / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak, peak
+
+
+class ThroughputMeter:
+    """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global batch per
+    rank, `flops_per_token` what model.flops_per_token returns."""
+
+    def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
+        self.device, self.tokens_per_step = device, tokens_per_step
+        self.flops_per_token, self.peak = flops_per_token, peak
+        self.seconds_per_step = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start, self._data_seconds, self._steps = time.perf_counter(), 0.0, 0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the body as data loading."""
+        start = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body (validation, saving) out of the step time."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def step_done(self) -> None:
+        self._steps += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return values by tag since the last call; throughput is per rank."""
+        seconds = time.perf_counter() - self._start
+        self.seconds_per_step = seconds / self._steps
+        tokens_per_second = self.tokens_per_step / self.seconds_per_step
+        flops = tokens_per_second * self.flops_per_token
+        active, reserved = peak_memory(self.device)
+        values = {
+            "throughput(tps)": tokens_per_second,
+            "tflops": flops / 1e12,
+            **({"mfu(%)": 100 * flops / self.peak.flops} if self.peak.flops else {}),
+            "time_metrics/end_to_end(s)": self.seconds_per_step,
+            "time_metrics/data_loading(%)": 100 * self._data_seconds / seconds,
+            "memory/max_active(GiB)": active,
+            "memory/max_reserved(GiB)": reserved,
+        }
+        self._reset()
+        return values
+
+
+def step_values(loss: float, largest: float, norm: float, lr: float, n_tokens: int) -> dict[str, float]:
+    """Return the values of a step by tag: losses in nats, the gradient norm, the learning rate, tokens seen."""
+    return {
+        "loss_metrics/global_avg_loss": loss,
+        "loss_metrics/global_max_loss": largest,
+        "grad_norm": norm,
+        "lr": lr,
+        "n_tokens_seen": n_tokens,
+    }
+
+
+class Logger:
+    """The logger of all ranks but the first: it writes nothing."""
+
+    def begin(self, last_step: int) -> None:
+        """Prepare the files of a run that begins after a step."""
+
+    def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Write the values of a step by tag, if there are any; a tensor is written as a histogram."""
+
+    def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Write the texts that follow some prompts."""
+
+    def remove_after(self, step: int) -> None:
+        """Remove what was logged of later steps, which the weights are no longer of."""
+
+    def close(self) -> None:
+        """Write what a full disk has kept from being written, or say that it is lost."""
+
+
+class MetricsLogger(Logger):
+    """Writes rank 0's console lines, metrics.jsonl, TensorBoard and config.toml, whose text is `config`.
+
+    A new run moves the files of an earlier one to previous/DATE. A resumed run removes what was logged after the step
+    that it resumes from; if it cannot, that raises ConfigError. Later, what cannot be written, as on a full disk, is
+    one line on stderr. `steps` is the run's last step.
+    """
+
+    def __init__(self, dump_folder: Path, metrics: Metrics, *, steps: int, config: str):
+        self.folder, self.metrics, self.steps, self.config = dump_folder, metrics, steps, config
+        self.file, self.tensorboard = AppendedFile(dump_folder / "metrics.jsonl"), None
+
+    def begin(self, last_step: int) -> None:
+        """Prepare the files of a run that begins after a step, 0 for a new one."""
+        dump_folder, metrics, config = self.folder, self.metrics, self.config
+        tb_folder = metrics.save_tb_folder if metrics.enable_tensorboard else ""
+        try:
+            dump_folder.mkdir(parents=True, exist_ok=True)
+            if last_step == 0:
+                _move_to_previous(dump_folder, ["metrics.jsonl", "config.toml", *([tb_folder] if tb_folder else [])])
+            else:
+                _remove_later_steps(self.file.path, last_step)
+        except OSError as error:
+            problem = f"job.dump_folder = {show(str(dump_folder))}: files of an earlier run cannot be changed: {error}"
+            raise ConfigError([problem]) from None
+        _write_config(dump_folder / "config.toml", config)
+        if tb_folder:
+            from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
+
+            self.tensorboard = EventFile(dump_folder / tb_folder, first_step=last_step + 1)
+            self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
+
+    def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
+        """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null. A tensor is a
+        histogram in TensorBoard."""
+        histograms = {tag: value.tolist() for tag, value in values.items() if isinstance(value, Tensor)}
+        values = {tag: value for tag, value in values.items() if tag not in histograms}
+        if not values:
+            return
+        print(_console_line(step, self.steps, values, seconds_per_step), flush=True)
+        record = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        self.file.append((json.dumps({"step": step, **record}) + "\n").encode())
+        if self.tensorboard:
+            self.tensorboard.add_scalars(values, step)
+            for tag, value in histograms.items():
+                self.tensorboard.add_histogram(tag, value, step)
+
+    def log_samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Write the texts that follow some prompts to the console, a line each, and to TensorBoard."""
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            print(f"step {step}: sample {index}: {show(prompt)} -> {show(text)}", flush=True)
+            if self.tensorboard:
+                self.tensorboard.add_text(f"samples/{index}", f"{prompt}{text}", step)
+
+    def remove_after(self, step: int) -> None:
+        """Remove what was logged of later steps, which the weights are no longer of."""
+        try:
+            _remove_later_steps(self.file.path, step)
+        except OSError as error:
+            report(str(self.file.path), error, f"it keeps the steps after {step} of an abandoned past")
+        if self.tensorboard:
+            self.tensorboard.begin(step + 1)
+
+    def close(self) -> None:
+        """Write what a full disk has kept from being written, or say that it is lost."""
+        for file in (self.file, self.tensorboard.file if self.tensorboard else None):
+            if file:
+                file.close()
+
+
+def _write_config(path: Path, config: str) -> None:
+    """Replace config.toml as a whole, so that a full disk leaves the one before."""
+    try:
+        replace_file(path, config.encode())
+    except OSError as error:
+        report(str(path), error, "training goes on without it")
+
+
+def _move_to_previous(folder: Path, names: list[str]) -> None:
+    previous, moved = folder / "previous" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"), []
+    for path in (folder / name for name in names):
+        is_folder = path.is_dir()  # that of the event files; this run's lock stays in it
+        files = list(path.glob("events.out.tfevents.*")) if is_folder else [path] if path.exists() else []
+        for file in files:
+            target = previous / path.resolve().name if is_folder else previous
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, target)  # also to another file system
+        moved += [path.name] if files else []
+    if moved:
+        print(f"moved an earlier run's {', '.join(moved)} to {previous}", flush=True)
+
+
+def _remove_later_steps(path: Path, last_step: int) -> None:
+    """Remove the lines after a step from a metrics.jsonl. Damaged ones are moved to metrics.jsonl.damaged."""
+    content = path.read_bytes() if path.exists() else b""
+    earlier, damaged = [], []
+    for line in io.BytesIO(content):
+        step = _step_of(line)
+        if step is None:
+            damaged.append(line)
+        elif step <= last_step:
+            earlier.append(line.rstrip(b"\n") + b"\n")
+    if damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        with aside.open("ab") as file:
+            file.writelines(damaged)
+        print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
+    if b"".join(earlier) != content:
+        replace_file(path, b"".join(earlier))
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of metrics.jsonl; None if the line is damaged."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if type(step) is int else None
+
+
+def _console_line(step: int, steps: int, values: Mapping[str, float], seconds_per_step: float) -> str:
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    if "grad_norm" in values:
+        parts += [
+            f"loss {values['loss_metrics/global_avg_loss']:7.4f}",
+            f"norm {values['grad_norm']:8.4f}",
+            f"lr {values['lr']:.3e}",
+            f"{values['throughput(tps)']:8,.0f} tok/s",
+            f"{values['tflops']:7.3f} TFLOP/s",
+            *([f"MFU {values['mfu(%)']:5.1f} %"] if "mfu(%)" in values else []),
+            f"{values['memory/max_reserved(GiB)']:6.2f} GiB",
+            f"data {values['time_metrics/data_loading(%)']:4.1f} %",
+            f"ETA {timedelta(seconds=round((steps - step) * seconds_per_step))}",
+        ]
+    if VALIDATION_LOSS in values:
+        parts.append(f"validation loss {values[VALIDATION_LOSS]:.4f}")
+    return "  ".join(parts)

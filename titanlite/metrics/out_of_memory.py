@@ -1,0 +1,50 @@
+"""What had the memory of a rank when it was used up."""
+
+import gc
+import os
+import re
+import traceback
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.tensors import plain_tensors
+from titanlite.config.errors import TrainingError
+from titanlite.launch import progress
+from titanlite.launch.process import print_to_console
+from titanlite.metrics.logger import peak_memory
+
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
+"""In errors of torch, CUDA, cuBLAS and the system."""
+
+
+def explain_out_of_memory(error: Exception) -> Exception:
+    """Return an error that tells what has the memory, if this one says that there is no more; else this one. The
+    traceback is then in the rank's file only."""
+    is_of_system = isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(f"{error}")
+    if not isinstance(error, MemoryError) and not is_of_system:
+        return error
+    print_to_console("".join(traceback.format_exception(error)).rstrip(), hidden=True)
+    of_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in f"{error}"
+    device = torch.device("cuda" if torch.cuda.is_initialized() and not of_host else "cpu")
+    gc.unfreeze()  # what is frozen is not found
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+    states = [state for optimizer in optimizers for each in optimizer.state.values() for state in each.values()]
+    tensors = {"weights": weights, "gradients": [weight.grad for weight in weights], "optimizer states": states}
+    sizes = {name: _bytes_on(device, values) for name, values in tensors.items()}
+    sizes["the rest, such as activations"] = max(peak_memory(device)[1] * 2**30 - sum(sizes.values()), 0)
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    wanted = re.search(r"[Tt](ried to allocate [\d.]+ \w+)", f"{error}")
+    return TrainingError(
+        f"rank {os.environ.get('RANK', '0')} is out of memory at {str(progress.current)!r}"
+        f"{f', where it t{wanted[1]}' if wanted else ''}: "
+        f"{', '.join(f'{name} {size / 2**30:.2f} GiB' for name, size in largest)}; "
+        "`titanlite plan CONFIG` computes the memory of a config, and docs/memory.md has what saves it"
+    )
+
+
+def _bytes_on(device: torch.device, values: list[Any]) -> int:
+    """Return the size of this rank's shards on a kind of device."""
+    shards = plain_tensors({str(number): value for number, value in enumerate(values) if torch.is_tensor(value)})
+    return sum({shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == device.type}.values())

@@ -1,0 +1,18 @@
+"""Logits of single tokens, under any sharding of the vocabulary.
+
+Shapes: B sequences, N tokens, D model width, V vocabulary.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def logits_at(x_ND: Tensor, weight_VD: Tensor, tokens_B: Tensor) -> Tensor:
+    """Return the logits of some of the tokens, [B, V] on every rank. As the output head's loss, it gets their indices
+    for targets, so that the logits of all other tokens need not exist."""
+    if not isinstance(weight_VD, DTensor):
+        return F.linear(x_ND[tokens_B], weight_VD)
+    logits = F.linear(x_ND.to_local()[tokens_B], weight_VD.to_local())
+    logits = DTensor.from_local(logits, weight_VD.device_mesh, [Shard(-1)])
+    return logits.redistribute(placements=[Replicate()]).to_local()

@@ -1,0 +1,1 @@
+"""Techniques of the data: streaming, mixtures, best-fit packing, chat templates."""

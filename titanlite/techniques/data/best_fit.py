@@ -1,0 +1,349 @@
+"""Best-fit packing (arXiv:2404.10830): documents stay whole, and are put together so that few tokens are padding.
+
+The documents of a shard of the token cache are packed by themselves, the longest first, each into the sequence with the
+least free space that it fits into. The result is a packing table, a file that depends on the documents' lengths and the
+sequence length alone. So any rank finds sequence i at once, and the order is the same for any number of ranks.
+
+    <token cache>/best_fit-train-2048-split/packing.json    how many sequences each shard has
+    <token cache>/best_fit-train-2048-split/00000.table     int64: where the documents of each sequence begin in the
+                                                            rest of the table: (first token, tokens) of each
+"""
+
+import bisect
+import contextlib
+import functools
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from titanlite.config.errors import TrainingError
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_file
+from titanlite.config.schema import Training
+from titanlite.data import token_shards
+from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences, positions_in_documents
+from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, Split, TokenCache
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum
+from titanlite.launch.progress import progress
+from titanlite.loss import IGNORED
+
+INDEX = "packing.json"
+OPEN_FILES = 64  # of a process
+
+LongDocuments = Literal["split", "drop", "truncate", "reject"]
+"""What becomes of documents that are longer than a sequence."""
+
+
+# Packing -------------------------------------------------------------------------------------------------------------
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the bin of each item, int64: bins of one capacity are filled with the longest items first, each into the
+    bin with the least free space that it fits into.
+
+    Items of one length are placed together. A bin that has been given one of them has the least free space of all, so
+    it is given as many of them as fit. This takes time in proportion to the items, of which there may be many, and to
+    their different lengths.
+    """
+    bins, n_bins = np.empty(len(lengths), np.int64), 0
+    order = np.argsort(-lengths, kind="stable")
+    sizes, begins = np.unique(-lengths[order], return_index=True)
+    free: dict[int, list[int]] = {}  # the bins by their free space
+    spaces: list[int] = []  # the keys of `free`, in order
+
+    def put_back(space: int, chosen: list[int]) -> None:
+        if space and chosen:
+            if space not in free:
+                bisect.insort(spaces, space)
+            free.setdefault(space, []).extend(chosen)
+
+    for size, at, end in zip((-sizes).tolist(), begins.tolist(), [*begins.tolist(), len(lengths)][1:], strict=True):
+        while at < end:
+            index = bisect.bisect_left(spaces, size)
+            space = spaces[index] if index < len(spaces) else capacity
+            per_bin = space // size
+            n = -(-(end - at) // per_bin)
+            if index < len(spaces):
+                chosen = free[space][-n:]
+                del free[space][-n:]
+                if not free[space]:
+                    del free[space], spaces[index]
+            else:
+                chosen = list(range(n_bins, n_bins + n))
+                n_bins += n
+            placed = min(len(chosen) * per_bin, end - at)
+            bins[order[at : at + placed]] = np.repeat(chosen, per_bin)[:placed]
+            n_full, rest = divmod(placed, per_bin)
+            put_back(space - per_bin * size, chosen[:n_full])
+            put_back(space - rest * size, chosen[n_full:])
+            at += placed
+    return bins
+
+
+def split_documents(lengths: np.ndarray, seq_len: int, long: LongDocuments) -> np.ndarray:
+    """Return where each chunk of some documents that lie end to end begins, and its tokens, int64 [chunks, 2].
+
+    A chunk is a document, or T + 1 tokens of a longer one. The last token of such a chunk is the first of the next, as
+    every token but a document's first is a target once. A document of one token has none, and is left out.
+    """
+    starts, lengths = np.cumsum(lengths, dtype=np.int64) - lengths, lengths.astype(np.int64)
+    if long == "drop":
+        starts, lengths = starts[lengths <= seq_len + 1], lengths[lengths <= seq_len + 1]
+    elif long != "split":
+        lengths = np.minimum(lengths, seq_len + 1)
+    n_chunks = np.maximum(-(-(lengths - 1) // seq_len), 0)
+    number = np.arange(n_chunks.sum()) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
+    begins = number * seq_len  # of each chunk, in its document
+    return np.stack(
+        [np.repeat(starts, n_chunks) + begins, np.minimum(np.repeat(lengths, n_chunks) - begins, seq_len + 1)], axis=1
+    )
+
+
+def pack(chunks: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put chunks, int64 [chunks, 2], into sequences. Return where the chunks of each sequence begin, int64 [sequences +
+    1], and the chunks by sequence. Sequences are in the order of their first chunks, and have them in order."""
+    bins = best_fit_decreasing(chunks[:, 1], seq_len + 1)
+    _, first, numbers = np.unique(bins, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    bins = rank[numbers]
+    begins = np.append(0, np.cumsum(np.bincount(bins, minlength=len(first))))
+    return begins.astype(np.int64), chunks[np.argsort(bins, kind="stable")]
+
+
+def lay_out(documents: list[np.ndarray], seq_len: int, not_trained: int) -> Sequence:
+    """Return documents of at most T + 1 tokens together as a sequence. Tokens with the bit `not_trained` are no targets
+    (0: all are). Padding has ignored targets, and is a document of its own."""
+    stored = np.concatenate([np.empty(0, np.int64), *documents])
+    tokens, n = stored & ~not_trained, len(stored)
+    inputs, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORED, np.int64)
+    inputs[: min(n, seq_len)] = tokens[:seq_len]
+    targets[: max(n - 1, 0)] = np.where(stored & not_trained, IGNORED, tokens)[1:]
+    last = np.cumsum([len(document) for document in documents], dtype=np.int64) - 1
+    ends = np.zeros(seq_len, bool)
+    ends[last[last < seq_len]] = True
+    targets[ends] = IGNORED
+    return Sequence(inputs, targets, positions_in_documents(ends))
+
+
+# Packing tables ------------------------------------------------------------------------------------------------------
+
+
+class Table(Record):
+    """The size of a shard's packing table."""
+
+    sequences: Int63
+    chunks: Int63
+    xxh3_64: Checksum
+    """Of the file."""
+
+    @property
+    def file_size(self) -> int:
+        return 8 * (self.sequences + 1 + 2 * self.chunks)
+
+
+class Index(RecordWithChecksum):
+    """The content of packing.json."""
+
+    tables: list[Table]
+    """Of each shard of the token cache."""
+    documents: Int63
+    long_documents: Int63
+    """Longer than a sequence: split, dropped or truncated."""
+    tokens: Int63
+    """In all sequences, without padding."""
+
+
+def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds_cache: bool) -> "BestFit":
+    """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes the packing tables
+    if they are missing, and other ranks of its node wait for them. Conversations that are too long raise ConfigError
+    if training.long_conversations says so."""
+    has_targets = training.dataset_format != "text"  # the cache marks the tokens that are not trained on
+    long: LongDocuments = training.long_conversations if has_targets else "split"
+    not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
+    folder = cache.folder / f"best_fit-{split}-{training.seq_len}-{long}"
+    index = None
+    if builds_cache:
+        with contextlib.suppress(FileNotFoundError, DamagedShardError):  # damaged tables are written again
+            index = _read_index(cache, folder, check_tables=True)
+        try:
+            index = index or _write_tables(cache, split, folder, training.seq_len, long, not_trained)
+        except OSError as error:
+            option = f"training.cache_folder = {show(training.cache_folder)}"
+            raise ConfigError([f"{option}: cannot be written: {error.strerror}"]) from None
+    while index is None:
+        time.sleep(0.2)
+        with contextlib.suppress(FileNotFoundError, DamagedShardError):
+            index = _read_index(cache, folder, check_tables=False)
+    return BestFit(cache, split, folder, index, training.seq_len, long, not_trained)
+
+
+def _read_index(cache: TokenCache, folder: Path, *, check_tables: bool) -> Index:
+    """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not of
+    this cache."""
+    index = token_shards.read_record(folder / INDEX, Index)
+    if len(index.tables) != len(cache.index.shards):
+        raise DamagedShardError(f"{INDEX}: the number of shards differs")
+    for number, table in enumerate(index.tables if check_tables else []):
+        token_shards.check_size(folder / _table_name(number), table.file_size)
+    return index
+
+
+def _table_name(number: int) -> str:
+    return f"{number:05}.table"
+
+
+def _write_tables(
+    cache: TokenCache, split: Split, folder: Path, seq_len: int, long: LongDocuments, not_trained: int
+) -> Index:
+    """Pack the documents of each shard, and publish the tables and, when all are there, their index."""
+    folder.mkdir(mode=0o755, exist_ok=True)
+    token_shards.check_trusted(folder)
+    tables, n_documents, n_long, longest, n_tokens = [], 0, 0, 0, 0
+    counts = [getattr(shard, f"{split}_documents") for shard in cache.index.shards]
+    with progress("packing the documents", total=sum(counts), unit="documents") as advance:
+        for number, count in enumerate(counts):
+            lengths = cache.read(number, f"{split}_documents", 0, count).astype(np.int64)
+            chunks = split_documents(lengths, seq_len, long)
+            if long == "truncate":
+                chunks = _with_targets(cache, split, number, chunks, seq_len, not_trained)
+            begins, chunks = pack(chunks, seq_len)
+            data = begins.astype("<i8").tobytes() + chunks.astype("<i8").tobytes()
+            tables.append(Table(sequences=len(begins) - 1, chunks=len(chunks), xxh3_64=checksum(data)))
+            token_shards.publish(folder / _table_name(number), data)
+            n_documents += count
+            n_long += int((lengths > seq_len + 1).sum())
+            longest = max(longest, int(lengths.max(initial=0)))
+            n_tokens += int(chunks[:, 1].sum())
+            advance(count)
+    if n_long and long == "reject":
+        problem = f'training.long_conversations = "reject": {n_long:,} of {n_documents:,} conversations have more than '
+        problem += f"the {seq_len + 1:,} tokens of a sequence, and the longest has {longest:,}; set a larger "
+        raise ConfigError([problem + 'training.seq_len, or "drop" or "truncate"'])
+    index = Index(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
+    index.publish(folder / INDEX)
+    return index
+
+
+def _with_targets(
+    cache: TokenCache, split: Split, number: int, chunks: np.ndarray, seq_len: int, not_trained: int
+) -> np.ndarray:
+    """Return the chunks without the beginnings of conversations in which the assistant has not said anything yet."""
+
+    def has_target(begin: int, length: int) -> bool:
+        return not (cache.read(number, split, begin + 1, begin + length) & not_trained).all()
+
+    full = np.flatnonzero(chunks[:, 1] == seq_len + 1)
+    return np.delete(chunks, [row for row in full.tolist() if not has_target(*chunks[row].tolist())], axis=0)
+
+
+class BestFit:
+    """The packed sequences of a split, which are read when they are needed."""
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        split: Split,
+        folder: Path,
+        index: Index,
+        seq_len: int,
+        long: LongDocuments,
+        not_trained: int,
+    ):
+        self.cache, self.split, self.folder, self.index = cache, split, folder, index
+        self.seq_len, self.long, self.not_trained = seq_len, long, not_trained
+        self._ends = np.cumsum([table.sequences for table in index.tables])
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_table)
+        self._verified: set[int] = set()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __str__(self) -> str:
+        return f"{len(self):,} packed sequences per epoch, {self.summary}"
+
+    @property
+    def summary(self) -> str:
+        """The share of padding, and what became of long documents."""
+        padding = 1 - self.index.tokens / max(len(self) * (self.seq_len + 1), 1)
+        documents = "documents" if self.long == "split" else "conversations"
+        done = {"drop": "dropped", "truncate": "truncated"}.get(self.long, "split")
+        return (
+            f"best fit: {padding:.2%} padding, "
+            f"{self.index.long_documents:,} of {self.index.documents:,} {documents} {done}"
+        )
+
+    @property
+    def identity(self) -> str:
+        """A hash of which documents each sequence has."""
+        return checksum("/".join(table.xxh3_64 for table in self.index.tables).encode())
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return a sequence; past the end, one of padding only. Raises TrainingError if the packing table is damaged,
+        and removes the index, so that the next start packs again."""
+        if index >= len(self):
+            return lay_out([], self.seq_len, 0)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        position = index - int(self._ends[number - 1] if number else 0)
+        try:
+            begin, end = self._read(number, position, position + 2)
+            first, last = (self.index.tables[number].sequences + 1 + 2 * int(chunk) for chunk in (begin, end))
+            chunks = self._read(number, first, last).reshape(-1, 2).tolist()
+        except DamagedShardError as error:
+            with contextlib.suppress(OSError):
+                (self.folder / INDEX).unlink()
+            raise TrainingError(f"{self.folder}: {error}; the next start packs the documents again") from None
+        except OSError as error:
+            raise cannot_read(str(self.folder / _table_name(number)), error) from None
+        documents = [self.cache.read(number, self.split, begin, begin + length) for begin, length in chunks]
+        return lay_out(documents, self.seq_len, self.not_trained)
+
+    def _open_table(self, number: int) -> BinaryIO:
+        """Return the file of a packing table whose checksum has been verified once by this process."""
+        path, table = self.folder / _table_name(number), self.index.tables[number]
+        token_shards.check_size(path, table.file_size)
+        file = open_file(path, buffering=0)
+        if number not in self._verified and checksum(file.read()) != table.xxh3_64:
+            raise DamagedShardError(f"{path.name}: the checksum differs")
+        self._verified.add(number)
+        return file
+
+    def _read(self, number: int, begin: int, end: int) -> np.ndarray:
+        data = os.pread(self._open(number).fileno(), 8 * (end - begin), 8 * begin)
+        if len(data) != 8 * (end - begin):
+            raise DamagedShardError(f"{_table_name(number)}: ends too early")
+        return np.frombuffer(data, "<i8")
+
+
+class BestFitSequences(PackedSequences):
+    """The training split as an endless order of sequences that best-fit packing has made."""
+
+    def __init__(self, packing: BestFit, training: Training, *, seed: int):
+        self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, len(packing)
+        self.seq_len = packing.seq_len
+        if not self.n_sequences:
+            what = (
+                "documents" if packing.long == "split" else f"conversations of at most {packing.seq_len + 1:,} tokens"
+            )
+            raise ConfigError([f"training.seq_len = {packing.seq_len}: the dataset has no {what} to train on"])
+
+    def __str__(self) -> str:
+        return str(self.packing)
+
+    def sequence(self, position: int) -> Sequence:
+        """Return a sequence by its position in an epoch without shuffle."""
+        return self.packing[position]
+
+
+class BestFitValidation(ValidationSequences):
+    """The validation split, once and in order, in the sequences that best-fit packing has made."""
+
+    def __init__(self, packing: BestFit):
+        self.packing, self.n_sequences = packing, len(packing)
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return the sequence with this index; past the end, one of padding only."""
+        return self.packing[index]

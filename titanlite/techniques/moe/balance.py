@@ -1,0 +1,78 @@
+"""The balance of the experts' load over the global batch, so that no layout changes it.
+
+Routers record the load in the backward (router.py). After each optimizer step the records of all ranks and gradient
+accumulation steps are summed; the next step's routers choose and weight by them.
+
+Shapes: L layers of the full model, E experts.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.config.schema import Model
+from titanlite.techniques.moe.router import Router
+
+
+class LoadBalance:
+    """Balances the load of the experts of a model or of a rank's pipeline stages. Every rank must make the same calls.
+
+    `tokens_per_step` are those of the global batch.
+    """
+
+    def __init__(self, model: nn.Module, section: Model, *, tokens_per_step: int, device: torch.device):
+        self.moe, self.tokens_per_step = section.moe, tokens_per_step
+        self.layers = [layer for layer in range(section.n_layers) if section.has_experts(layer)]
+        self.routers: dict[int, Router] = {
+            index: model.layers[str(layer)].feed_forward.router
+            for index, layer in enumerate(self.layers)
+            if str(layer) in model.layers
+        }
+        for router in self.routers.values():
+            router.tokens_per_step = tokens_per_step
+        self.records = torch.zeros(len(self.layers), 2 * self.moe.n_experts + 1, dtype=torch.float64, device=device)
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget what the routers have recorded. The backward passes of this step multiply losses by `loss_scale`."""
+        for router in self.routers.values():
+            router.record.zero_()
+            router.loss_scale = loss_scale
+
+    def update(self, taken: Tensor, *, all_reduce: bool = True) -> None:
+        """Adjust the routers by the load of the step that was just taken; `taken`, a scalar on the device, says whether
+        it was."""
+        self.records.zero_()
+        for index, router in self.routers.items():
+            self.records[index] = router.record
+        if all_reduce:
+            dist.all_reduce(self.records)
+        n_experts = self.moe.n_experts
+        loads = self.records[:, :n_experts].to(torch.int64)
+        for index, router in self.routers.items():
+            load_E = loads[index]
+            router.load.copy_(load_E.where(taken, router.load))
+            if router.balance_bias is not None:
+                below_E = (load_E.sum() - n_experts * load_E).sign()  # in integers, so that no rounding decides
+                router.balance_bias += self.moe.balance_bias_rate * below_E * taken
+
+    def metrics(self) -> dict[str, Any]:
+        """Return values of the last step by tag. Loads are relative to the mean over a layer's experts; that of every
+        expert of every layer is a tensor, for a histogram."""
+        n_experts, records = self.moe.n_experts, self.records.cpu()
+        loads_LE, scores_LE, z_L = records[:, :n_experts], records[:, n_experts:-1], records[:, -1]
+        shares_LE = loads_LE / loads_LE.sum(1, keepdim=True)
+        entropy = torch.special.entr(shares_LE).sum(1) / math.log(n_experts) if n_experts > 1 else torch.ones(1)
+        pairs = self.tokens_per_step * self.moe.n_experts_per_token * len(self.layers)
+        values = {
+            "moe/tokens_per_expert_min": (shares_LE.min() * n_experts).item(),
+            "moe/tokens_per_expert_max": (shares_LE.max() * n_experts).item(),
+            "moe/load_entropy": entropy.mean().item(),
+            "moe/dropped_tokens": pairs - loads_LE.sum().item(),
+            "moe/balance_loss": (n_experts * shares_LE * scores_LE).sum(1).mean().item() / self.tokens_per_step,
+        }
+        if self.moe.z_loss_weight:
+            values["moe/z_loss"] = z_L.mean().item() / self.tokens_per_step
+        return values | {"moe/tokens_per_expert": (loads_LE / loads_LE.mean(1, keepdim=True)).flatten()}

@@ -1,0 +1,345 @@
+"""Muon: momentum, orthogonalized by Newton-Schulz iterations, for the matrices of the layers (Keller Jordan,
+kellerjordan.github.io/posts/muon; at scale: Moonlight, arXiv:2502.16982). AdamW updates all other weights.
+
+The iteration needs the full matrix. Each matrix is assigned to one of the ranks that it is sharded over or replicated
+on. That rank gathers it, iterates and sends the shards of the result back, so that the work is done once, and no sum
+depends on the layout. Momentum has the shards of the weights.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titanlite.config.schema import Optimizer
+from titanlite.optimizer import build_adam, parameter_groups
+from titanlite.parallel.shards import local_shard, shard_slice
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of the odd polynomial that moves singular values towards 1, to between about 0.7 and 1.2 (Keller Jordan)."""
+RMS = 0.2
+"""Root mean square of an update relative to the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
+
+Slice = tuple[tuple[int, ...], tuple[int, ...]]
+"""Index of the first element, and size, in each dimension."""
+
+
+class Unit(NamedTuple):
+    """What one rank orthogonalizes: a matrix, or some of the experts of a stack of matrices.
+
+    Attributes:
+        number: of the weight, among the optimizer's matrices.
+        shape: of the unit.
+        first: the first expert; 0 of a matrix.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    first: int
+
+
+def is_orthogonalized(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon updates a parameter: a matrix of a layer, or a stack of them, and not the embedding, the
+    output head, a norm or a bias."""
+    return name.startswith("layers.") and parameter.dim() >= 2
+
+
+def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
+    """Return about the nearest orthogonal matrix, U V^T of the singular value decomposition.
+
+    Args:
+        matrix: [..., rows, columns]; computed in its data type.
+    """
+    a, b, c = COEFFICIENTS
+    transposed = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if transposed else matrix
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)  # no singular value is above 1
+    for _ in range(n_steps):
+        product = x @ x.mT
+        x = a * x + (b * product + c * product @ product) @ x
+    return x.mT if transposed else x
+
+
+def assign(shapes: Sequence[tuple[int, ...]], n_ranks: int) -> list[list[Unit]]:
+    """Return rounds of units, of which each rank takes one, in order of the ranks. Experts are divided among all ranks.
+    Then come the matrices, those with the most work first, so that the units of a round are about alike."""
+    experts, matrices = list[Unit](), list[Unit]()
+    for number, shape in enumerate(shapes):
+        if len(shape) == 2:
+            matrices.append(Unit(number, shape, 0))
+            continue
+        size = math.ceil(shape[0] / n_ranks)
+        for first in range(0, shape[0], size):
+            experts.append(Unit(number, (min(size, shape[0] - first), *shape[1:]), first))
+    matrices.sort(key=lambda unit: (-work_of(unit.shape), unit.number))
+    units = experts + matrices
+    return [units[i : i + n_ranks] for i in range(0, len(units), n_ranks)]
+
+
+def work_of(shape: tuple[int, ...]) -> int:
+    """Return what the floating-point operations of an iteration on matrices grow with."""
+    return math.prod(shape) * min(shape[-2:])
+
+
+class Pieces:
+    """The pieces of a unit that the ranks of a mesh have. The ranks of a replica have the same ones.
+
+    Attributes:
+        slices: of the unit, in order of the ranks; of size 0 where a rank has none of it.
+        holders: the ranks that have a slice.
+    """
+
+    def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
+        self.slices = [_within(unit, part) for part in of_weight]
+        self.elements = [math.prod(size) for _, size in self.slices]
+        self.holders: dict[Slice, list[int]] = {}
+        for rank, part in enumerate(self.slices):
+            self.holders.setdefault(part, []).append(rank)
+
+    def sent(self, rank: int, owner: int) -> int:
+        """Return how many elements a rank sends to the unit's owner. Of several replicas one sends: the owner's own, or
+        another one for each owner."""
+        part = self.slices[rank]
+        ranks = self.holders[part]
+        sender = owner if self.slices[owner] == part else ranks[owner % len(ranks)]
+        return self.elements[rank] if rank == sender else 0
+
+
+def _within(unit: Unit, part: Slice) -> Slice:
+    """Return the slice of a unit that is in a slice of its weight."""
+    if len(unit.shape) == 2:
+        return part
+    (first, *offset), (n, *size) = part
+    begin, end = max(first, unit.first), min(first + n, unit.first + unit.shape[0])
+    return (max(begin - unit.first, 0), *offset), (max(end - begin, 0), *size)
+
+
+def slices_of_ranks(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Placement]
+) -> list[Slice]:
+    """Return the slice of a tensor that each rank of a mesh has, in order of the ranks."""
+    slices = []
+    # FSDP divides the shards of tensor parallel, although its axis comes first.
+    axes = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], _StridedShard))
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        offset, size = [0] * len(shape), list(shape)
+        for axis in axes:
+            if not placements[axis].is_replicate():
+                dim = placements[axis].dim
+                chunk = math.ceil(size[dim] / mesh_shape[axis])
+                begin = min(coordinate[axis] * chunk, size[dim])
+                offset[dim], size[dim] = offset[dim] + begin, min(chunk, size[dim] - begin)
+        slices.append((tuple(offset), tuple(size)))
+    return slices
+
+
+class Shards(NamedTuple):
+    """A unit, the rank of the group that orthogonalizes it, and the pieces of it that the ranks have."""
+
+    unit: Unit
+    owner: int
+    pieces: Pieces
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for all other weights.
+
+    Args:
+        adamw: AdamW of the other weights.
+        matrices: weights, plain or DTensors whose mesh has the ranks of `group`, in that order.
+        group: the ranks that have shards of the matrices; None: this one alone.
+
+    State of a matrix: momentum_buffer, with the weight's shape, type and placements.
+    """
+
+    def __init__(
+        self,
+        adamw: torch.optim.AdamW,
+        matrices: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        group: dist.ProcessGroup | None,
+    ):
+        self.adamw, self.matrices, self.options, self._group = adamw, list(matrices), optimizer, group
+        self.dtype = getattr(torch, optimizer.muon_dtype)
+        self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
+        self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
+        own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
+        groups = adamw.param_groups + ([own] if matrices else [])
+        super().__init__(groups, adamw.defaults | {"is_muon": False})
+
+    @functools.cached_property
+    def _rounds(self) -> list[list[Shards]]:
+        """Rounds of units and their pieces. It is computed in the first step, because fake tensors cannot."""
+        pieces: dict[Any, Pieces] = {}
+        rounds: list[list[Shards]] = []
+        for units in assign([tuple(weight.shape) for weight in self.matrices], self._n_ranks):
+            rounds.append([])
+            for owner, unit in enumerate(units):
+                key = unit._replace(number=0), _placement(self.matrices[unit.number])
+                if key not in pieces:
+                    of_weight = _slices(self.matrices[unit.number], self._rank, self._n_ranks)
+                    pieces[key] = Pieces(unit, of_weight)
+                rounds[-1].append(Shards(unit, owner, pieces[key]))
+        return rounds
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step with gradients divided by `grad_scale`, and none where `found_inf` is 1. Every rank of the group
+        must call it."""
+        self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
+        scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        vars(self.adamw).update(scaling)
+        self.adamw.step()
+        for name in scaling:
+            delattr(self.adamw, name)
+        if self.matrices:
+            self._step_of_matrices(self.param_groups[-1], scaling)
+
+    def _step_of_matrices(self, own: dict[str, Any], scaling: dict[str, Tensor]) -> None:
+        takes = 1 - self.found_inf if scaling else 1.0
+        for weight in self.matrices:
+            self._add_to_momentum(weight, scaling)
+            local_shard(weight).mul_(1 - own["lr"] * own["weight_decay"] * takes)
+        gathered = [self._gather(shards, scaling) for shards in self._rounds[:1]]
+        for number, shards in enumerate(self._rounds):
+            full = self._receive(shards, *gathered.pop())
+            gathered += [self._gather(later, scaling) for later in self._rounds[number + 1 : number + 2]]
+            if full is not None:
+                full = newton_schulz(full, self.options.muon_newton_schulz_steps)
+            self._update(shards, full, own["lr"] * RMS)
+
+    def _add_to_momentum(self, weight: Tensor, scaling: dict[str, Tensor]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        gradient, buffer = local_shard(weight.grad), local_shard(state["momentum_buffer"])
+        if not scaling:
+            buffer.lerp_(gradient, 1 - self.options.muon_momentum)
+            return
+        new = buffer.lerp(gradient / scaling["grad_scale"], 1 - self.options.muon_momentum)
+        buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
+
+    def _gather(self, shards: Sequence[Shards], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        """Start to send this rank's shards of Nesterov's momentum to the owners of a round. Return the buffer of what
+        it receives, and what to wait for."""
+        sizes = [x.pieces.sent(self._rank, x.owner) for x in shards]
+        sent = [self._nesterov(x, scaling) for x, size in zip(shards, sizes, strict=True) if size]
+        flat = torch.cat(sent) if sent else self._empty(0)
+        if self._group is None:
+            return flat, None
+        n, received = self._n_ranks, self._received(shards)
+        buffer, sizes = self._empty(sum(received)), sizes + [0] * (n - len(shards))
+        return buffer, dist.all_to_all_single(buffer, flat, received, sizes, self._group, async_op=True)
+
+    def _received(self, shards: Sequence[Shards]) -> list[int]:
+        """Return how many elements of its unit in a round this rank gets from each rank."""
+        if self._rank >= len(shards):
+            return [0] * self._n_ranks
+        pieces = shards[self._rank].pieces
+        return [pieces.sent(rank, self._rank) for rank in range(len(pieces.slices))]
+
+    def _nesterov(self, shards: Shards, scaling: dict[str, Tensor]) -> Tensor:
+        """Return this rank's shard of a unit's momentum, looking one gradient ahead, in the type of the iteration."""
+        weight = self.matrices[shards.unit.number]
+        gradient, buffer = (self._local_part(shards, x) for x in (weight.grad, self.state[weight]["momentum_buffer"]))
+        if not scaling:
+            return gradient.lerp(buffer, self.options.muon_momentum).to(self.dtype).flatten()
+        ahead = (gradient / scaling["grad_scale"]).lerp(buffer, self.options.muon_momentum)
+        return ahead.masked_fill(scaling["found_inf"].bool(), 0).to(self.dtype).flatten()
+
+    def _local_part(self, shards: Shards, tensor: Tensor) -> Tensor:
+        """Return a view of what this rank's shard of a weight, a gradient or a state has of a unit."""
+        local, (offset, size) = local_shard(tensor), shards.pieces.slices[self._rank]
+        if local.dim() == 2:
+            return local
+        begin = offset[0] + shards.unit.first - shard_slice(tensor)[0][0]
+        return local[begin : begin + size[0]] if size[0] else local[:0]
+
+    def _receive(self, shards: Sequence[Shards], buffer: Tensor, work: Any) -> Tensor | None:
+        """Return the full unit of this rank in a round; None if it has none."""
+        if work is not None:
+            work.wait()
+        if self._rank >= len(shards):
+            return None
+        unit, _, pieces = shards[self._rank]
+        full, sizes = self._empty(*unit.shape), self._received(shards) if self._group else [len(buffer)]
+        for part, values in zip(pieces.slices, buffer.split(sizes), strict=True):
+            if len(values):
+                _part(full, part).copy_(values.view(part[1]))
+        return full
+
+    def _update(self, shards: Sequence[Shards], full: Tensor | None, lr: float) -> None:
+        """Send the shards of a round's results from the owners to all ranks, and update the weights."""
+        if self._group is None:
+            results = [full.flatten()]
+        else:
+            n, pieces = self._n_ranks, shards[self._rank].pieces if full is not None else None
+            sent = [_part(full, part).flatten() for part in pieces.slices] if pieces else [self._empty(0)]
+            received = [x.pieces.elements[self._rank] for x in shards]
+            buffer = self._empty(sum(received))
+            sizes = received + [0] * (n - len(shards)), pieces.elements if pieces else [0] * n
+            dist.all_to_all_single(buffer, torch.cat(sent), *sizes, self._group)
+            results = buffer.split(received)
+        for x, result in zip(shards, results, strict=True):
+            part = self._local_part(x, self.matrices[x.unit.number])
+            part.sub_(result.view(part.shape) * (lr * math.sqrt(max(x.unit.shape[-2:]))))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=local_shard(self.matrices[0]).device)
+
+
+def _part(full: Tensor, part: Slice) -> Tensor:
+    """Return a view of a slice of a tensor."""
+    return full[tuple(slice(begin, begin + n) for begin, n in zip(*part, strict=True))]
+
+
+def _placement(weight: Tensor) -> Any:
+    """Return what the slices of a weight depend on, besides its shape and the ranks."""
+    shape = tuple(weight.shape)
+    return (shape, weight.device_mesh.shape, weight.placements) if isinstance(weight, DTensor) else shape
+
+
+def _slices(weight: Tensor, rank: int, n_ranks: int) -> list[Slice]:
+    """Return the slice of a weight that each of n ranks has. Raises RuntimeError if torch places that of this rank
+    elsewhere, or the weight is on other ranks."""
+    if not isinstance(weight, DTensor):
+        return [shard_slice(weight)]
+    if weight.device_mesh.size() != n_ranks:
+        raise RuntimeError(f"expected a matrix on {n_ranks} ranks, got one on {weight.device_mesh}")
+    mesh = weight.device_mesh
+    slices = slices_of_ranks(tuple(weight.shape), mesh.shape, weight.placements)
+    if math.prod(slices[rank][1]) and slices[rank] != shard_slice(weight):
+        raise RuntimeError(
+            f"expected the shard {slices[rank]} of a matrix {tuple(weight.shape)}, got {shard_slice(weight)}"
+        )
+    return slices
+
+
+def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all ranks that have the pipeline stages of this one, of a layout's mesh. Every rank must call
+    it. A pipeline gets a new group each time."""
+    stages = mesh.mesh.flatten(1).tolist()
+    if len(stages) == 1:
+        return dist.group.WORLD
+    backend = "nccl" if mesh.device_type == "cuda" else None
+    return dist.new_subgroups_by_enumeration(stages, backend=backend)[0]
+
+
+def build_muon(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer, group: dist.ProcessGroup | None
+) -> "Muon":
+    """Build Muon for named parameters. `group`: see Muon."""
+    named = list(parameters)
+    matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
+    others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
+    adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
+    return Muon(adamw, matrices, optimizer, group)

@@ -1,0 +1,102 @@
+"""Adam with optimizer states in host memory, whose step the CPU takes (ZeRO-Offload, arXiv:2101.06840).
+
+Weights and gradients stay on the device. While the CPU updates one shard, the next one and its gradient are copied to
+host memory, and the one before is copied back. The kernel is torch's fused Adam on the CPU.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.config.schema import Optimizer
+from titanlite.parallel.shards import local_shard
+
+STATES = "exp_avg", "exp_avg_sq"
+SLOTS = 3
+"""Shards in host memory at the same time: one that is copied there, one that is updated, one that is copied back."""
+
+
+class Slot:
+    """Buffers in host memory for a shard and its gradient, pinned where there is CUDA."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
+        on_cuda = device.type == "cuda"
+        self.weight, self.gradient = (torch.empty(size, dtype=dtype, pin_memory=on_cuda) for _ in range(2))
+        self.copied, self.free = (torch.cuda.Event() if on_cuda else None for _ in range(2))
+
+    def wait_until_copied(self) -> None:
+        """Have the host wait until the shard and its gradient are in host memory."""
+        if self.copied:
+            self.copied.synchronize()
+
+    def wait_until_free(self) -> None:
+        """Have the host wait until the shard that the slot had is back on the device."""
+        if self.free:
+            self.free.synchronize()
+
+
+class OffloadedAdam(torch.optim.Optimizer):
+    """Adam or AdamW. The states of a weight (step, exp_avg, exp_avg_sq) are in host memory, with the weight's type and
+    placements."""
+
+    _step_supports_amp_scaling = True  # see optimizer.clipped_step
+
+    def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer):
+        betas = optimizer.beta1, optimizer.beta2
+        super().__init__(groups, {"lr": optimizer.lr, "betas": betas, "eps": optimizer.eps})
+        self._kernel = torch._fused_adamw_ if optimizer.name == "AdamW" else torch._fused_adam_
+        shards = [local_shard(weight) for group in self.param_groups for weight in group["params"]]
+        self._device, size = shards[0].device, max(shard.numel() for shard in shards)
+        self._slots = [Slot(size, shards[0].dtype, self._device) for _ in range(SLOTS)]
+        on_cuda = self._device.type == "cuda"
+        self._to_host, self._to_device = (torch.cuda.Stream(self._device) if on_cuda else None for _ in range(2))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
+        scaling = {name: getattr(self, name).cpu() for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        if self._to_host:
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))  # which computes the gradients
+        work = [(group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        for number in range(len(work) + 1):
+            if number < len(work):
+                self._copy_to_host(work[number][1], self._slots[number % SLOTS])
+            if number:
+                self._update(*work[number - 1], self._slots[(number - 1) % SLOTS], scaling)
+        if self._to_device:
+            torch.cuda.current_stream(self._device).wait_stream(self._to_device)
+
+    def _copy_to_host(self, weight: nn.Parameter, slot: Slot) -> None:
+        slot.wait_until_free()
+        shard, gradient = local_shard(weight), local_shard(weight.grad)
+        with torch.cuda.stream(self._to_host):  # nothing, without one
+            slot.weight[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
+            slot.gradient[: shard.numel()].copy_(gradient.flatten(), non_blocking=True)
+            if slot.copied:
+                slot.copied.record()
+
+    def _update(self, group: dict[str, Any], weight: nn.Parameter, slot: Slot, scaling: dict[str, Tensor]) -> None:
+        """Update a shard in its slot, and copy it back."""
+        shard, state = local_shard(weight), self._state_of(weight)
+        size = shard.numel()
+        slot.wait_until_copied()
+        state["step"] += 1 - scaling.get("found_inf", 0)
+        own = slot.weight[:size], slot.gradient[:size], *(local_shard(state[name]).view(-1) for name in STATES)
+        (beta1, beta2), lists = group["betas"], [[tensor] for tensor in own]
+        numbers = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        numbers |= {"weight_decay": group["weight_decay"], "amsgrad": False, "maximize": False}
+        self._kernel(*lists, [], [state["step"]], **numbers, **scaling)
+        with torch.cuda.stream(self._to_device):
+            shard.copy_(slot.weight[:size].view(shard.shape), non_blocking=True)
+            if slot.free:
+                slot.free.record()
+
+    def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in STATES:
+                state[name] = torch.zeros_like(weight, device="cpu")
+        return state

@@ -1,0 +1,1 @@
+"""Replica groups that may die: every step together (torchft.py), or every few steps (diloco.py)."""

@@ -1,0 +1,386 @@
+"""Replica groups that may die: launches of the same config that torchft (github.com/pytorch/torchft) connects.
+
+Each rank has a torchft Manager, which connects it with the ranks of the same number in the other groups. In each step
+the groups that live sum their token counts and gradients, so the step is that of one process that was fed what they
+were fed. A step during which a group dies is taken again by the others. A group that returns gets the state of a living
+one from its memory, and goes on at its step.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
+from titanlite.config.errors import TrainingError
+from titanlite.config.launch import require_torchft
+from titanlite.config.loader import ConfigError
+from titanlite.config.rules import MAX_GROUPS
+from titanlite.config.schema import Comm, FaultTolerance
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import alive, mark, progress
+from titanlite.optimizer import gradient_norm
+from titanlite.parallel import mesh
+from titanlite.parallel.mesh import log_rank0
+from titanlite.parallel.shards import local_shard
+from titanlite.techniques.sdc import hash_of_bits
+from titanlite.train_step import OneGroup, Totals, sum_over_ranks
+
+BUCKET_ELEMENTS = 2**24
+"""Elements of gradients that are summed over the groups at a time."""
+ATTEMPT = timedelta(seconds=20)
+"""How long a group waits for others before it looks whether it was asked to stop."""
+ATTEMPTS_BEFORE_STOP = 2
+"""How often a step fails, at most, before a group that is asked to stop ends without it."""
+WAITING = "waiting for other replica groups"
+MODULUS = 2**21
+"""Of hashes that groups compare: sums of the squares of MAX_GROUPS of them are exact in float64."""
+
+
+class AskedToStop(TrainingError):
+    """A replica group was asked to stop while it waited for others."""
+
+
+class Replicas(OneGroup):
+    """Connects this rank's group with the others. Every rank of a group must make the same calls.
+
+    Args:
+        section: the options of [fault_tolerance].
+        comm: its init_timeout_seconds is how long a group may take to send its state.
+        identity: what groups of the same run share, plain JSON.
+        tokens_per_step: tokens of a step of all groups.
+        signals: tells whether this rank was asked to stop, while the group waits for others.
+
+    Raises:
+        ConfigError: if torchft is not installed.
+    """
+
+    def __init__(
+        self,
+        section: FaultTolerance,
+        comm: Comm,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        identity: list[Any],
+        tokens_per_step: int,
+        device: torch.device,
+        signals: Signals,
+    ):
+        self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
+        self.tokens_per_step = tokens_per_step
+        self.living: list[int] = []
+        """Numbers of the groups that have taken part in the last step, or the last synchronization."""
+        self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
+        self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
+        self._state_hash: int | None = None
+        self._history: list[tuple[int, int, list[int]]] = []  # who took the steps: the first one, quorum, groups
+        self._last = 0
+        self.has_state_of_another = False
+        """Whether the state was another group's once. A run may then end without a step of its own."""
+        self._model, self._optimizer, self._timeout = model, optimizer, comm.init_timeout_seconds
+        require_torchft()
+
+    def _connect(self) -> None:
+        """Connect this group with the others. Raises ConfigError if the lighthouse does not answer."""
+        section = self.section
+        # One line about a failure is enough.
+        os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+        import torchft
+
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
+        warnings.filterwarnings("ignore", module="torch.distributed._serialization")  # it reads tensors from bytes
+        self._groups = (torchft.ProcessGroupNCCL if self.device.type == "cuda" else torchft.ProcessGroupGloo)(
+            timedelta(milliseconds=section.process_group_timeout_ms)
+        )
+        self._ranks = dist.new_group(backend="gloo")  # with a timeout of its own, see `_join`
+        place: list[Any] = [socket.gethostname(), 0]
+        if dist.get_rank() == 0:
+            self._store = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+            place[1] = self._store.port
+        dist.broadcast_object_list(place)
+        try:
+            self.manager = torchft.Manager(
+                self._groups,
+                load_state_dict=self._load,
+                state_dict=self._saved,
+                min_replica_size=section.min_replica_size,
+                use_async_quorum=False,
+                timeout=timedelta(seconds=self._timeout),
+                quorum_timeout=ATTEMPT,
+                connect_timeout=ATTEMPT,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                store_addr=place[0],
+                store_port=place[1],
+                replica_id=f"group-{section.replica_id}",
+                hostname=place[0],
+                init_sync=False,
+            )
+        except RuntimeError as error:
+            where = os.environ["TORCHFT_LIGHTHOUSE"]
+            problem = f"environment: TORCHFT_LIGHTHOUSE = {where}: the lighthouse does not answer: {error}"
+            raise ConfigError([problem]) from None
+
+    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+        """Connect with the other groups, and begin after a step; see OneGroup.
+
+        Raises:
+            ConfigError: if the lighthouse does not answer.
+        """
+        mark("connecting to the lighthouse")
+        self._connect()
+        batches = saved.get("batches_of_groups")
+        batches = last_step * self.section.group_size if batches is None else batches
+        self.manager.load_state_dict({"step": last_step, "batches_committed": batches})
+        self._state, self._abandon, self._history = state, abandon, saved.get("history", [])
+        mark("starting the loop")
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the groups, as plain JSON."""
+        return {"batches_of_groups": self.batches, "history": self._history}
+
+    def steps(self, last_step: int, last: int) -> Iterator[int]:
+        """Yield the number of each step, the same one again if it did not count, until `last` has been taken. The state
+        is then that of the step before.
+
+        Raises:
+            AskedToStop: if the group was asked to stop while it waited for others.
+        """
+        self._last = last
+        while self.manager.current_step() < last:
+            self._join()
+            if self.manager.current_step() < last:  # else the others have ended, and it has their last state
+                yield self.manager.current_step() + 1
+
+    def _join(self) -> None:
+        """Wait for the groups of the next step, and get the state of another if this one is behind. Ranks that have got
+        it wait for those that have not yet; if one could not, all get it again.
+
+        Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
+        """
+        mark(WAITING, limited=False)
+        mesh.set_group_timeout(self._ranks, self._timeout)
+        failed = True
+        with progress(WAITING, enabled=dist.get_rank() == 0):
+            while failed:
+                failed = False
+                if self._n_failures > 1:
+                    time.sleep(1)
+                lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0")
+                # A lazy connection has no timeout of its own: of a group that hangs, the others would never know.
+                os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+                try:
+                    self.manager.start_quorum()
+                except Exception:  # too few groups, or the lighthouse does not answer
+                    failed, self.manager._quorum_future = True, None
+                    if self._is_loading:
+                        raise
+                    time.sleep(1)
+                finally:
+                    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+                step = self.manager.current_step()
+                flags = torch.tensor([failed, self.signals.stopping, step, -step], dtype=torch.int64)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._ranks)
+                any_failed, stopping, newest, oldest = flags.tolist()
+                failed = bool(any_failed) or newest != -oldest
+                self.manager.load_state_dict({**self.manager.state_dict(), "step": -oldest})
+                if stopping and (failed or self._n_failures > ATTEMPTS_BEFORE_STOP):
+                    raise AskedToStop("asked to stop while this replica group waited for others; ended without saving")
+        self._in_step = True
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor over the living groups, in place. If that fails, `_committed` returns False."""
+        self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+
+    def count(self, valid: Tensor) -> None:
+        """Sum a step's number of tokens over the living groups, in place, and compare what the groups must share. Does
+        nothing between `totals` and the next step.
+
+        Raises:
+            ConfigError, TrainingError: as `_exchange` does.
+        """
+        if self._in_step and (sums := self._exchange([valid.item()], self.manager.current_step())):
+            valid.fill_(sums[0])
+
+    def _exchange(self, values: list[float], last_step: int) -> list[float] | None:
+        """Return the sums of some values over the living groups, which compare what they must share after `last_step`;
+        None if that fails.
+
+        Raises:
+            ConfigError: if this group is new and has another config, other weights or the number of a living group.
+            TrainingError: if it is not new, no other group is, its weights are others, and a group with a smaller
+                number goes on.
+        """
+        state, quorum = 0, self.manager._quorum_id
+        if quorum != self._quorum:
+            if self._state_hash is None:
+                self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
+            state = self._state_hash
+        own = [*values, self._is_member, self.identity, self.identity**2, state, state**2]
+        own += [number == self.section.replica_id for number in range(MAX_GROUPS)]
+        message = torch.tensor(own, dtype=torch.float64, device=self.device)
+        self.sum(message)
+        sums, groups = message[:-MAX_GROUPS].tolist(), message[-MAX_GROUPS:].tolist()  # NCCL's errors come with it
+        if self.manager.errored() or self._groups.errored():
+            return None
+        self._quorum = quorum
+        n, problem = sum(groups), ""
+        n_members, *hashes = sums[len(values) :]
+        if max(groups) > 1:
+            problem = f"fault_tolerance.replica_id = {groups.index(max(groups))}: {max(groups):.0f} living groups"
+        elif hashes[:2] != [n * self.identity, n * self.identity**2]:
+            problem = "fault_tolerance.enable = true: replica groups have different configs or data"
+        elif hashes[2:] != [n * state, n * state**2]:
+            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {last_step}"
+        self.living = [number for number, lives in enumerate(groups) if lives]
+        if not problem:
+            return sums[: len(values)]
+        if not self._is_member:
+            raise ConfigError([f"{problem}; see docs/fault_tolerance.md"])
+        if n_members == n and self.section.replica_id > self.living[0]:
+            raise TrainingError(f"{problem}; group {self.living[0]} goes on, and this one can be started again")
+        self.manager.report_error(RuntimeError(problem))
+        return None
+
+    def totals(
+        self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals
+    ) -> Totals | None:
+        """Sum what a step has computed, over the ranks of this group and over the living groups; see OneGroup. The
+        gradient norm is that of any group, since gradients are sums, but for what different hardware rounds
+        differently. Prints when other groups live than in the step before."""
+        members = list(parameters)
+        self._sum_shards([local_shard(parameter.grad) for parameter in members if parameter.grad is not None])
+        norm = gradient_norm(members, self.device)
+        loss, stopping, saving = sum_over_ranks(loss_sum, signals)
+        both = torch.stack([loss, norm])
+        self.sum(both)
+        step = self.manager.current_step() + 1
+        if not self._committed(step, f"step {step}: not taken"):
+            return None
+        return Totals(torch.stack([both[0] / valid, both[1] / max(len(self.living), 1), stopping, saving]))
+
+    def _sum_shards(self, shards: list[Tensor]) -> None:
+        """Sum plain tensors over the living groups, in place."""
+        chunks = [chunk for shard in shards for chunk in _chunks(shard)]
+        while chunks:
+            bucket = [chunks.pop()]
+            n = bucket[0].numel()
+            while chunks and chunks[-1].dtype == bucket[0].dtype and n + chunks[-1].numel() <= BUCKET_ELEMENTS:
+                bucket.append(chunks.pop())
+                n += bucket[-1].numel()
+            flat = torch.cat([chunk.reshape(-1) for chunk in bucket]).to(self.device)
+            self.sum(flat)
+            for chunk, summed in zip(bucket, flat.split([chunk.numel() for chunk in bucket]), strict=True):
+                chunk.copy_(summed.view_as(chunk))
+            alive()
+
+    def _committed(self, step: int, failure: str) -> bool:
+        """Return whether all ranks of this group have received all sums for `step`; else print `failure`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # under the watchdog, which does not limit what follows
+        self._in_step, error = False, self.manager.errored()
+        mark(WAITING, limited=False)  # another group may be getting this one's state
+        committed = self.manager.should_commit()
+        mark("updating the weights")
+        if not committed:
+            self._n_failures += 1
+            reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
+            if self.manager.num_participants() < self.section.min_replica_size:
+                reason = "fewer than fault_tolerance.min_replica_size"
+            log_rank0(f"{failure}, and repeated with the replica groups that are left: {reason}")
+            return False
+        self._n_failures, self._state_hash = 0, None
+        if self.living != self._lived or self._healed:
+            healed = "; this one has got its state from another" * self._healed
+            living = ", ".join(map(str, self.living))
+            log_rank0(f"step {step}: replica groups {living} of {self.section.group_size}{healed}")
+        if not self._history or self._history[-1][1:] != (self._quorum, self.living):
+            self._history = [*self._history, (step, self._quorum, self.living)]
+        self._is_member, self._healed, self._lived = True, False, self.living
+        return True
+
+    def final_step(self, step: int, *, is_last: bool) -> int:
+        """Return the last step of the run, if another group has taken it, and this one got its state."""
+        return self._last if self.has_state_of_another and not is_last else step
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of groups that the weights are trained on: one for each living group in each step."""
+        return self.manager.batches_committed()
+
+    def metrics(self) -> dict[str, float]:
+        """Return values of the last step by tag."""
+        tokens = self.batches * self.tokens_per_step // self.section.group_size
+        return {"n_tokens_seen": tokens, "replica_groups": len(self.living)}
+
+    def _shared_tensors(self) -> list[Tensor]:
+        """Return what must be the same in all groups: this rank's weights, and optimizer states if there are any, as
+        plain tensors that share their memory."""
+        states = self._optimizer_states() if self._optimizer.state else {}
+        return plain_tensors(model_tensors(self._model) | states)
+
+    def _sent_tensors(self) -> list[Tensor]:
+        """Return what this rank sends to another group, or gets from one, as plain tensors that share its memory."""
+        return plain_tensors(model_tensors(self._model) | self._optimizer_states())
+
+    def _optimizer_states(self) -> dict[str, Tensor]:
+        """Return the optimizer states by name. Those that do not exist are created, as they are before the first
+        step."""
+        is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
+        for name, state in states.items():
+            if is_new and name.endswith(".step"):
+                state.zero_()  # to create the states, torch takes a step without gradients
+        return states
+
+    def _saved(self) -> dict[str, Any]:
+        """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        state = {"state": self._state.save(), "history": self._history}
+        return {"tensors": self._sent_tensors(), "random": random_states(), **state}
+
+    def _replace_state(self, saved: dict[str, Any]) -> None:
+        """Continue from what another group has sent beside tensors."""
+        for name, value in saved["random"].items():
+            (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
+        self._state.load(saved["state"])
+
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Continue from the state of another group."""
+        self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
+        for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
+            tensor.copy_(other)
+        shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
+        if shared is not None:
+            self._abandon(shared)
+        self._replace_state(saved)
+        self._is_loading, self._healed, self.has_state_of_another = False, True, True
+
+
+def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> int | None:
+    """Return the last step that two groups, by their histories, have the same past up to; None if both are the same."""
+    n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
+    return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
+
+
+def _hash_of(values: list[Any]) -> int:
+    """Return a number below MODULUS that tells lists of plain JSON apart."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % MODULUS
+
+
+def _chunks(tensor: Tensor) -> Iterable[Tensor]:
+    """Return views of a tensor that have BUCKET_ELEMENTS at most. One that has holes is not divided."""
+    return tensor.view(-1).split(BUCKET_ELEMENTS) if tensor.is_contiguous() else [tensor]

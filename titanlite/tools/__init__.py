@@ -1,0 +1,1 @@
+"""Tools: commands that do not train. Nothing outside this folder imports them."""

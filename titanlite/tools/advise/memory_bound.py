@@ -1,0 +1,102 @@
+"""A closed-form estimate of a layout's memory. It decides which layouts are worth a plan."""
+
+import math
+
+from titanlite.config.schema import Model
+from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
+from titanlite.tools.advise.search_space import STATE_BYTES, Candidate, Mesh, Task
+from titanlite.tools.plan.planner import FRAGMENTATION, overhead_bytes
+
+
+def estimate_bytes(task: Task, candidate: Candidate) -> float:
+    """Return the bytes that the worst rank needs, from the model's dimensions alone: weights, gradients and optimizer
+    states; gathered weights; activations of the microbatches in flight; logits; messages; non-tensor overhead."""
+    mesh, model, schedule = candidate.mesh, task.model, candidate.schedule
+    layer_weights, own_weights = _layer_weights(task, mesh)
+    saved, working, between = _layer_bytes(task, candidate)
+    tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
+    matrix = model.dim * model.vocab_size / mesh.tp
+    shards = mesh.dp_shard * mesh.cp
+    n_layers = model.n_layers
+    if mesh.pp > 1:  # the embedding and the head count as a layer each when layers are assigned to stages
+        n_layers = candidate.stages * math.ceil((n_layers + 2) / (mesh.pp * candidate.stages))
+    weights, own_weights = n_layers * layer_weights, n_layers * own_weights
+    if mesh.pp == 1:
+        own_weights += (1 if model.tie_embeddings else 2) * matrix / shards
+        # Two layers are gathered at a time, and the gradients of one are reduced.
+        gathered = max(4 * layer_weights, 2 * matrix) + max(6 * layer_weights, 6 * matrix)
+        in_flight, messages = n_layers, 0.0
+    else:
+        # Weights stay gathered and gradients unsharded in a gradient accumulation step.
+        gathered = weights * (2 + 4)
+        n_microbatches = candidate.local_batch // candidate.microbatch
+        in_flight = n_layers / candidate.stages * _forwards_in_flight(candidate, n_microbatches)
+        # Receive buffers of each stage in both directions, and, except under 1F1B, what was sent.
+        messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
+        if schedule in SPLIT_BACKWARD:
+            gathered += mesh.pp * n_layers / candidate.stages * between
+    logits = 10 * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
+    total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
+    degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
+    degrees += [mesh.ep, shards * mesh.tp // mesh.ep, mesh.dp_replicate] if mesh.ep > 1 else []
+    return total * (1 + FRAGMENTATION) + sum(overhead_bytes(task.device, degrees).values())
+
+
+def _forwards_in_flight(candidate: Candidate, n_microbatches: int) -> float:
+    """Return the most forwards of a stage whose backward is yet to come, on the first rank, which has the most."""
+    pp, stages = candidate.mesh.pp, candidate.stages
+    if candidate.schedule in V_SHAPED:
+        return min(2 * pp, 2 * n_microbatches)
+    ahead = (stages - 1) * pp + 2 * (pp - 1) + 1 if stages > 1 else pp
+    return min(ahead, n_microbatches * stages)
+
+
+def _layer_weights(task: Task, mesh: Mesh) -> tuple[float, float]:
+    """Return, for a layer, the mean over all of them, how many weights a rank gathers, and how many are its own."""
+    model, shards = task.model, mesh.dp_shard * mesh.cp
+    matrices = 1 if model.tie_embeddings else 2
+    total = (task.n_parameters - matrices * model.dim * model.vocab_size - model.dim) / model.n_layers
+    experts = _share_with_experts(model) * 3 * model.dim * model.expert_dim * model.moe.n_experts
+    others = (total - experts) / mesh.tp
+    # Experts are sharded over ep or, without it, over tp, and over all that remains of shards x tp.
+    return others + experts / (mesh.ep if mesh.ep > 1 else mesh.tp), others / shards + experts / (shards * mesh.tp)
+
+
+def _share_with_experts(model: Model) -> float:
+    """Return the share of the layers that have experts."""
+    return sum(map(model.has_experts, range(model.n_layers))) / model.n_layers if model.moe.n_experts else 0.0
+
+
+def _expert_values(task: Task, mesh: Mesh) -> float:
+    """Return how many values of 2 bytes a token has in a mixture of experts, of which selective AC saves none."""
+    model, moe = task.model, task.model.moe
+    if not moe.n_experts:
+        return 0.0
+    # Without expert parallel, each tensor-parallel rank has all tokens and a shard of each expert's channels.
+    tokens = mesh.tp if mesh.ep == 1 else 1
+    rows, hidden = tokens * moe.n_experts_per_token * model.dim, moe.n_experts_per_token * model.expert_dim
+    router = tokens * (2 * model.dim + 8 * moe.n_experts)
+    return _share_with_experts(model) * (2 * rows + 4 * hidden + 4 * moe.n_shared_experts * model.expert_dim + router)
+
+
+def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]:
+    """Return, for a layer of a rank and one microbatch, the bytes saved for backward, those of temporary results, and
+    those between the two parts of a split backward."""
+    mesh, model = candidate.mesh, task.model
+    tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
+    dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
+    full = candidate.checkpointing == "full"
+    # The plan takes a compiled block as one that recomputes pointwise results, as inductor's partitioner does.
+    recomputes = full or candidate.checkpointing == "selective" or candidate.compiled
+    # Values per token. Tensor parallelism gathers some activations in full. Saved are the block's input and the results
+    # of its matrix multiplications and of attention; eager, everything else too.
+    unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
+    dense = 1 - _share_with_experts(model)
+    results = 3 * dim + 2 * q_dim + kv_dim + dense * 2 * model.ffn_dim + unsharded
+    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + dense * 4 * model.ffn_dim + unsharded
+    everything += (q_dim + kv_dim // 2) * bool(model.qk_norm)
+    everything += _expert_values(task, mesh)
+    saved = dim if full else results if recomputes else everything
+    working = everything if full else everything - results
+    between = everything if full else results / 2
+    return 2 * tokens * saved, 2 * tokens * working, 2 * tokens * between

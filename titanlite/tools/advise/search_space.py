@@ -1,0 +1,234 @@
+"""The layouts that the search chooses from: degrees, batch size, pipeline schedule, activation checkpointing."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from titanlite.config import load
+from titanlite.config.loader import LoadedConfig
+from titanlite.config.schema import Config, Model, count_parameters
+from titanlite.config.stage_split import SPLIT_BACKWARD
+from titanlite.metrics import devices
+from titanlite.tools.plan.planner import resolve
+
+GIB = 2**30
+SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
+"""Pipeline schedules, with stages per rank."""
+CHECKPOINTING = ("none", "selective", "full")
+"""Modes of activation checkpointing, from the fewest to the most activations recomputed."""
+LONG_SEQUENCE, LOCAL_SEQUENCE = 32_768, 8192
+"""Tokens above which the heuristic baseline splits a sequence, and the tokens that it then leaves to a device."""
+MOST_NODES = 4
+"""Nodes that the experts of a layer are partitioned over at most."""
+STATE_BYTES = 16
+"""Bytes per parameter of a weight, its gradient and its two optimizer states in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model to train, and the devices to train it on.
+
+    Attributes:
+        flavor: named size of titanlite/config/model_sizes.py.
+        sequences: of an optimizer step; the same for every layout, so that their throughput can be compared.
+        device_name: in titanlite/metrics/devices.py, or a TOML file.
+        float8: whether to try float8 too.
+    """
+
+    flavor: str
+    seq_len: int
+    sequences: int
+    n_devices: int
+    device_name: str
+    device: devices.Device
+    float8: bool = False
+
+    @functools.cached_property
+    def model(self) -> Model:
+        return Model.model_validate({"flavor": self.flavor})
+
+    @functools.cached_property
+    def n_parameters(self) -> int:
+        return count_parameters(self.model)
+
+
+class Mesh(NamedTuple):
+    """Parallel degrees, outermost first. `cp` is the ring degree times `ulysses`. The ranks of `ep` are some of those
+    of dp_shard x cp x tp."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    ulysses: int
+    tp: int
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        context = {"ring": self.cp // self.ulysses, "ulysses": self.ulysses}
+        kinds = " x ".join(f"{name} {degree}" for name, degree in context.items() if degree > 1)
+        named = {name: degree for name, degree in self._asdict().items() if name not in ("ulysses", "ep")}
+        degrees = [(name, degree) for name, degree in named.items() if degree > 1]
+        names = [f"cp {degree} ({kinds})" if name == "cp" else f"{name} {degree}" for name, degree in degrees]
+        return (" x ".join(names) or "one device") + f", ep {self.ep}" * (self.ep > 1)
+
+
+class Candidate(NamedTuple):
+    """A layout. `stages` are those of a pipeline rank. `local_batch` (the per-device batch size) and `microbatch` count
+    sequences, and are equal without a pipeline."""
+
+    mesh: Mesh
+    schedule: str
+    stages: int
+    local_batch: int
+    microbatch: int
+    checkpointing: str
+    compiled: bool = True
+    float8: bool = False
+
+    @property
+    def pipeline(self) -> str:
+        """The pipeline schedule in words; empty without a pipeline."""
+        return f"{self.schedule}, {self.stages} per rank" if self.mesh.pp > 1 else ""
+
+    def loss_chunks(self, task: Task) -> int:
+        """Return the chunks of cross-entropy that keep a rank's logits, in bfloat16 and float32, within 1 GiB."""
+        mesh, model = self.mesh, task.model
+        logits = self.microbatch * task.seq_len / mesh.cp * model.vocab_size / mesh.tp * 6
+        return 2 ** max(0, math.ceil(math.log2(logits / GIB)))
+
+    def options(self, task: Task) -> dict[str, dict[str, Any]]:
+        """Return the options of a config with this layout, by section: only those that differ from the defaults."""
+        mesh, defaults = self.mesh, Config()
+        pipeline = {
+            "pipeline_parallel_degree": mesh.pp,
+            "pipeline_parallel_schedule": self.schedule,
+            "pipeline_parallel_stages_per_rank": self.stages,
+            "pipeline_parallel_microbatch_size": self.microbatch,
+        }
+        sections: dict[str, dict[str, Any]] = {
+            "job": {"description": f"{task.flavor}, {mesh}", "dump_folder": f"./outputs/{task.flavor}"},
+            "model": {"flavor": task.flavor},
+            "training": {
+                "dataset": "c4",
+                "streaming": True,
+                "shuffle": False,
+                "seq_len": task.seq_len,
+                "local_batch_size": self.local_batch,
+                "global_batch_size": task.sequences,
+                "loss_chunks": self.loss_chunks(task),
+                # Each data-parallel rank needs the same number of them.
+                "streaming_shards": math.ceil(defaults.training.streaming_shards / mesh.dp) * mesh.dp,
+            },
+            "parallelism": {
+                "data_parallel_replicate_degree": mesh.dp_replicate,
+                "data_parallel_shard_degree": mesh.dp_shard,
+                "tensor_parallel_degree": mesh.tp,
+                "context_parallel_degree": mesh.cp,
+                "context_parallel_ulysses_degree": mesh.ulysses,
+                "expert_parallel_degree": mesh.ep,
+                **(pipeline if mesh.pp > 1 else {}),
+            },
+            "compile": {"enable": self.compiled},
+            "float8": {"enable": self.float8},
+            "activation_checkpoint": {"mode": self.checkpointing},
+            "plan": {"device": task.device_name},
+        }
+        if task.flavor != "debug":  # that one has a tokenizer of bytes
+            sections["model"]["hf_assets_path"] = f"./assets/{task.flavor.partition('_')[0]}"
+        changed = {
+            name: {key: value for key, value in options.items() if value != getattr(getattr(defaults, name), key)}
+            for name, options in sections.items()
+        }
+        return {name: options for name, options in changed.items() if options}
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def meshes(task: Task) -> Iterator[Mesh]:
+    """Yield all degrees that multiply to the devices, with tensor parallelism inside a node and the sequences divided
+    evenly over the data-parallel ranks. Weights are replicated only over groups of full nodes, and only from 8 nodes
+    on: below that, sharding over all of them costs little and saves memory."""
+    per_node = task.device.devices_per_node
+    for tp in _divisors(math.gcd(task.n_devices, per_node)):
+        for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
+            for cp in _divisors(task.n_devices // (tp * pp)):
+                dp = task.n_devices // (tp * pp * cp)
+                if task.sequences % dp:
+                    continue
+                replicas = [1]
+                if dp * cp * tp >= 8 * per_node:
+                    replicas += [n for n in _divisors(dp) if n > 1 and dp // n * cp * tp % per_node == 0]
+                for replicate, ulysses in itertools.product(replicas, _divisors(math.gcd(cp, task.model.n_kv_heads))):
+                    for ep in expert_degrees(task, dp // replicate * cp * tp):
+                        yield Mesh(pp, replicate, dp // replicate, cp, ulysses, tp, ep)
+
+
+def expert_degrees(task: Task, n_ranks: int) -> list[int]:
+    """Return the degrees of expert parallelism over so many ranks: 1, as many of a node as divide the experts evenly,
+    and that over several nodes."""
+    within_node = math.gcd(n_ranks, task.device.devices_per_node, task.model.moe.n_experts)
+    degrees = _divisors(math.gcd(n_ranks, task.model.moe.n_experts)) if task.model.moe.n_experts else [1]
+    return [ep for ep in degrees if ep == 1 or within_node <= ep <= MOST_NODES * within_node]
+
+
+def candidates(task: Task) -> Iterator[Candidate]:
+    """Yield each mesh with every batch size, schedule, checkpointing mode and precision, legal or not. All are
+    compiled, except zero-bubble schedules and models with experts."""
+    for mesh in meshes(task):
+        local_sequences = task.sequences // mesh.dp
+        batches = [("1F1B", 1, size, size) for size in (1, 2, 4, 8) if local_sequences % size == 0]
+        if mesh.pp > 1:
+            # More gradient accumulation steps fill the pipeline more often, but keep fewer messages.
+            batches = [
+                (schedule, stages, local_sequences // steps, size)
+                for (schedule, stages), steps, size in itertools.product(SCHEDULES, (1, 2, 4, 8), (1, 2, 4))
+                if local_sequences % (steps * size) == 0
+            ]
+        for batch, checkpointing, float8 in itertools.product(batches, CHECKPOINTING, {False, task.float8}):
+            # A compiled block can neither split its backward nor have experts.
+            compiled = batch[0] not in SPLIT_BACKWARD and not task.model.moe.n_experts
+            yield Candidate(mesh, *batch, checkpointing, compiled, float8)
+
+
+def load_candidate(task: Task, candidate: Candidate) -> LoadedConfig:
+    """Return a candidate's config. Raises ConfigError if train.py would reject it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "layout.toml")
+        file.write_text(tomli_w.dumps(candidate.options(task)))
+        config = load([str(file)])
+    resolve(config, task.n_devices)
+    return config
+
+
+def heuristic_baseline(task: Task) -> Mesh:
+    """Return the degrees of the common heuristic, as in Megatron's papers, torchtitan and Llama 3's (arXiv:2407.21783,
+    section 3.3.2): FSDP alone for small models; else tensor parallelism within a node, a pipeline across nodes until a
+    stage fits half of a device, context parallelism for long sequences, data parallelism over the rest. A model with
+    experts has expert parallelism within a node, in place of tensor parallelism."""
+    n, memory = task.n_devices, task.device.memory / 2
+    states = STATE_BYTES * task.n_parameters
+    small, tp, pp, cp, ep = states / task.device.devices_per_node <= memory, 1, 1, 1, 1
+    if task.model.moe.n_experts:
+        ep = math.gcd(n, task.device.devices_per_node, task.model.moe.n_experts)
+    elif not small or task.seq_len > LONG_SEQUENCE:
+        tp = math.gcd(n, task.device.devices_per_node)
+    while not small and states / (tp * ep * pp) > memory and n % (2 * pp * tp * ep) == 0:
+        pp *= 2
+    most = LOCAL_SEQUENCE if task.seq_len > LONG_SEQUENCE else LONG_SEQUENCE
+    while (task.seq_len / (cp * tp) > most or n // (cp * tp * pp) > task.sequences) and n % (2 * cp * pp * tp) == 0:
+        cp *= 2
+    return Mesh(pp, 1, n // (pp * cp * tp), cp, 1, tp, ep)

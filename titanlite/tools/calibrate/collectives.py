@@ -1,0 +1,134 @@
+"""Measure collectives by size, in the groups that a layout's axes have: neighbouring ranks of a node, and one rank of
+each node or all ranks, where there are several nodes.
+
+In a training step ranks compute between collectives. So each collective is timed after matrix products: it includes
+what the ranks, which are never equally fast, wait for each other, and the time of threads to wake up.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.tools.calibrate.timing import Timer
+
+SIZES = {"cpu": [2**i for i in range(10, 25, 2)], "cuda": [2**i for i in range(12, 31, 2)]}
+"""Bytes of the full tensor."""
+LEAST_SECONDS = 1e-6
+"""Less than any collective takes: the difference of two measurements may be below it."""
+
+
+def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, object]]:
+    """Return each collective's points (bytes, seconds) in each kind of group. Every rank must call it."""
+    # torch 2.13 has new names for two of these, which 2.11 lacks.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
+    world, results = dist.get_world_size(), []
+    compute = _products(timer.device)
+    computing = timer(compute)
+    for members in kinds_of_groups(world, ranks_per_node):
+        group = dist.new_subgroups_by_enumeration(members)[0]
+        n, nodes = len(members[0]), len({rank // ranks_per_node for rank in members[0]})
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
+            calls = {size: call_of(name, size, group, timer.device) for size in SIZES[timer.device.type]}
+            points = []
+            for size, call in calls.items():
+                seconds = timer(_both(compute, call)) - computing
+                points.append([size, max(seconds, LEAST_SECONDS)])
+            results.append({"name": name, "ranks": n, "nodes": nodes, "points": points})
+    return results
+
+
+def kinds_of_groups(world: int, per_node: int) -> list[list[list[int]]]:
+    """Return the kinds of groups to measure, each as the ranks of all its groups: 2, 4, 8 and so on neighbours, all of
+    a node, one rank of each node, and all ranks."""
+    sizes = sorted({2**i for i in range(1, per_node.bit_length()) if 2**i <= per_node} | {per_node} - {1})
+    kinds = [[list(range(first, first + n)) for first in range(0, world, n)] for n in sizes if world % n == 0]
+    if world > per_node:
+        kinds.append([list(range(first, world, per_node)) for first in range(per_node)])
+        if per_node > 1:
+            kinds.append([list(range(world))])
+    return kinds
+
+
+def _products(device: torch.device) -> Callable[[], None]:
+    """Return a call of matrix products: about what a training step computes between two collectives. On a CPU whose
+    cores are shared by several ranks, the longer the ranks compute, the longer they wait for each other."""
+    rows, side, dtype = (4096, 4096, torch.bfloat16) if device.type == "cuda" else (1024, 256, torch.float32)
+    left, right = (torch.randn(n, side, device=device).to(dtype) for n in (rows, side))
+
+    def compute() -> None:
+        for _ in range(4):
+            torch.mm(left, right)
+
+    return compute
+
+
+def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """Return a call of a collective over a full tensor of so many bytes; of a message, from each rank to the next one
+    of the group."""
+    n, rank = group.size(), group.rank()
+    elements = max(size // 4 // n, 1) * n
+    full = torch.ones(elements, device=device)
+    shard = torch.ones(elements // n, device=device)
+    if name == "send":
+        return lambda: _pass_on(full, torch.empty_like(full), rank, group)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(full, shard, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
+    }
+    return calls[name]
+
+
+def _pass_on(sent: Tensor, received: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    n = group.size()
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % n)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+def measure_slowdown(timer: Timer) -> float:
+    """Return by which share a matrix product is slower while an all-gather runs beside it; 0 on one rank."""
+    if dist.get_world_size() == 1:
+        return 0.0
+    device, n = timer.device, dist.get_world_size()
+    side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    size = SIZES[device.type][-1]
+    gather = call_of("all_gather", size, dist.group.WORLD, device)
+    alone, gathers = timer(lambda: torch.mm(left, right)), timer(gather)
+    n_products = max(int(gathers / alone), 1)
+    shard = torch.ones(size // 4 // n, device=device)
+    full = torch.ones(len(shard) * n, device=device)
+
+    def both() -> None:
+        work = dist.all_gather_into_tensor(full, shard, async_op=True)
+        for _ in range(n_products):
+            torch.mm(left, right)
+        work.wait()
+
+    beside = timer(both) - max(gathers - n_products * alone, 0.0)
+    return max(min(beside / (n_products * alone) - 1, 1.0), 0.0)
+
+
+def best_bandwidths(collectives: list[dict[str, object]]) -> dict[str, float]:
+    """Return the best bandwidth of an all-gather within a node and between nodes, in bytes/s that a rank receives."""
+    best: dict[bool, float] = {}
+    for row in collectives:
+        if row["name"] == "all_gather":
+            share = 1 - 1 / row["ranks"]
+            rate = max(size * share / seconds for size, seconds in row["points"])
+            best[row["nodes"] > 1] = max(best.get(row["nodes"] > 1, 0.0), rate)
+    return best

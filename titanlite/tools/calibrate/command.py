@@ -1,0 +1,120 @@
+"""Measure the devices at hand, for plans of runs on them.
+
+    titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]   on this node
+    torchrun ... -m titanlite calibrate FILE.toml                        on several nodes, one rank per device
+
+Measures matrix multiplication by shape, attention by length, memory-bound operators by size, what the host needs to
+dispatch an operator, each collective by size, within a node and between nodes, the host's memory and its link to the
+device, and with --checkpoint-folder how fast a checkpoint is written there. Takes one to three minutes in which
+nothing else should run. Writes FILE.toml: `titanlite plan CONFIG --plan.device=FILE.toml` plans with it. On a CPU the
+ranks share its cores, so calibrate with as many ranks as the run will have.
+
+Exit status: 0 the file is written; 2 the arguments are wrong; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tomli_w
+
+from titanlite.config import Launch
+from titanlite.config.loader import ConfigError, print_problems
+from titanlite.config.schema import Comm
+from titanlite.config.types import MOST_RANKS
+from titanlite.launch.arguments import Parser, count, new_file
+from titanlite.launcher import count_devices, run_on_ranks
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from titanlite.metrics.devices import Device
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite calibrate`: on the ranks that torchrun has started, or on ranks of this node that it starts."""
+    usage = "titanlite calibrate FILE.toml [--ranks N] [--checkpoint-folder DIR]"
+    parser = Parser(usage, __doc__)
+    parser.add_argument("file", type=new_file, metavar="FILE.toml", help="the file to write")
+    parser.add_argument(
+        "--ranks", type=count(MOST_RANKS), metavar="N", help="ranks of this node (default: its GPUs; 1 without any)"
+    )
+    what = "the folder of a run's checkpoints, to measure how fast they are written"
+    parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
+    launched = "WORLD_SIZE" in os.environ
+    try:
+        arguments, n_devices = parser.parse_args(argv), count_devices()
+        file, folder, ranks = arguments.file, arguments.checkpoint_folder, arguments.ranks or max(n_devices, 1)
+        if folder is not None and not folder.is_dir():
+            raise ConfigError([f"--checkpoint-folder {folder}: no such folder"])
+        if file.suffix != ".toml":
+            raise ConfigError([f"{file}: expected a TOML file"])
+        if n_devices and ranks > n_devices:
+            raise ConfigError([f"--ranks {ranks}: expected 1 to {n_devices}"])
+        launch = Launch.from_environment(n_devices)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    if ranks > 1 and not launched:
+        options = ["--checkpoint-folder", str(folder)] if folder else []
+        return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0
+    calibrate(launch, file, folder)
+    return 0
+
+
+def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
+    """Measure the devices of a launch and write them to a file. Every rank must call it."""
+    # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
+    from rich.console import Console
+
+    from titanlite.parallel import mesh
+    from titanlite.tools.calibrate.measure import measure_device
+
+    begin = time.monotonic()
+    mesh.retain_freed_memory()
+    with mesh.process_group(launch, Comm(), str(file.parent)):
+        is_first, per_node = launch.rank == 0, launch.local_world_size
+        device = measure_device(
+            mesh.device_of(launch), ranks_per_node=per_node, checkpoint_folder=folder, show_progress=is_first
+        )
+        if is_first:
+            write(device, file)
+            Console(highlight=False).print(rates_table(device))
+            print(f"wrote {file} in {time.monotonic() - begin:.0f} s")
+
+
+def write(device: Device, file: Path) -> None:
+    """Write a device as a TOML file that `plan.device` can name."""
+    from titanlite.files.durable import replace_file
+
+    values = device.model_dump(exclude_none=True)
+    replace_file(file, f"# Written by titanlite calibrate; for plan.device.\n{tomli_w.dumps(values)}".encode())
+
+
+def rates_table(device: Device) -> Table:
+    """Return the best of the measured rates, for a reader to compare with a data sheet."""
+    from titanlite.tools.plan.report import empty_table
+
+    measured = device.measured
+    table = empty_table(device.source, "", right=("measured", "unit"))
+    for name, rows in measured.matmul.items():
+        m, n, k, rate = max(rows, key=lambda row: row[-1])
+        table.add_row(f"matrix multiplication, {name}, {m:.0f} x {n:.0f} x {k:.0f}", f"{rate / 1e12:.3g}", "TFLOP/s")
+    for name, rows in (("forward", measured.attention), ("backward", measured.attention_backward)):
+        length, head_dim, rate = max(rows, key=lambda row: row[-1])
+        where = f"{length:,.0f} tokens, head_dim {head_dim:.0f}"
+        table.add_row(f"attention, {name}, {where}", f"{rate / 1e12:.3g}", "TFLOP/s")
+    table.add_row("memory, the largest product of two tensors", f"{device.memory_bandwidth / 1e9:,.0f}", "GB/s")
+    table.add_row("host memory, by the fused AdamW of a rank", f"{device.host_memory_bandwidth / 1e9:,.1f}", "GB/s")
+    if device.kind == "gpu":
+        table.add_row("copies between host and device", f"{device.host_bandwidth / 1e9:,.1f}", "GB/s")
+    table.add_row("dispatch of an operator", f"{measured.operator_seconds * 1e6:.1f}", "us")
+    table.add_row("dispatch of an operator on DTensors, besides", f"{measured.dtensor_seconds * 1e6:.1f}", "us")
+    for row in measured.collectives:
+        size, seconds = row.points[-1]
+        where = f"{row.name} of {size / 2**20:.0f} MiB, {row.ranks} ranks on {row.nodes} nodes"
+        table.add_row(where, f"{seconds * 1e3:.2f}", "ms")
+    return table

@@ -1,0 +1,211 @@
+"""Measure operators of one device: matrix multiplication by shape, attention by length, and memory-bound operators by
+size. Ranks that share a device's resources, as those of a CPU do, measure at the same time."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.tools.calibrate.timing import Timer
+from titanlite.tools.plan.op_trace import OpTrace, Work
+
+aten = torch.ops.aten
+SIDES = {"cpu": (64, 256, 1024, 4096), "cuda": (128, 512, 2048, 8192, 32768)}
+"""Sides of the matrices: every m, n and k of them."""
+MOST_FLOPS = {"cpu": 2e9, "cuda": 1e14}
+"""FLOPs of a product, at most; of an attention four times as many."""
+LENGTHS = {"cpu": (128, 256, 512, 1024, 2048, 4096), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
+HEAD_DIMS = {"cpu": (16, 64, 128), "cuda": (64, 128)}
+TOKENS_TIMES_HEADS = {"cpu": 2**15, "cuda": 2**20}
+ELEMENTS = {"cpu": [2**i for i in range(10, 24, 2)], "cuda": [2**i for i in range(10, 30, 3)]}
+ROW = 256
+"""Elements of a row, over which reductions go."""
+UNCACHED = {"cpu": 2**26, "cuda": 2**28}
+"""Bytes of the operands that an operator takes in turn and of their results, where MOST_TURNS are enough for them:
+more than most caches hold."""
+MOST_TURNS = 256
+
+MEASURED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
+    """Return rows of m, n, k and FLOP/s, by data type. A product is measured as the three of a linear layer: output,
+    input gradient and weight gradient, which read the operands in other orders; in bfloat16 on a CPU, as the first."""
+    kind, rows = timer.device.type, {}
+    for name, dtype in MEASURED_DTYPES.items():
+        operands = RandomOperands(timer.device, dtype)
+        rows[name] = [
+            [m, n, k, 2 * m * n * k / _product_seconds(timer, operands, m, n, k)]
+            for m, n, k in itertools.product(SIDES[kind], repeat=3)
+            if 2 * m * n * k <= MOST_FLOPS[kind]
+        ]
+    if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):
+        operands = RandomOperands(timer.device, torch.bfloat16)
+        rows["fp8"] = [
+            [m, n, k, 2 * m * n * k / timer(_scaled_product(operands, m, n, k))]
+            for m, n, k in itertools.product(SIDES[kind], repeat=3)
+            if 2 * m * n * k <= MOST_FLOPS[kind]
+        ]
+    return rows
+
+
+class RandomOperands:
+    """Returns random tensors, which are views of one buffer that grows to the largest that was asked for.
+
+    An operator that is repeated on the same operands finds them in a cache. In a training step it seldom does, because
+    other operators have run since they were written. So an operator here takes other operands at each call.
+    The numbers are random because a GPU is faster on zeros, which take less power.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.buffer = torch.empty(0)
+
+    def turns(self, *shapes: tuple[int, ...], result: int = 0) -> list[list[Tensor]]:
+        """Return lists of tensors in these shapes: so many lists that the caches do not hold all of them, with results
+        of so many elements. Of small ones there are fewer."""
+        sizes = [math.prod(shape) for shape in shapes]
+        size = (sum(sizes) + result) * self.dtype.itemsize
+        n = min(math.ceil(UNCACHED[self.device.type] / size), MOST_TURNS)
+        if n * sum(sizes) > self.buffer.numel():
+            self.buffer = torch.empty(0)  # frees the smaller one first
+            self.buffer = _random(self.device, self.dtype, n * sum(sizes))
+        parts = self.buffer[: n * sum(sizes)].split(sizes * n)
+        views = [part.view(shape) for part, shape in zip(parts, shapes * n, strict=True)]
+        return [views[i : i + len(shapes)] for i in range(0, len(views), len(shapes))]
+
+
+def _in_turn(call: Callable[..., object], turns: Sequence[Sequence]) -> Callable[[], object]:
+    """Return a call that takes the next operands each time, and writes its result to other memory each time."""
+    numbers, results = itertools.cycle(range(len(turns))), [None] * len(turns)
+
+    def next_turn() -> None:
+        number = next(numbers)
+        results[number] = call(*turns[number])
+
+    return next_turn
+
+
+def _product_seconds(timer: Timer, operands: RandomOperands, m: int, n: int, k: int) -> float:
+    output = [(left, right.t()) for left, right in operands.turns((m, k), (n, k), result=m * n)]
+    input_gradient = operands.turns((m, k), (k, n), result=m * n)
+    weight_gradient = [(left.t(), right) for left, right in operands.turns((k, m), (k, n), result=m * n)]
+    orders = (output, input_gradient, weight_gradient)
+    if operands.dtype == torch.bfloat16 and timer.device.type == "cpu":
+        orders = orders[:1]
+    return sum(timer(_in_turn(torch.mm, turns)) for turns in orders) / len(orders)
+
+
+def _scaled_product(operands: RandomOperands, m: int, n: int, k: int) -> Callable[[], object]:
+    """Return a call of the float8 product with one scale per tensor, as torchao calls it.
+
+    Private: torch._scaled_mm (its arguments are those of torch 2.11 to 2.15; run on no GPU).
+    """
+    dtype, scale = torch.float8_e4m3fn, torch.ones((), device=operands.device)
+    call = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    pairs = operands.turns((m, k), (n, k), result=m * n)
+    turns = [(x.to(dtype), weight.to(dtype).t(), scale, scale) for x, weight in pairs]
+    return _in_turn(call, turns)
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def measure_attention(timer: Timer) -> tuple[list[list[float]], list[list[float]]]:
+    """Return rows of length, head_dim and FLOP/s of causal attention: of its forward and of its backward."""
+    kind = timer.device.type
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    forward, backward = [], []
+    for head_dim, length in itertools.product(HEAD_DIMS[kind], LENGTHS[kind]):
+        n_heads = max(TOKENS_TIMES_HEADS[kind] // length, 4)
+        flops = 2 * n_heads * length * length * head_dim  # two products, and half of each
+        if flops > 4 * MOST_FLOPS[kind]:
+            continue
+        q, k, v, grad = (_random(timer.device, dtype, 1, n_heads, length, head_dim) for _ in range(4))
+        forward.append([length, head_dim, flops / timer(lambda q=q, k=k, v=v: _attend(q, k, v))])
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = _attend(*inputs)
+        call = lambda out=out, inputs=inputs, grad=grad: torch.autograd.grad(out, inputs, grad, retain_graph=True)  # noqa: E731
+        backward.append([length, head_dim, 2.5 * flops / timer(call)])
+    return forward, backward
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def measure_operators(timer: Timer) -> dict[str, list[list[float]]]:
+    """Return points (bytes, seconds) by operator. The bytes are those that an op trace counts."""
+    kind, points = timer.device.type, {}
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    pools = RandomOperands(timer.device, dtype), RandomOperands(timer.device, torch.float32)
+    for elements in ELEMENTS[kind]:
+        rows = elements // ROW
+        turns = [
+            (Operands(*inputs, *wide, *(torch.zeros_like(wide[0]) for _ in range(2))),)
+            for inputs, wide in zip(*(pool.turns(*2 * [(rows, ROW)]) for pool in pools), strict=False)
+        ]
+        for operator in _operators(timer.device, rows):
+            work = _work_of(lambda operator=operator, first=turns[0]: operator(*first))
+            name = work.name.partition(".")[2].removesuffix("_")
+            points.setdefault(name, []).append([work.read + work.written, timer(_in_turn(operator, turns))])
+    return {name: sorted(rows) for name, rows in points.items()}
+
+
+class Operands(NamedTuple):
+    """Tensors of one shape. The last four are float32: a weight, its gradient and its optimizer states."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def _work_of(call: Callable[[], object]) -> Work:
+    """Return the operator that a call runs; the one with the most bytes, if it runs several."""
+    with OpTrace() as trace:
+        call()
+    works = [event for event in trace.segments[-1].events if isinstance(event, Work)]
+    return max(works, key=lambda work: work.read + work.written)
+
+
+def _operators(device: torch.device, rows: int) -> Iterator[Callable[[Operands], object]]:
+    """Yield operators that a training step spends its time on, over so many rows."""
+    yield lambda of: of.x * of.y
+    yield lambda of: of.x + of.y
+    yield lambda of: of.x / of.y
+    yield lambda of: of.x.pow(2)
+    yield lambda of: of.x.sum(-1)
+    yield lambda of: of.x.mean(-1)
+    yield lambda of: F.silu(of.x)
+    yield lambda of: aten.silu_backward(of.x, of.y)
+    yield lambda of: torch.zeros_like(of.x)
+    yield lambda of: of.x.clone()
+    yield lambda of: of.x.copy_(of.y)
+    yield lambda of: of.weight.to(torch.bfloat16)
+    yield lambda of: torch.log_softmax(of.weight, -1)
+    yield lambda of: aten._log_softmax_backward_data(of.gradient, of.weight, -1, torch.float32)
+    yield lambda of: torch._foreach_norm([of.weight])
+    indices = torch.arange(rows, device=device)
+    yield lambda of: F.embedding(indices, of.weight)
+    yield lambda of: aten.embedding_dense_backward(of.gradient, indices, rows, -1, False)
+    step = [torch.ones((), device=device)]
+    options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    options |= {"amsgrad": False, "maximize": False}
+    yield lambda of: torch._fused_adamw_([of.weight], *([x] for x in of[3:]), [], step, **options)
+
+
+def best_rates(matmul: dict[str, list[list[float]]], operators: dict[str, list[list[float]]]) -> dict[str, float]:
+    """Return the best of the measured rates: FLOP/s by data type, and the bandwidth of the largest product of two
+    tensors, in bytes/s."""
+    rates = {name: max(row[-1] for row in rows) for name, rows in matmul.items()}
+    size, seconds = operators["mul"][-1]
+    return {"fp8": 0.0, **rates, "memory_bandwidth": size / seconds}

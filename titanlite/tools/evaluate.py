@@ -1,0 +1,137 @@
+"""Compute the loss of a trained model on a dataset.
+
+    titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--training.key=value ...]
+
+FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoints, of which the newest is taken, or a
+Hugging Face folder (config.json and safetensors). The dataset is one that training.dataset can name: pydoc_topics,
+text, json, parquet, c4 or hub. All of its documents are read once, in order, as packed sequences. Other options of
+[training], such as --training.dataset_text_key=content, say how they are read.
+
+Prints the loss in nats per token, by the rule of training and validation, and the perplexity. Several ranks share the
+work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDER ...
+
+Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
+"""
+
+import math
+import os
+from typing import Any
+
+from titanlite.config import ConfigError, Launch, check, load_values
+from titanlite.config.loader import print_problems
+from titanlite.config.schema import Training
+from titanlite.launch.arguments import Parser, count
+
+USAGE = """titanlite eval FOLDER --dataset NAME [--dataset-path PATH] [--split NAME] [--seq-len N]
+           [--batch-size B] [--document-mask] [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
+           [--training.key=value ...]"""
+OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_size", "document_mask")
+"""Options of [training] that have an argument of their own."""
+MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
+MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
+MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations")
+"""Options of [training] that an evaluation reads besides."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite eval`. Returns the exit status if an argument is wrong, and ends the process otherwise."""
+    parser = Parser(USAGE, __doc__)
+    parser.add_model_arguments()
+    parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
+    parser.add_argument("--dataset-path", metavar="PATH", help="file, folder, glob or name on the hub")
+    parser.add_argument("--split", dest="dataset_split", metavar="NAME", help="split of a hub dataset (default: train)")
+    parser.add_argument(
+        "--seq-len", type=count(), metavar="N", help="tokens of a sequence (default: the run's, or 2048)"
+    )
+    text = "sequences at a time (default: 8)"
+    parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
+    text = "attend only within a document"
+    parser.add_argument("--document-mask", action="store_const", const="true", help=text)
+    try:
+        arguments, overrides = parser.parse_known_args(argv)
+        readable = [f"--training.{key}" for key in MORE_OPTIONS]
+        for override in overrides:
+            if override.partition("=")[0] not in readable:
+                problem = f"command line: {override}: expected one of {', '.join(readable)}"
+                raise ConfigError([f"{problem}; --help tells more"])
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    from titanlite.launch.process import exit_process  # here, so that --help does not wait for torch
+
+    status = 0
+    try:
+        run(arguments, overrides)
+    except ConfigError as error:
+        status = 2
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
+            print_problems(error)
+    exit_process(status)
+
+
+def run(arguments: Any, overrides: list[str]) -> None:
+    """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
+    import torch
+
+    from titanlite.parallel import mesh
+    from titanlite.tools.generate.folder import open_folder
+
+    folder = open_folder(arguments.folder)
+    kind = arguments.dtype or str(folder.dtype).removeprefix("torch.")
+    # float16 weights are exact in float32, and there is no training.dtype of that name.
+    training = {"dtype": "float32" if kind == "float16" else kind, "seq_len": folder.value("training", "seq_len")}
+    given = {key: getattr(arguments, key) for key in OPTIONS if getattr(arguments, key) is not None}
+    values = {
+        "model": folder.options.model_dump() | {"hf_assets_path": folder.tokenizer_path(arguments.tokenizer)},
+        "training": {key: value for key, value in training.items() if value is not None},
+        "validation": {"steps": -1},
+    }
+    loaded = load_values(values, str(folder.path), [f"--training.{k}={v}" for k, v in given.items()] + overrides)
+    launch = Launch.from_environment(torch.cuda.device_count())
+    config, tokenizer = check(loaded, launch), folder.tokenizer(arguments.tokenizer)
+    with mesh.process_group(launch, config.comm, "."):
+        loss, n_sequences = evaluate(config, launch, folder, tokenizer)
+    if launch.rank == 0:
+        print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        print(f"loss {loss:.6f} nats per token, perplexity {perplexity:.4f}")
+
+
+def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:
+    """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
+    rank must call it. Raises ConfigError if the weights or the data cannot be read, or the loss is not finite."""
+    from titanlite import build
+    from titanlite.launch.progress import progress
+    from titanlite.launch.same_config import options_of_run, require_same
+    from titanlite.parallel import mesh
+
+    require_same(options_of_run(config))
+    sequences = open_sequences(tokenizer, config.training, builds_cache=launch.local_rank == 0)
+    device = mesh.device_of(launch)
+    layout = mesh.build_layout(config.parallelism, device)
+    model = build.build_stage(config, layout, None, device)
+    model.materialize(device)
+    folder.load(model)
+    train_step = build.build_train_step(config, layout, model, {0: model}, device)
+    batches, total = build.build_validation_batches(config, layout, sequences)
+    with progress("evaluation", total=total, unit="batches", enabled=launch.rank == 0) as advance:
+        loss = train_step.validate(batches, advance)
+    if not math.isfinite(loss):
+        problem = f"{folder.path}: the loss is {loss}; expected a finite number"
+        raise ConfigError([f"{problem}; take undamaged weights, or another --dtype"])
+    return loss, sequences.n_sequences
+
+
+def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
+    """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
+    training. Raises ConfigError if they cannot be read."""
+    from titanlite.data.open import pack_once
+    from titanlite.data.source import Source
+    from titanlite.data.token_cache import open_token_cache
+
+    source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
+    cache = open_token_cache(source, tokenizer, 0.0, **options)
+    sequences = pack_once(cache, "train", tokenizer, training, builds_cache=builds_cache)
+    if not sequences.n_sequences:
+        raise ConfigError([f"{source}: has no text"])
+    return sequences

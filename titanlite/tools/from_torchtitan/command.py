@@ -1,0 +1,111 @@
+"""Convert a TOML file of torchtitan, of its releases 0.2, and list what became of each key."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titanlite.config import ConfigError, load_values
+from titanlite.config.loader import print_problems, read_toml, sections_of, show
+from titanlite.config.schema import Config
+from titanlite.tools.from_torchtitan.conversion import DEFAULT, MISSING, OPTIONS, TAKEN, UNKNOWN, Conversion, Row, plain
+from titanlite.tools.from_torchtitan.groups import convert
+from titanlite.tools.from_torchtitan.keys import WHATEVER_THE_FILE_SAYS
+
+
+def toml_of(conversion: Conversion, header: list[str]) -> str:
+    """Return the options as TOML, after comments. Those that are torchtitan's defaults say so."""
+    lines = [f"# {line}" for line in header]
+    for section in sections_of(Config):
+        chosen = {
+            option.removeprefix(f"{section}."): conversion.options[option]
+            for option in OPTIONS
+            if option in conversion.options and option.rpartition(".")[0] == section
+        }
+        lines += ["", f"[{section}]"] if chosen else []
+        for name, (value, key) in chosen.items():
+            text = tomli_w.dumps({name: value}).rstrip("\n")
+            is_default = key not in conversion.values and "\n" not in text
+            lines.append(f"{text}  # {DEFAULT}" if is_default else text)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def listing(rows: list[Row]) -> Table:
+    """Return every key of the file with what became of it, grouped."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("torchtitan", overflow="fold", ratio=2)
+    table.add_column("titanlite", overflow="fold", ratio=3)
+    for number, row in enumerate(rows):
+        is_first = not number or rows[number - 1].status != row.status
+        if is_first and number:
+            table.add_section()
+        target = "" if row.status == TAKEN else row.target
+        text = Text(target).append("\n" * bool(target and row.note)).append(row.note, style="italic")
+        table.add_row(row.status if is_first else "", Text(row.source), text)
+    return table
+
+
+def main(argv: list[str]) -> int:
+    """Write the config to standard output or a file, and the listing to standard error. Return the exit status: 0, or 2
+    if the file is no TOML, or the config that it becomes is wrong, which the written config says too."""
+    if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
+        print("error: expected titanlite config --from-torchtitan FILE [TARGET.toml]", file=sys.stderr)
+        return 2
+    source, *targets = argv
+    try:
+        values = read_toml(source)
+        if targets and Path(targets[0]).exists() and Path(targets[0]).samefile(source):
+            raise ConfigError([f"{targets[0]}: is the file to convert; name another"])
+        conversion = convert(values)
+        problems = problems_of(conversion, targets[0] if targets else "the converted config")
+        text = toml_of(conversion, header(source, conversion.rows, problems))
+        if targets:
+            Path(targets[0]).parent.mkdir(parents=True, exist_ok=True)
+            Path(targets[0]).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"{targets[0]}: cannot be written: {error.strerror}"
+        print_problems(ConfigError([problem]))
+        return 2
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    if not targets:
+        print(text, end="")
+    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, width=max(console.width, 140))
+    console.print(listing(conversion.rows))
+    console.print("Differs whatever the file says:", *(f"- {line}" for line in WHATEVER_THE_FILE_SAYS), sep="\n")
+    if targets:
+        console.print(f"written: {targets[0]}")
+    print_problems(ConfigError(problems))
+    return 2 if problems else 0
+
+
+def header(source: str, rows: list[Row], problems: list[str]) -> list[str]:
+    """Return the comments at the top of the config: what it was, what it lacks, and what is wrong."""
+    lacks = [row for row in rows if row.matters and row.status in (MISSING, UNKNOWN)]
+    lines = [f"Converted from torchtitan's {show(source)} by titanlite config --from-torchtitan."]
+    lines += [f"{row.status}: {row.source}: {row.note}" for row in lacks]
+    return [plain(line) for line in [*lines, *(f"error: {problem}" for problem in problems)]]
+
+
+def problems_of(conversion: Conversion, name: str) -> list[str]:
+    """Return what is wrong with the config, one line each."""
+    values: dict[str, Any] = {}
+    for option, (value, _) in conversion.options.items():
+        *sections, key = option.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = value
+    try:
+        load_values(values, name, [])
+    except ConfigError as error:
+        return error.problems
+    return []

@@ -1,0 +1,161 @@
+"""The options that a file of torchtitan means, key by key, and the rows of the listing.
+
+A key that is absent means torchtitan's default: where titanlite's is another, it is written too.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from titanlite.config.loader import options_of, show
+from titanlite.config.rules import DEPENDENT_OPTIONS
+from titanlite.config.schema import Config
+from titanlite.tools.from_torchtitan.keys import DEFAULTS, DETAIL, NOT_OFFERED, OF_0_2, SAME
+
+TAKEN, RENAMED, DEFAULT = "taken", "renamed", "torchtitan's default"
+MEANING_CHANGED, NOT_READ, MISSING, UNKNOWN = "meaning changed", "not read", "not offered", "unknown"
+STATUSES = (TAKEN, RENAMED, DEFAULT, NOT_READ, MEANING_CHANGED, MISSING, UNKNOWN)
+OPTIONS = options_of(Config)
+LARGEST = 2**53
+"""Above any number in a config that a run can read."""
+
+
+class Row(NamedTuple):
+    """A line of the listing. `matters` is false where nothing is lost."""
+
+    status: str
+    source: str
+    target: str
+    note: str
+    matters: bool = True
+
+
+class Conversion:
+    """The options that a file of torchtitan means, by their names, each with the key that says so."""
+
+    def __init__(self, values: dict[str, Any]):
+        pairs = sorted(flat(values), key=lambda pair: _precedence(*pair))
+        self.values: dict[str, Any] = {}
+        self.written: dict[str, tuple[str, Any]] = {}
+        """By a key of 0.2.2, the key and the value that the file has."""
+        self.options: dict[str, tuple[Any, str]] = {}
+        self.notes: dict[str, list[str]] = {}
+        self.statuses: dict[str, str] = {}
+        self.rows: list[Row] = []
+        for key, value in pairs:
+            name = OF_0_2.get(key, key)
+            if name in self.written:
+                other = " = ".join((plain(self.written[name][0]), shown(self.written[name][1])))
+                self.rows.append(Row(NOT_READ, other, "", f"{plain(key)} is set, too", matters=False))
+            self.written[name] = key, value
+            self.values[name] = value
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key of 0.2.2, or torchtitan's default."""
+        if key in self.values:
+            return self.values[key]
+        return DEFAULTS[key] if key in DEFAULTS else OPTIONS[key].default if key in OPTIONS else None
+
+    def number(self, key: str, default: float) -> Any:
+        """Return a number above 0, or -1; the default where the value is another, which the schema reports."""
+        value = self.get(key)
+        return value if type(value) in (int, float) and (0 < value < LARGEST or value == -1) else default
+
+    def names(self, key: str) -> list[str]:
+        """Return a list of names."""
+        value = self.get(key)
+        value = [value] if isinstance(value, str) else value
+        return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+    def put(self, option: str, value: Any, key: str) -> None:
+        """Set an option, and record the key that says so."""
+        self.options[option] = value, key
+
+    def note(self, key: str, text: str, status: str = MEANING_CHANGED) -> None:
+        """Add a text about a key, and its status unless that is empty. What is not offered remains so."""
+        self.notes.setdefault(key, []).append(text)
+        if status and self.statuses.get(key) != MISSING:
+            self.statuses[key] = status
+
+    def unread(self, keys: list[str], reason: str) -> None:
+        """List keys that torchtitan does not read either, because of another one."""
+        for key in keys:
+            if key in self.values:
+                self.note(key, reason, NOT_READ)
+
+    def finish(self) -> None:
+        """Drop defaults that are titanlite's, too, and add a row for each key of the file and each default written."""
+        for option, (value, key) in list(self.options.items()):
+            if key not in self.values and value == OPTIONS[option].default and not option.startswith("model."):
+                del self.options[option]
+        self._add_switches()
+        targets: dict[str, list[str]] = {}
+        for option, (value, key) in self.options.items():
+            targets.setdefault(key, []).append(f"{option} = {show(value)}")
+        self.rows += [self._row(key, targets.get(key, [])) for key in self.values]
+        for key in targets.keys() - self.values.keys():
+            self.rows.append(Row(DEFAULT, key, "\n".join(targets[key]), "; ".join(self.notes.get(key, []))))
+        self.rows.sort(key=lambda row: (STATUSES.index(row.status), row.status == DEFAULT and row.source))
+
+    def _add_switches(self) -> None:
+        """Write out what turns options off that torchtitan does not read either; else titanlite would report them."""
+        for dependent in DEPENDENT_OPTIONS:
+            switch = dependent.switch
+            if switch in self.options or switch.startswith("model."):  # a model's defaults are its flavor's
+                continue
+            default = OPTIONS[switch].default
+            is_off = default in dependent.off
+            if is_off and any(o in self.options and self.options[o][0] != OPTIONS[o].default for o in dependent.keys):
+                self.put(switch, default, switch)
+
+    def _row(self, key: str, lines: list[str]) -> Row:
+        (name, value), notes, status = self.written[key], self.notes.get(key, []), self.statuses.get(key)
+        matters = status != NOT_READ
+        if status is None and key in NOT_OFFERED:
+            missing = NOT_OFFERED[key]
+            is_off = missing.off is not DETAIL and self.values[key] == missing.off
+            matters = missing.off is not DETAIL and not is_off
+            status, notes = (
+                MISSING,
+                [missing.reason + " (nothing is lost with this value)" * is_off, *notes],
+            )
+        elif status is None and not lines:
+            status, notes = UNKNOWN, [f"no key of torchtitan that titanlite knows{hint(key)}"]
+        elif status is None:
+            option, _, text = lines[0].partition(" = ")
+            is_same = len(lines) == 1 and text == show(value)
+            status = (TAKEN if option == name else RENAMED) if is_same else MEANING_CHANGED
+        return Row(status, f"{plain(name)} = {shown(value)}", "\n".join(lines), "; ".join(notes), matters)
+
+
+def _precedence(key: str, value: Any) -> int:
+    """Return a number that is larger for the key that counts where two have one meaning, as in torchtitan."""
+    if key == "model.tokenizer_path":
+        return 2 if value else 0
+    return 0 if key in OF_0_2 else 1
+
+
+def plain(text: str) -> str:
+    """Return a text without line ends and other control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of all tables with their values, as section.key."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def shown(value: Any) -> str:
+    """Return a value as TOML writes it, if it is short."""
+    text = plain(show(value))
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def hint(key: str) -> str:
+    """Return a known key that is spelled alike."""
+    near = difflib.get_close_matches(key, [*SAME, *OPTIONS, *NOT_OFFERED, *OF_0_2], n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""

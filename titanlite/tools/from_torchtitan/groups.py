@@ -1,0 +1,363 @@
+"""What is computed from several keys of torchtitan: model, schedule, data, float8, pipeline and checkpoints."""
+
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+from titanlite.config.loader import show
+from titanlite.config.model_sizes import SIZES
+from titanlite.config.stage_split import ONE_STAGE, Schedule
+from titanlite.tools.from_torchtitan.conversion import MISSING, OPTIONS, RENAMED, TAKEN, Conversion, shown
+from titanlite.tools.from_torchtitan.keys import CHANGED, DEEPSEEK_ORIGINAL_SEQ_LEN, MODELS, SAME
+
+MODEL, FLAVOR, ASSETS = "model.name", "model.flavor", "model.hf_assets_path"
+FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
+PIPELINE = "parallelism.pipeline_parallel_degree"
+HUB_C4 = {"c4": "train", "c4_validation": "validation"}
+"""Split of allenai/c4 that is read, by the name of the dataset."""
+C4_TEST = "tests/assets/c4_test"
+"""Folder of the dataset c4_test in torchtitan's repository."""
+
+
+def convert(values: dict[str, Any]) -> Conversion:
+    """Convert the contents of a TOML file of torchtitan."""
+    conversion = Conversion(values)
+    for key in SAME:
+        conversion.put(key, conversion.get(key), key)
+        if key in CHANGED and key in conversion.values:
+            conversion.note(key, CHANGED[key])
+    groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts, _semi_sync
+    for group in groups:
+        group(conversion)
+    _checkpoint(conversion)
+    conversion.finish()
+    return conversion
+
+
+def _model(to: Conversion) -> None:
+    name, flavor, path = to.get(MODEL), to.get(FLAVOR), to.get(ASSETS)
+    to.put(ASSETS, path, ASSETS)
+    if isinstance(path, str) and path.endswith("tokenizer.model"):
+        to.note(ASSETS, "titanlite does not read this format: name a tokenizer.json, or its folder")
+    elif isinstance(path, str) and not Path(path).is_absolute():
+        to.note(ASSETS, "relative to the folder that the run is started in", "")
+    key = FLAVOR if FLAVOR in to.values or MODEL not in to.values else MODEL
+    ours, changes = MODELS.get((str(name), str(flavor)), ("", {}))
+    if not ours:
+        to.put(FLAVOR, f"{name} {flavor}", key)
+        models = ", ".join(sorted({name for name, _ in MODELS}))
+        to.note(key, f"titanlite has no such model; of {models} it has torchtitan's flavors", MISSING)
+        if MODEL in to.values and key != MODEL:
+            to.note(MODEL, "see model.flavor", MISSING)
+        return
+    to.put(FLAVOR, ours, key)
+    if not changes:
+        to.statuses[key] = RENAMED  # unless a note below says otherwise
+    changes = dict(changes)
+    if changes.pop("document_mask", False):
+        to.put("training.document_mask", True, key)
+    if name == "deepseek_v3" and to.number("training.seq_len", 2048) <= DEEPSEEK_ORIGINAL_SEQ_LEN:
+        changes |= {"rope_scaling_factor": 1.0, "mla.mscale_all_dim": 0.0}
+        to.note(key, f"without YaRN, which torchtitan has above {DEEPSEEK_ORIGINAL_SEQ_LEN} tokens only")
+    for option, value in changes.items():
+        to.put(f"model.{option}", value, key)
+    if MODEL in to.values and key != MODEL:
+        to.note(MODEL, f"part of model.flavor = {show(ours)}", RENAMED)
+
+
+def _schedule(to: Conversion) -> None:
+    """Convert the warmup and the decay to the same learning rate in every step. torchtitan shortens a warmup, or a
+    decay, that the total does not hold. Its decay has a virtual last step, which titanlite counts as a step of it."""
+    warmup_key, ratio_key = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio"
+    steps = to.number("training.steps", 10_000)
+    total = to.number("lr_scheduler.total_steps", steps)
+    total = steps if total == -1 else total
+    warmup = to.get(warmup_key)
+    if type(warmup) is int and warmup > total:
+        to.note(warmup_key, f"torchtitan shortens it to the {total} steps of the schedule")
+        warmup = total
+    to.put(warmup_key, warmup, warmup_key)
+    ratio = to.values.get(ratio_key)
+    is_ratio = ratio is None or (type(ratio) in (int, float) and 0 <= ratio <= 1)
+    if type(warmup) is not int or type(total) is not int or total < 1 or not is_ratio:
+        if ratio is not None:  # the schema reports what is wrong
+            to.put(ratio_key, ratio, ratio_key)
+        return
+    decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+    to.put(ratio_key, max(decay - 1, 0) / total, ratio_key)
+    if decay > 0:
+        text = f"torchtitan's decay of {decay} steps is one of {decay - 1} here: its first step is at the peak"
+        to.note(ratio_key, f"{text}; with other steps than {total}, set it anew")
+
+
+def _data(to: Conversion) -> None:
+    key = "training.dataset"
+    name, path = to.get(key), to.get("training.dataset_path") or ""
+    kind = name.lower() if isinstance(name, str) else shown(name)
+    options = _dataset(kind, path)
+    for option, value in options.items():
+        from_path = option == "dataset_path" and "training.dataset_path" in to.values
+        to.put(f"training.{option}", value, "training.dataset_path" if from_path else key)
+    to.put("training.shuffle", False, key)
+    shard, replicate = (to.number(f"parallelism.data_parallel_{name}_degree", 1) for name in ("shard", "replicate"))
+    shards, degree = OPTIONS["training.streaming_shards"].default, shard * replicate
+    if options.get("streaming") and degree > 0 and shards % degree:
+        to.put("training.streaming_shards", math.ceil(shards / degree) * degree, key)
+    if "training.dataset_path" in to.values and "dataset_path" not in options:
+        to.note("training.dataset_path", "empty: the dataset's own path", TAKEN)
+    if kind not in (*HUB_C4, "c4_test"):
+        to.note(key, "of torchtitan's datasets c4, c4_validation and c4_test are known; see training.dataset", MISSING)
+    elif kind == "c4_test" and not path:
+        to.note(key, "relative to torchtitan's repository; set training.dataset_path to where it is")
+    elif kind in HUB_C4:
+        to.note(key, "the same documents, in another order: titanlite's does not depend on the number of ranks")
+
+
+def _dataset(kind: str, path: Any) -> dict[str, Any]:
+    """Return the options of a dataset by its name in torchtitan; of another, the name, which the schema reports."""
+    if kind == "c4_test":
+        return {"dataset": "json", "dataset_path": path or C4_TEST}
+    if kind == "c4" and not path:
+        return {"dataset": "c4", "streaming": True}
+    if kind in HUB_C4:
+        options = {"dataset": "hub", "dataset_path": path or "allenai/c4", "dataset_config": "en"}
+        return {**options, "dataset_split": HUB_C4[kind], "streaming": True}
+    return {"dataset": kind, **({"dataset_path": path} if path else {})}
+
+
+def _validation(to: Conversion) -> None:
+    key, path_key, enable_key = "validation.dataset", "validation.dataset_path", "validation.enable"
+    others = [key, path_key, *(f"validation.{name}" for name in ("local_batch_size", "seq_len", "freq", "steps"))]
+    to.put(enable_key, to.get(enable_key), enable_key)
+    if to.get(enable_key) is not True:
+        to.unread(others, "validation.enable is not true")
+        return
+    kind, path = to.get(key), to.get(path_key) or ""
+    kind = kind.lower() if isinstance(kind, str) else shown(kind)
+    trained = {option: to.options.get(f"training.{option}", ("", ""))[0] for option in ("dataset", "dataset_path")}
+    wanted = _dataset(kind, path)
+    if kind == "c4_validation" and not path and trained["dataset"] == "c4":
+        to.note(key, "c4's own validation split", TAKEN)
+    elif wanted["dataset"] == trained["dataset"] == "json":
+        to.put(path_key, wanted["dataset_path"], path_key if path_key in to.values else key)
+        to.note(key, "files at validation.dataset_path, of the kind that training.dataset names")
+    elif wanted["dataset"] == trained["dataset"] == "hub" and wanted["dataset_path"] == trained["dataset_path"]:
+        to.put("validation.dataset_split", wanted["dataset_split"], key)
+        to.note(path_key, "the path of training.dataset_path", TAKEN)
+    else:
+        to.put(enable_key, False, enable_key)
+        to.note(
+            enable_key, f"to validate on {shown(kind)}, titanlite needs training data of its kind and path", MISSING
+        )
+        for each in others:
+            to.note(each, "see validation.enable", MISSING)
+        return
+    to.put("validation.freq", to.get("validation.freq"), "validation.freq")
+    to.note("validation.freq", "the last step is validated too; the first is not")
+    if path_key in to.values and not path:
+        to.note(path_key, "empty: the dataset's own path", TAKEN)
+    _validation_batches(to)
+
+
+def _validation_batches(to: Conversion) -> None:
+    """Convert the number of validation batches: of a rank in torchtitan, of the global batch in titanlite."""
+    steps, size = to.get("validation.steps"), to.number("validation.local_batch_size", 8)
+    batch, seq_len = to.number("training.global_batch_size", -1), to.get("validation.seq_len")
+    shard, replicate = (to.number(f"parallelism.data_parallel_{key}_degree", -1) for key in ("shard", "replicate"))
+    key = "validation.steps"
+    if type(steps) is not int or steps < 1:
+        to.put(key, steps, key)
+    elif batch == -1:
+        to.put(key, max(math.ceil(steps * size / to.number("training.local_batch_size", 8)), 1), key)
+        to.note(key, "global batches, with about as many sequences in all")
+    elif shard > 0:
+        to.put(key, max(math.ceil(steps * size * shard * replicate / batch), 1), key)
+        to.note(key, "global batches, with about as many sequences in all")
+    else:
+        to.put(key, steps, key)
+        to.note(key, f"global batches of {batch}; torchtitan reads {size} sequences on each data-parallel rank instead")
+    if "validation.local_batch_size" in to.values:
+        to.note("validation.local_batch_size", "validation has the batch size of training; see validation.steps")
+    if seq_len != to.get("training.seq_len"):
+        text = f"validation sequences have training.seq_len = {shown(to.get('training.seq_len'))} tokens, not {seq_len}"
+        to.note("validation.seq_len" if "validation.seq_len" in to.values else key, text)
+    elif "validation.seq_len" in to.values:
+        to.note("validation.seq_len", "the same as training.seq_len", TAKEN)
+
+
+def _activation_checkpoint(to: Conversion) -> None:
+    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    mode, option = to.get(mode_key), str(to.get(option_key))
+    if mode == "selective" and option.isdecimal() and not int(option):
+        mode = "full"
+        to.note(option_key, "0 is every layer in torchtitan")
+    to.put(mode_key, mode, mode_key)
+    if mode == "selective" and option == "op":
+        to.put(option_key, "every_second_mm", option_key)
+        to.note(option_key, 'torchtitan\'s "op" saves every second matrix product; titanlite\'s "op" saves all')
+    elif mode == "selective":
+        to.put(option_key, int(option) if option.isdecimal() else option, option_key)
+        to.note(option_key, "of so many layers one is recomputed; here the first, in torchtitan the last of them")
+    elif option_key in to.values and option_key not in to.notes:
+        to.unread([option_key], f"the mode is {shown(mode)}")
+    if mode == "memory_budget":
+        to.note(mode_key, "the compiler does not choose what is saved; set one of the other modes", MISSING)
+
+
+def _float8(to: Conversion) -> None:
+    converters, switch = to.names("model.converters"), "model.converters"
+    enabled = FLOAT8 in converters
+    is_mx = not enabled and MX in converters
+    others = [name for name in converters if name != (MX if is_mx else FLOAT8)]
+    _mxfp8(to, switch, enabled=is_mx)
+    if enabled:
+        to.put("float8.enable", True, switch)
+    elif switch in to.values and not others and not is_mx:
+        to.note(switch, "none", TAKEN)
+    if others:
+        to.note(switch, f"titanlite has no {', '.join(others)}", MISSING)
+    keys = {name: f"{FLOAT8}.{name}" for name in ("recipe_name", "filter_fqns", "emulate")}
+    gathers = [f"{FLOAT8}.enable_fsdp_float8_all_gather", f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"]
+    if not enabled:
+        to.unread([*keys.values(), *gathers], f"{switch} does not turn float8 on")
+        return
+    for key in gathers:
+        to.put(key.replace(FLOAT8, "float8"), to.get(key) or False, key)
+    to.put("float8.recipe", to.get(keys["recipe_name"]) or "tensorwise", keys["recipe_name"])
+    to.put("float8.emulate", to.get(keys["emulate"]) or False, keys["emulate"])
+    filters = to.names(keys["filter_fqns"])
+    to.put("float8.filter_fqns", [name for name in filters if name != "auto_filter_small_kn"], keys["filter_fqns"])
+    if "auto_filter_small_kn" in filters:
+        to.note(keys["filter_fqns"], "there is no auto_filter_small_kn: name the layers that are too small")
+    if SIZES.get(to.options[FLAVOR][0], {}).get("moe"):
+        to.note(switch, "of a mixture of experts only attention and dense layers are converted")
+    if not any(name in "output" for name in filters):
+        text = "torchtitan would convert the output head, too; titanlite never does"
+        to.note(keys["filter_fqns"] if keys["filter_fqns"] in to.values else switch, text)
+
+
+def _mxfp8(to: Conversion, switch: str, *, enabled: bool) -> None:
+    recipe_key, filter_key = f"{MX}.recipe_name", f"{MX}.filter_fqns"
+    if not enabled:
+        to.unread([recipe_key, filter_key], f"{switch} does not turn MXFP8 on")
+        return
+    recipe = to.get(recipe_key) or "mxfp8_cublas"
+    is_known = recipe in ("mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated")
+    to.put("float8.enable", True, switch)
+    to.put("float8.recipe", "mxfp8" if is_known else recipe, recipe_key)
+    if recipe == "mxfp8_emulated":
+        to.put("float8.emulate", True, recipe_key)
+    if is_known and recipe != "mxfp8_cublas_rceil":
+        to.note(recipe_key, "scales are rounded up, as by mxfp8_cublas_rceil; torchtitan's are rounded down")
+    to.put("float8.filter_fqns", [name for name in to.names(filter_key) if name != "output"], filter_key)
+    to.note(switch, "layers whose sides are not multiples of 32 on a rank are left alone (torchtitan: 16)")
+
+
+def _pipeline(to: Conversion) -> None:
+    schedule_key, modules_key = "parallelism.pipeline_parallel_schedule", "parallelism.module_fqns_per_model_part"
+    size_key, layers_key = (
+        "parallelism.pipeline_parallel_microbatch_size",
+        "parallelism.pipeline_parallel_layers_per_stage",
+    )
+    degree, name = to.number(PIPELINE, 1), str(to.get(schedule_key))
+    names = {each.lower(): each for each in get_args(Schedule)}
+    schedule = names.get(name.lower().replace("_", ""), name)
+    to.put(schedule_key, schedule, schedule_key)
+    if degree > 1:
+        text = "0.2.2 leaves gradients of a pipeline multiplied by the number of tokens, so that it clips every step"
+        to.note(PIPELINE if PIPELINE in to.values else schedule_key, f"{text}; titanlite divides them")
+    to.put(size_key, to.get(size_key), size_key)
+    flavor = SIZES.get(to.options[FLAVOR][0], {})
+    n_layers = to.options.get("model.n_layers", (flavor.get("n_layers", 0), ""))[0]
+    if modules_key in to.values:
+        to.put(modules_key, to.values[modules_key], modules_key)
+    per_stage = to.values.get(layers_key)
+    if per_stage is None or degree == 1:
+        to.unread([layers_key], f"{PIPELINE} is 1")
+        return
+    ends = sum(to.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last"))
+    n_stages = math.ceil((n_layers + ends) / per_stage) if type(per_stage) is int and per_stage > 0 else 0
+    if n_stages and n_stages % degree == 0 and (n_stages // degree == 1) == (schedule in ONE_STAGE):
+        to.put("parallelism.pipeline_parallel_stages_per_rank", n_stages // degree, layers_key)
+    else:
+        to.note(layers_key, f"no number of stages per rank under {show(schedule)}; torchtitan rejects it, too", MISSING)
+
+
+def _experts(to: Conversion) -> None:
+    key, (flavor, _) = "parallelism.expert_parallel_degree", to.options[FLAVOR]
+    if SIZES.get(flavor, {}).get("moe"):
+        to.put(key, to.get(key), key)
+    else:
+        to.unread([key], "the model has no experts")
+
+
+def _semi_sync(to: Conversion) -> None:
+    """Convert torchft's DiLoCo, with the outer optimizer that torchtitan gives it, and its LocalSGD, which is DiLoCo
+    whose outer step takes the average of the weights."""
+    on, key = "fault_tolerance.enable", "fault_tolerance.semi_sync_method"
+    names = ("should_quantize", "fragment_sync_delay", "fragment_update_alpha")
+    method, enabled = to.values.get(key), to.get(on) is True
+    if not method or not enabled:
+        if on in to.values:
+            to.note(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
+        reason = f"{key} is not set" if enabled else f"{on} is not true"
+        to.unread([key, *(f"fault_tolerance.{name}" for name in ("sync_steps", *names))], reason)
+        return
+    name = method.lower() if isinstance(method, str) else method
+    is_local_sgd = name == "local_sgd"
+    to.put(key, "diloco" if is_local_sgd else name, key)
+    to.put("fault_tolerance.sync_steps", to.get("fault_tolerance.sync_steps"), "fault_tolerance.sync_steps")
+    if is_local_sgd:
+        to.put("fault_tolerance.outer_lr", 1.0, key)
+        to.put("fault_tolerance.outer_momentum", 0.0, key)
+        to.note(key, "DiLoCo whose outer step takes the average of the weights")
+        to.unread([f"fault_tolerance.{each}" for each in names], "of DiLoCo only")
+
+
+def _checkpoint(to: Conversion) -> None:
+    path_key, hf_key, only_key = (f"checkpoint.initial_load_{key}" for key in ("path", "in_hf", "model_only"))
+    quantized_key, mode_key = "checkpoint.initial_load_in_hf_quantized", "checkpoint.async_mode"
+    last_key, export_key = "checkpoint.last_save_in_hf", "checkpoint.export_dtype"
+    mode = to.get(mode_key)
+    mode = mode.lower() if isinstance(mode, str) else mode
+    to.put(mode_key, "async" if mode == "async_with_pinned_mem" else mode, mode_key)
+    if mode == "async_with_pinned_mem":
+        to.note(mode_key, "the state is copied to host memory, and written without a process of its own")
+    whole_key = "checkpoint.last_save_model_only"
+    if whole_key in to.values and to.values[whole_key] is False:
+        to.note(whole_key, "the last checkpoint is a full one, as here", TAKEN)
+    elif whole_key in to.values:
+        to.note(whole_key, "the last checkpoint is a full one; checkpoint.last_save_in_hf writes the weights besides")
+    enabled, from_hf = to.get("checkpoint.enable") is True, to.get(hf_key) is True
+    details = [path_key, hf_key, only_key, quantized_key]
+    if not enabled:
+        to.unread([*details, last_key, export_key], "checkpoint.enable is false")
+        return
+    to.put(last_key, to.get(last_key) or False, last_key)
+    if to.get(last_key) is True:
+        export = to.get(export_key)
+        to.put("checkpoint.export_dtype", "auto" if export == "float32" else export, export_key)
+        if export == "float32":
+            to.note(export_key, "torchtitan leaves the weights in training.dtype then")
+    elif export_key in to.values:
+        to.note(export_key, "of last_save_in_hf only; the last checkpoint is a full one, in training.dtype", MISSING)
+    path = to.get(path_key) or ""
+    if path or from_hf:
+        to.put("checkpoint.initial_load_path", path or to.get(ASSETS), path_key if path else hf_key)
+        if not from_hf:
+            to.note(
+                path_key, "titanlite reads its own checkpoints and Hugging Face folders, so export this one to that"
+            )
+        elif path:
+            to.note(hf_key, "a folder with a config.json is a Hugging Face folder", TAKEN)
+    elif path_key in to.values:
+        to.note(path_key, "none", TAKEN)
+    if hf_key in to.values and not from_hf:
+        to.note(hf_key, "a folder with a config.json is a Hugging Face folder", TAKEN)
+    if only_key in to.values:
+        lost = path and to.values[only_key] is False
+        text = "initial weights only: optimizer states and the step are not loaded" if lost else "weights only, as here"
+        to.note(only_key, text, MISSING if lost else TAKEN)
+    if quantized_key in to.values:
+        lost = to.values[quantized_key] is True
+        to.note(quantized_key, "quantized weights are not read" if lost else "off, as here", MISSING if lost else TAKEN)

@@ -1,0 +1,208 @@
+"""Continue prompts with a trained model.
+
+    titanlite generate FOLDER "prompt" ["prompt" ...]
+    titanlite generate FOLDER --prompts FILE
+
+FOLDER is a checkpoint's step-N folder, the folder of a run or of its checkpoints, of which the newest is taken, or a
+Hugging Face folder (config.json and safetensors). FILE has a prompt on each line or, if its name ends in .jsonl, a JSON
+object with the key "prompt".
+
+The text that follows each prompt is printed, up to EOS or --max-new-tokens. Its line feeds and tabs are as they are,
+and other control characters are escaped (\\x1b), so that no text commands a terminal. --chat takes each prompt as a
+user's message, in the tokenizer's chat template, and the text is the assistant's answer. The default is the most likely
+text; --temperature draws at random, the same text for the same --seed and prompt.
+
+Exit status: 0 done; 2 the folder or an argument is wrong.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import ConfigError, Launch
+from titanlite.config.loader import print_problems, printable
+from titanlite.config.regular_file import read_file
+from titanlite.config.schema import Comm, Model, Parallelism
+from titanlite.data.documents import text_of
+from titanlite.launch.arguments import Parser, count, number
+from titanlite.launcher import run_on_ranks
+
+USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [--max-new-tokens N]
+           [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]
+           [--dtype float32|bfloat16|float64] [--tokenizer FOLDER]
+           [--tensor-parallel-degree N] [--expert-parallel]"""
+LARGEST_FILE = 2**26
+"""Bytes of a file of prompts."""
+LONGEST = 2**20
+"""Tokens of a prompt and of its continuation, together."""
+SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+"""Options of the model that tensor parallel divides by its degree, besides those of experts."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite generate`, or one rank of it, as torchrun starts it. Returns the exit status."""
+    status = 0
+    try:
+        status = run(_parser().parse_intermixed_args(argv), argv)
+    except ConfigError as error:
+        status = 2
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
+            print_problems(error)
+    if "WORLD_SIZE" in os.environ:
+        from titanlite.launch.process import exit_process
+
+        exit_process(status)
+    return status
+
+
+def _parser() -> Parser:
+    parser = Parser(USAGE, __doc__)
+    parser.add_model_arguments()
+    parser.add_argument("prompt", nargs="*", help="a text to continue")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a file of prompts")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the chat template")
+    parser.add_argument("--max-new-tokens", type=count(), default=64, metavar="N", help="default: 64")
+    temperature = number(float, "a finite number >= 0", lambda value: 0 <= value < math.inf)
+    top_p = number(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
+    text = "divides the logits (default: 0, always the most likely token)"
+    parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
+    parser.add_argument("--top-k", type=count(), metavar="K", help="draw from the K most likely tokens")
+    text = "draw from the fewest tokens that together have probability P"
+    parser.add_argument("--top-p", type=top_p, metavar="P", help=text)
+    seed = number(int, "an integer >= 0", lambda value: value >= 0)
+    parser.add_argument("--seed", type=seed, metavar="S", help="of the random choice (default: 42)")
+    parser.add_argument("--batch-size", type=count(), default=8, metavar="B", help="prompts at a time (default: 8)")
+    text = "ranks on this node that shard each layer (default: 1)"
+    parser.add_argument("--tensor-parallel-degree", type=count(), default=1, metavar="N", help=text)
+    text = "these ranks have different experts, instead of a shard of each"
+    parser.add_argument("--expert-parallel", action="store_true", help=text)
+    return parser
+
+
+def run(arguments: Any, argv: list[str]) -> int:
+    """Check the arguments, start the ranks of tensor parallel if there are to be some, or print the texts. Returns the
+    exit status. Raises ConfigError if something is wrong."""
+    random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
+    random = {key: value for key, value in random.items() if value is not None}
+    if random and not arguments.temperature:
+        key, value = next(iter(random.items()))
+        problem = f"command line: --{key.replace('_', '-')} = {value}: read only when --temperature is above 0"
+        raise ConfigError([f"{problem}; set that, or remove it"])
+    texts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts else [])]
+    texts = [text_of(text, "prompt") for text in texts]
+    if not texts:
+        raise ConfigError(["command line: expected a prompt, or --prompts FILE with one; --help tells more"])
+
+    import torch  # here, so that --help and wrong arguments do not wait for it
+
+    from titanlite.data.text import continuation, encode_prompts, encode_questions
+    from titanlite.tools.generate.folder import open_folder
+    from titanlite.tools.generate.generator import Generator
+    from titanlite.tools.generate.sampling import Sampling, choose, prompt_generators
+
+    folder, degree = open_folder(arguments.folder), arguments.tensor_parallel_degree
+    tokenizer = folder.tokenizer(arguments.tokenizer)
+    stop = folder.stop_tokens(tokenizer)
+    prompts = tokenizer.call(encode_questions, texts) if arguments.chat else encode_prompts(tokenizer, texts)
+    launch = Launch.from_environment(torch.cuda.device_count())
+    check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
+    if launch.world_size < degree:
+        return run_on_ranks(degree, ["generate", *argv])
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else folder.dtype
+    longest, batch_size = max(map(len, prompts)), min(arguments.batch_size, len(texts))
+    check_length(folder.options, longest, arguments.max_new_tokens, batch_size, dtype.itemsize / degree)
+    with _ranks(launch, degree) as (device, mesh):
+        generator = Generator(
+            folder,
+            dtype=dtype,
+            device=device,
+            mesh=mesh,
+            expert_parallel=arguments.expert_parallel,
+            batch_size=batch_size,
+            longest=longest,
+            max_new_tokens=arguments.max_new_tokens,
+        )
+        sampling = Sampling(temperature=arguments.temperature, **random)
+        generators = prompt_generators(texts, sampling.seed)
+        results = generator.generate(
+            prompts, stop, lambda logits, batch: choose(logits, sampling, generators[batch.start : batch.stop])
+        )
+        for index, (prompt, tokens) in enumerate(zip(prompts, results, strict=True), 1):
+            if launch.rank == 0:
+                title = [f"--- prompt {index} of {len(texts)}"] if len(texts) > 1 else []
+                print(*title, printable(continuation(tokenizer, prompt, tokens), "\n\t"), sep="\n", flush=True)
+    return 0
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the prompts of a file: its lines or, of a .jsonl file, the "prompt" of each line's object."""
+    try:
+        lines = read_file(file, LARGEST_FILE).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--prompts {file}: cannot be read: {error}"]) from None
+    if file.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number_of_line, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            content = None
+        prompt = content.get("prompt") if isinstance(content, dict) else None
+        if not isinstance(prompt, str):
+            raise ConfigError([f'{file}: line {number_of_line}: expected a JSON object with a string "prompt"'])
+        prompts.append(prompt)
+    return prompts
+
+
+def check_length(options: Model, longest: int, new: int, batch_size: int, itemsize: float) -> None:
+    """Raise ConfigError if a prompt and its continuation are too long, or the keys and values of a batch of them have
+    no room in the memory of a rank; `itemsize` has a rank's share of the bytes of each number."""
+    import torch
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    bytes_of_token = 2 * options.n_layers * options.n_kv_heads * options.head_dim * itemsize
+    most = min(LONGEST, int(memory / bytes_of_token / batch_size))
+    if longest + new > most:
+        problem = f"--max-new-tokens = {new}: with the {longest:,} tokens of the longest prompt, expected at most "
+        raise ConfigError([f"{problem}{most:,}, in batches of {batch_size}; shorten it, or set --batch-size lower"])
+
+
+def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel: bool) -> None:
+    """Raise ConfigError if a model cannot be sharded over so many ranks, or this node or launch has another number."""
+    option, n_experts, problems = f"--tensor-parallel-degree = {degree}", options.moe.n_experts, []
+    sizes = {f"model.{key}": getattr(options, key) for key in SHARDED}
+    if expert_parallel and (degree == 1 or not n_experts):
+        what = "only with --tensor-parallel-degree above 1" if n_experts else "the model has no experts"
+        problems.append(f"--expert-parallel: {what}")
+    if n_experts:
+        sizes |= {"model.moe.n_experts": n_experts} if expert_parallel else {"model.moe.expert_dim": options.expert_dim}
+    for key, size in sizes.items():
+        if size % degree:
+            problems.append(f"{option}: expected a divisor of {key} = {size}")
+    if launch.n_devices and degree > launch.n_devices:
+        problems.append(f"{option}: expected at most the {launch.n_devices} devices of this node")
+    if launch.world_size not in (1, degree):
+        problems.append(f"{option}: torchrun has started {launch.world_size} ranks; start as many as the degree")
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextlib.contextmanager
+def _ranks(launch: Launch, degree: int) -> Iterator[tuple[Any, Any]]:
+    """Yield this rank's device and the mesh of the tensor-parallel ranks; None for one rank, which needs no group."""
+    from titanlite.parallel import mesh
+
+    device = mesh.device_of(launch)
+    if degree == 1:
+        yield device, None
+        return
+    with mesh.process_group(launch, Comm(trace_buf_size=0), "."):
+        parallelism = Parallelism(tensor_parallel_degree=degree, data_parallel_shard_degree=1)
+        yield device, mesh.build_layout(parallelism, device).mesh["tp"]

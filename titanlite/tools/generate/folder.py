@@ -1,0 +1,107 @@
+"""A folder with a trained model: a checkpoint of a run, or a Hugging Face folder."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from titanlite.checkpoint.checkpointer import load_weights
+from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
+from titanlite.checkpoint.folder import step_folders
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.config import hf_config
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Model
+from titanlite.data.open import build_tokenizer
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.hf.load import EMBEDDING, HF_DTYPES, tensor_files
+from titanlite.hf.names import hf_name
+from titanlite.model import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """Holds all of a model but its weights, which `load` reads."""
+
+    path: Path
+    """The Hugging Face folder, or the checkpoint's step-N folder."""
+    options: Model
+    dtype: torch.dtype
+    """Of the weights."""
+    is_hugging_face: bool
+    config: dict[str, Any]
+    """The run's config.toml; empty if there is none."""
+
+    def value(self, section: str, key: str) -> Any:
+        """Return a value of the run's config.toml; None if it has none."""
+        return value_of_run(self.config, section, key)
+
+    def tokenizer_path(self, choice: str | None) -> str:
+        """Return the path of the tokenizer, "" for that of bytes. `choice` is the argument --tokenizer, None without
+        it. Raises ConfigError if the folder does not say."""
+        if choice is not None:
+            return "" if choice == "bytes" else choice
+        if self.is_hugging_face:
+            path = str(self.path) if (self.path / "tokenizer.json").is_file() else None
+        else:
+            path = self.value("model", "hf_assets_path")
+        if not isinstance(path, str):
+            source = "tokenizer.json" if self.is_hugging_face else "config.toml of its run"
+            problem = f"{self.path}: has no {source}; name the tokenizer with --tokenizer FOLDER"
+            raise ConfigError([f"{problem}, or --tokenizer bytes for a model of bytes"])
+        return path
+
+    def tokenizer(self, choice: str | None) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError if it is not one of the model."""
+        tokenizer = build_tokenizer(self.tokenizer_path(choice))
+        if tokenizer.vocab_size > self.options.vocab_size:
+            problem = f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {self.options.vocab_size}"
+            raise ConfigError([f"{self.path}: {problem}; name the model's own with --tokenizer"])
+        return tokenizer
+
+    def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
+        """Return the tokens that end a text: EOS, and those that generation_config.json names besides, such as the end
+        of a turn in a chat."""
+        file = self.path / "generation_config.json"
+        if not self.is_hugging_face or not file.exists():
+            return {tokenizer.eos}
+        return {tokenizer.eos, *hf_config.token_ids(hf_config.read_json_object(file), "eos_token_id", file)}
+
+    def load(self, model: Llama) -> None:
+        """Fill the parameters, plain tensors or this rank's shards, each cast to its dtype. Every rank must call it.
+
+        Raises:
+            ConfigError: on every rank, if one of them cannot read what it needs.
+        """
+        load_weights(self.path, model, self.options)
+
+
+def open_folder(folder: Path) -> ModelFolder:
+    """Return what a folder contains. Raises ConfigError if it is none of a model, or its description is damaged."""
+    if (folder / "config.json").is_file():
+        options = Model.model_validate(hf_config.model_options(folder))
+        return ModelFolder(folder, options, _hf_dtype(folder), True, {})
+    config = read_config(folder / "config.toml")
+    place = value_of_run(config, "checkpoint", "folder")
+    try:
+        path = step_folders(folder / place if isinstance(place, str) else folder)[-1]
+    except ConfigError as error:
+        expected = "a Hugging Face folder, a step-N folder, or the folder of a run that has saved a checkpoint"
+        _, _, reason = error.problems[0].partition("; ")
+        raise ConfigError([f"{folder}: expected {expected}" + (f"; {reason}" if reason else "")]) from None
+    config = config or read_config(config_file_of_run(path))
+    reader = CheckpointReader(path)
+    dtype = reader.dtypes.get(f"model.{EMBEDDING}", torch.float32)  # what it lacks is an error when it is loaded
+    return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
+
+
+def _hf_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the embedding, which is that of all weights. A damaged file is an error when it is loaded."""
+    file = tensor_files(folder).get(hf_name(EMBEDDING))
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return getattr(torch, HF_DTYPES.get(tensors.get_slice(hf_name(EMBEDDING)).get_dtype(), "float32"))
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError):
+        return torch.float32

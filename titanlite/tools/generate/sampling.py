@@ -1,0 +1,61 @@
+"""From the model's last hidden states to the next tokens: logits of single tokens, and greedy or random choice.
+
+Shapes: B sequences, N tokens, D model width, V vocabulary.
+"""
+
+import collections
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from titanlite.init import parameter_seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Describes how a token is drawn: temperature, then top-k, then top-p (nucleus sampling, arXiv:1904.09751)."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0: the most likely token, always (greedy)."""
+    top_k: int = 0
+    """Draw from the k most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens that together have at least this probability."""
+    seed: int = 42
+
+
+def prompt_generators(prompts: list[str], seed: int) -> list[torch.Generator]:
+    """Return a random number generator for each prompt. It depends on the seed, the prompt and how often the prompt
+    came before, so a text does not depend on what else is generated; equal prompts have different texts."""
+    counts: collections.Counter[str] = collections.Counter()
+    generators = []
+    for prompt in prompts:
+        # repr: text in an argument may be no valid UTF-8
+        generators.append(torch.Generator().manual_seed(parameter_seed(seed, f"{counts[prompt]}/{prompt!r}")))
+        counts[prompt] += 1
+    return generators
+
+
+def probabilities(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the probabilities that tokens are drawn with, in descending order and 0 where they are left out, but not
+    normalized after top-p; and the tokens."""
+    logits_BV, tokens_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+    logits_BV = (logits_BV - logits_BV[:, :1]) / sampling.temperature  # at most 0, so that none overflows to infinity
+    if sampling.top_k:
+        logits_BV[:, sampling.top_k :] = -torch.inf
+    probabilities_BV = logits_BV.softmax(-1)
+    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV  # of the tokens that are more likely
+    return probabilities_BV.where(before_BV < sampling.top_p, 0), tokens_BV
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
+    """Return the next token of each sequence. Each generator is asked for one number."""
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1).tolist()
+    numbers = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
+    probabilities_BV, tokens_BV = probabilities(logits_BV, sampling)
+    cumulative_BV = probabilities_BV.cumsum(-1)
+    # The first token whose cumulative probability is above a number below the sum: one with probability 0 never is.
+    thresholds_B1 = torch.stack(numbers).to(logits_BV.device) * cumulative_BV[:, -1:]
+    return tokens_BV.gather(1, torch.searchsorted(cumulative_BV, thresholds_B1, right=True))[:, 0].tolist()

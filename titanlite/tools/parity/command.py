@@ -1,0 +1,110 @@
+"""Compare a config's layout with a single process: loss, gradient norm, every gradient, every updated weight.
+
+The model is shrunk, the layout is not: the same number of ranks, degrees, schedule, microbatches and precision options
+run a model that fits. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch:
+torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1 one is
+not; 2 the config or the launch is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+from titanlite.config import Config, ConfigError, Launch, check, load, loader
+from titanlite.config.schema import Comm
+from titanlite.launch.arguments import Parser, count
+from titanlite.launch.progress import progress
+from titanlite.launcher import count_devices, ranks_wanted
+from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
+
+if TYPE_CHECKING:
+    from titanlite.tools.parity.reference import Trace
+
+USAGE = "titanlite parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]"
+TIMEOUT_SECONDS = 600
+GIB_PER_RANK = 0.15
+"""Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit status."""
+    parser = Parser(USAGE, __doc__)
+    parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
+    launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
+    n_devices = count_devices() if launched else 0
+    try:
+        arguments, config_arguments = parser.parse_known_args(argv)
+        loaded = load(config_arguments)
+        launch = Launch.from_environment(n_devices)
+        if not launched:
+            world_size = ranks_wanted(loaded, os.environ, n_devices=0)
+            launch = Launch(0, 0, world_size, world_size, n_devices=0)
+        loaded = loaded if n_devices else adapt_to_cpu(loaded)
+        smaller, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), arguments.dtype)
+        config = check(smaller, launch)
+        if not launched:
+            _check_memory(loaded.file, launch.world_size)
+    except ConfigError as error:
+        loader.print_problems(error)
+        return 2
+    # Here, since it takes seconds to import torch, and --help and a wrong config need none.
+    from titanlite.metrics.summary import describe_mesh
+    from titanlite.parallel import mesh
+    from titanlite.tools.parity.compare import print_comparison, tolerances
+    from titanlite.tools.parity.reference import run_reference
+
+    steps = arguments.steps
+    if launch.rank == 0:
+        run = f"{launch.world_size} rank(s), {arguments.dtype}, {steps} steps"
+        print(f"{loaded.file}: {describe_mesh(config)} = {run}\nshrunk: {', '.join(changes) or 'nothing'}")
+        print("running the layout", flush=True)
+    if launched:
+        from titanlite.tools.parity.training_run import run_layout
+
+        with mesh.process_group(launch, Comm(init_timeout_seconds=TIMEOUT_SECONDS, trace_buf_size=0), "."):
+            trace = run_layout(config, launch, steps=steps)
+    else:
+        trace = _run_in_pool(config, launch.world_size, steps)
+    if launch.rank != 0:
+        return 0
+    print("running the single-process reference\n", flush=True)
+    device = mesh.device_of(launch)
+    reference = run_reference(config, device, steps=steps)
+    equal = print_comparison(reference, trace, tolerances(config, reference, device, steps=steps))
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0 if equal else 1
+
+
+def _run_in_pool(config: Config, world_size: int, steps: int) -> Trace:
+    import torch.distributed as dist
+
+    from titanlite.tools.parity.process_pool import ProcessPool
+
+    with progress(f"starting {world_size} ranks"):
+        pool = ProcessPool(world_size, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        pool.run(dist.barrier)
+        return pool.run(trace_of_rank_0, config=config, steps=steps)[0]
+    finally:
+        pool.close()
+
+
+def trace_of_rank_0(config: Config, steps: int) -> Trace | None:
+    """Run the layout on this rank of a pool and return its trace on rank 0, None on the others."""
+    from titanlite.tools.parity.training_run import run_layout
+
+    launch = Launch.from_environment(n_devices=0)
+    trace = run_layout(config, launch, steps=steps)
+    return trace if launch.rank == 0 else None
+
+
+def _check_memory(file: str, world_size: int) -> None:
+    needed, free = world_size * GIB_PER_RANK, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if needed > free:
+        problem = f"{file}: {world_size} ranks need about {needed:.0f} GiB, and this machine has {free:.0f} free"
+        action = "lower a data-parallel degree on the command line, or start it with torchrun on the config's nodes"
+        raise ConfigError([f"{problem}; {action}"])

@@ -1,0 +1,85 @@
+"""The verdict of a parity test: differences from the single-process reference, tolerances, the table."""
+
+import math
+import re
+
+import torch
+
+from titanlite.config import Config
+from titanlite.tools.parity.reference import Trace, run_reference
+
+FLOAT64_TOLERANCE = 1e-11
+"""float64 has 1.1e-16. A gradient sums at most some thousand terms, in another order: 1e-13 of its size. AdamW divides
+by the gradient's own size, so that error is at most magnified to that fraction of a step of lr = 1e-2, for gradients
+that are not themselves rounding."""
+ROUNDING_FACTOR = 8
+"""In lower precision, a layout may differ from the reference by this many times as much as the
+reference, by rounding alone, differs from itself in float64. Two roundings of one size differ by twice that. The rest
+is for the largest of many thousands of elements, and for sums over ranks with one more rounding each."""
+
+
+def differences(reference: Trace, layout: Trace) -> dict[str, float]:
+    """Return the largest absolute difference of each entry of two traces.
+
+    They are in the order of computation, so the first one that is too large is where the runs diverge. A difference is
+    infinite where one trace lacks the entry, shapes differ, or a value is not a number.
+    """
+    result = dict.fromkeys(reference | layout, math.inf)
+    for name in reference.keys() & layout.keys():
+        if reference[name].shape == layout[name].shape:
+            difference = (reference[name] - layout[name]).abs().max().item()
+            result[name] = math.inf if math.isnan(difference) else difference
+    return result
+
+
+def tolerances(config: Config, reference: Trace, device: torch.device, *, steps: int) -> dict[str, float]:
+    """Return how much each entry may differ from the reference."""
+    exact = config.replace(
+        training__dtype="float64",
+        training__mixed_precision_param="float64",
+        float8__enable=False,
+        int8__enable=False,
+        optimizer__state_dtype="auto",
+        optimizer__stochastic_rounding=False,
+        optimizer__muon_dtype="float64" if config.optimizer.name == "Muon" else config.optimizer.muon_dtype,
+    )
+    if config == exact:
+        return dict.fromkeys(reference, FLOAT64_TOLERANCE)
+    rounding = differences(reference, run_reference(exact, device, steps=steps))
+    # The rounding error of a single number may happen to be zero: the largest of all steps counts. Adam turns rounding
+    # into a step of lr for few elements, in one parameter or another: the largest of all parameters counts.
+    for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
+        names = [name for name in rounding if re.fullmatch(pattern, name)]
+        rounding |= dict.fromkeys(names, max(rounding[name] for name in names))
+    return {name: ROUNDING_FACTOR * difference for name, difference in rounding.items()}
+
+
+def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, float]) -> bool:
+    """Print the table and the verdict, and return whether every difference is within its tolerance."""
+    actual = differences(reference, layout)
+    # Initial weights must agree bit for bit. An entry that only the layout has is in no tolerance.
+    allowed = {name: 0.0 if name.startswith("initial weight") else tolerances.get(name, 0.0) for name in actual}
+    wrong = [name for name, difference in actual.items() if difference > allowed[name]]
+
+    def verdict(*names: str) -> str:
+        return "DIFFERS" if any(name in wrong for name in names) else "equal"
+
+    print(f"{'':40} {'single process':>18} {'layout':>18} {'difference':>11} {'allowed':>9}")
+    for name in [name for name, tensor in reference.items() if tensor.dim() == 0]:  # losses and norms
+        values = f"{reference[name].item():18.12f} {layout[name].item():18.12f}"
+        print(f"{name:40} {values} {actual[name]:11.1e} {allowed[name]:9.1e}  {verdict(name)}")
+    print(f"\n{'largest difference':40} {'initial weight':>18} {'gradients':>18} {'final weight':>11}")
+    for initial in [name for name in reference if name.startswith("initial weight ")]:
+        parameter = initial.removeprefix("initial weight ")
+        final = f"final weight {parameter}"
+        gradients = [name for name in actual if name.endswith(f" gradient {parameter}")]
+        largest = max(actual[name] for name in gradients)
+        values = f"{actual[initial]:18.1e} {largest:18.1e} {actual[final]:11.1e}"
+        print(f"{parameter:40} {values} {'':9}  {verdict(initial, *gradients, final)}")
+    if wrong:
+        name = wrong[0]
+        print(f"\nDIFFERENT: first in {name}, by {actual[name]:.1e} where {allowed[name]:.1e} is rounding")
+    else:
+        name = max(actual, key=lambda name: actual[name] / (allowed[name] or 1))
+        print(f"\nequal: the largest difference, in {name}, is {actual[name]:.1e} of {allowed[name]:.1e} allowed")
+    return not wrong

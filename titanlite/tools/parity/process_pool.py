@@ -1,0 +1,94 @@
+"""Pools of gloo ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
+
+import faulthandler
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.launch.process import end_with_main_process, forkserver
+
+
+class RankError(AssertionError):
+    """A call raised on some ranks; the message has their tracebacks."""
+
+
+class RankDied(RankError):
+    """A process of the pool ended, by a signal or an abort: no call can do that by an exception."""
+
+
+class ProcessPool:
+    """Ranks that run one call after the other. Where one has failed, the others wait until a collective times out."""
+
+    def __init__(self, world_size: int, timeout_seconds: int = 60):
+        self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
+        # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
+        context = forkserver("titanlite.build")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            pipe, other_end = context.Pipe()
+            store, timeout = f"{self._folder.name}/store", timedelta(seconds=timeout_seconds)
+            process = context.Process(target=_serve, args=(rank, world_size, store, timeout, other_end), daemon=True)
+            process.start()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Call a function of a module on every rank and return what each rank returned.
+
+        Raises:
+            RankError: if it raised on any rank; the pool is then closed, since the others may hang.
+            RankDied: if a process ended.
+        """
+        self.calls += 1
+        for pipe in self._pipes:
+            pipe.send((call, arguments))
+        results, errors, kind = [], [], RankError
+        for rank, pipe in enumerate(self._pipes):
+            error, result = "no answer", None
+            if pipe.poll(self.timeout_seconds * 2 if not errors else 1):
+                try:
+                    error, result = pipe.recv()
+                except EOFError:
+                    error, kind = "process died", RankDied
+            results.append(result)
+            if error:
+                errors.append(f"rank {rank}: {error}")
+        if errors:
+            self.close()
+            raise kind("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        """Kill the ranks."""
+        self.broken = True
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any) -> None:
+    """Run the calls that arrive at this rank, one after the other."""
+    end_with_main_process()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as mesh.process_group
+    faulthandler.enable()  # prints where a rank was when it died
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    while True:
+        try:
+            call, arguments = pipe.recv()
+        except EOFError:  # the main process has ended
+            os._exit(0)
+        try:
+            pipe.send((None, call(**arguments)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,126 @@
+"""The single-process reference: plain tensors, the full global batch in one forward, torch's own clipping. It uses none
+of FSDP, gradient accumulation and torch.distributed: a layout that agrees with it computes what the model defines."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite import build
+from titanlite.checkpoint.tensors import named_tensors
+from titanlite.config import Config
+from titanlite.data.packing import Sequence, positions_in_documents
+from titanlite.init import init_weights
+from titanlite.launch.progress import progress
+from titanlite.loss import IGNORED, cross_entropy
+from titanlite.model import Documents
+from titanlite.optimizer import scale_gradients, set_lr
+from titanlite.step_guard import build_loss_scale
+
+Trace = dict[str, Tensor]
+"""What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
+"step N loss", "step N norm" and "step N gradient NAME", both before clipping, and "step N losses of datasets",
+float64 [datasets], of every step; "final weight NAME", also
+of buffers that checkpoints have; "validation loss", of the batch after the last step."""
+
+
+def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
+    """Copy tensors to the CPU, all-gathered where they are sharded, under the names "KIND NAME"."""
+    # DTensor warns that a gather over two mesh axes takes two collectives. The time does not matter here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {f"{kind} {name}": tensor.detach().cpu().clone() for name, tensor in full.items()}
+
+
+class RandomSequences:
+    """Sequences of random tokens, computed from the seed and the global index alone.
+
+    The number of valid targets differs much from one sequence to the next, so that a loss averaged over ranks or
+    gradient accumulation steps, instead of over tokens, differs from the reference. They count as a mixture of three
+    datasets, which take turns.
+    """
+
+    names = ("a", "b", "c")
+
+    def __init__(self, config: Config):
+        self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
+
+    def __getitem__(self, index: int) -> Sequence:
+        generator = np.random.RandomState((self.seed, index))
+        tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
+        ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
+        targets = np.where(ends, IGNORED, tokens[1:])
+        targets[generator.randint(1, self.seq_len + 1) :] = IGNORED
+        return Sequence(tokens[:-1], targets, positions_in_documents(ends))
+
+    def datasets_of(self, positions: Iterable[int]) -> list[int]:
+        """Return the number of the dataset of each global index, like data.MixedSequences.datasets_of."""
+        return [position % len(self.names) for position in positions]
+
+    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+        """Yield every stride-th sequence from index `first` on, like data.PackedSequences.read."""
+        while True:
+            yield self[first], None
+            first += stride
+
+
+def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
+    """Take training steps of a resolved config in this process alone."""
+    training, model = config.training, build.meta_model(config)
+    if config.float8.enable or config.int8.enable:
+        from titanlite.techniques.low_precision import convert_linear_layers
+
+        float8 = config.float8.model_copy(update={"enable_fsdp_float8_all_gather": False})
+        degree = config.parallelism.tensor_parallel_degree
+        convert_linear_layers(model, float8, config.int8, tensor_parallel_degree=degree, device=device)
+    model.materialize(device)
+    init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
+    optimizer = build.build_optimizer(config, model)
+    balance = build.build_balance(config, model, device)
+    sequences, batch_size = RandomSequences(config), training.global_batch_size
+    compute_dtype, scale = getattr(torch, training.mixed_precision_param), build_loss_scale(training).value
+    parameters = dict(model.named_parameters())
+
+    def losses_of_step(step: int) -> tuple[Tensor, Tensor]:
+        """Return the mean over the valid tokens of the full global batch; and that of each dataset's, float64."""
+        batch = [sequences[index] for index in range((step - 1) * batch_size, step * batch_size)]
+        tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
+        tokens, targets = tokens.to(device), targets.to(device)
+        masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
+        weights = {
+            name: parameter if name.endswith(".router.weight") else parameter.to(compute_dtype)
+            for name, parameter in parameters.items()
+        }
+        logits = torch.func.functional_call(model, weights, (tokens, *masked))
+        losses = cross_entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
+        valid = targets != IGNORED
+        datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
+        own = [datasets == number for number in range(len(sequences.names))]
+        means = [losses[rows].detach().double().sum() / valid[rows].sum().clamp(min=1) for rows in own]
+        return losses.sum() / valid.sum(), torch.stack(means)
+
+    trace = trace_of("initial weight", parameters)
+    with progress("single-process reference", total=steps, unit="steps") as advance:
+        for step in range(1, steps + 1):
+            set_lr(optimizer, step, config.optimizer, config.lr_scheduler)
+            loss, of_datasets = losses_of_step(step)
+            optimizer.zero_grad()
+            if balance:
+                balance.begin_step(scale)
+            (loss * scale).backward()
+            scale_gradients(parameters.values(), 1 / scale)
+            gradients = trace_of(f"step {step} gradient", {name: p.grad for name, p in parameters.items()})
+            norm = nn.utils.clip_grad_norm_(parameters.values(), training.max_norm)
+            trace |= trace_of(f"step {step}", {"loss": loss, "losses of datasets": of_datasets, "norm": norm})
+            trace |= gradients
+            optimizer.step()
+            if balance:
+                balance.update(norm.isfinite(), all_reduce=False)
+            advance(1)
+    trace |= trace_of("final weight", named_tensors(model))
+    with torch.no_grad():
+        return trace | trace_of("validation", {"loss": losses_of_step(steps + 1)[0]})

@@ -1,0 +1,93 @@
+"""Training steps of a layout, by the same functions as titanlite/train.py."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite import build
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.tensors import named_tensors
+from titanlite.config import Config, Launch
+from titanlite.data.loader import Batch
+from titanlite.launch.process import Signals
+from titanlite.launch.progress import progress
+from titanlite.optimizer import set_lr
+from titanlite.parallel import mesh
+from titanlite.step_guard import StepGuard
+from titanlite.techniques.data.dataset_losses import DatasetLosses
+from titanlite.tools.parity.reference import RandomSequences, Trace, trace_of
+from titanlite.train_step import Totals
+
+
+class TrainingRun:
+    """This rank's model, optimizer and loader as train.py builds them, with random sequences as the data.
+
+    With a checkpointer, it resumes from the newest checkpoint. `last_step` is the step of that; 0 without one.
+    """
+
+    def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
+        self.device = device
+        self.layout = mesh.build_layout(config.parallelism, device)
+        self.model, stages = build.build_model(config, self.layout, device)
+        self.train_step = build.build_train_step(config, self.layout, self.model, stages, device)
+        self.optimizer = build.build_optimizer(config, self.model, stages.values(), self.layout)
+        saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
+        self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
+        sequences, config = RandomSequences(config), config.replace(training__datasets=[])
+        self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
+        self.guard = StepGuard(config.training, device)
+        self.parameters = dict(self.model.named_parameters())
+
+    def step(self, batches: list[Batch]) -> None:
+        """Take one optimizer step with the current learning rate."""
+        self.update(self.totals(*self.gradients(batches)))
+
+    def gradients(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """Return this rank's sum of token losses and the global number of valid tokens, as the training does."""
+        return self.train_step.gradients(0, batches, self.guard.loss_scale)
+
+    def totals(self, loss_sum: Tensor, valid: Tensor) -> Totals | None:
+        """Sum what `gradients` has returned; None if a replica group was lost."""
+        return self.train_step.groups.totals(loss_sum, valid, self.parameters.values(), Signals())
+
+    def update(self, totals: Totals) -> None:
+        """Clip the gradients and update the weights, unless the step is not finite."""
+        self.train_step.update(self.optimizer, totals.norm, self.guard.taken(totals))
+        self.optimizer.zero_grad()
+
+    def trace_of_all_stages(self, kind: str, tensors: dict[str, Tensor]) -> Trace:
+        """Gather tensors of all pipeline stages under the names "KIND NAME"."""
+        pipeline = self.layout.mesh["pp"]
+        stages: list[Trace] = [{}] * pipeline.size()
+        dist.all_gather_object(stages, trace_of(kind, tensors), pipeline.get_group())
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
+    """Take training steps of a resolved config on all ranks, and with a checkpointer save after the last one.
+
+    Every rank must call it. Each returns the trace of the full model.
+    """
+    run = TrainingRun(config, mesh.device_of(launch), checkpointer)
+    last_step, sections = run.last_step + steps, (run.train_step, config.training)
+    dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)
+    run.train_step.observers.append(dataset_losses)
+    trace = run.trace_of_all_stages("initial weight", run.parameters)
+    with progress("layout", total=steps, unit="steps", enabled=launch.rank == 0) as advance:
+        for step in run.train_step.groups.steps(run.last_step, last_step):
+            set_lr(run.optimizer, step, config.optimizer, config.lr_scheduler)
+            totals = run.totals(*run.gradients(run.loader.next()))
+            sums, counts = dataset_losses.totals().T
+            loss, norm, *_ = totals.numbers
+            numbers = {"loss": loss, "losses of datasets": sums / counts.clamp(min=1), "norm": norm}
+            trace |= trace_of(f"step {step}", numbers)
+            gradients = {name: p.grad for name, p in run.parameters.items()}
+            trace |= run.trace_of_all_stages(f"step {step} gradient", gradients)
+            run.update(totals)
+            advance(1)
+    trace |= run.trace_of_all_stages("final weight", named_tensors(run.model))
+    if checkpointer:
+        checkpointer.save(last_step, run.model, run.optimizer, {"data": run.loader.state()})
+    trace["validation loss"] = torch.tensor(run.train_step.validate(run.loader.next()), dtype=torch.float64)
+    run.loader.close()
+    return trace

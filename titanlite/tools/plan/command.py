@@ -1,0 +1,53 @@
+"""Plan a config without the hardware that it names.
+
+    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]
+
+Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
+with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with what a run of
+the same config has measured: its metrics.jsonl. A config that cannot run is rejected with the same lines as by
+`titanlite train`.
+
+Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
+"""
+
+import time
+from pathlib import Path
+
+from titanlite.config import load
+from titanlite.config.loader import ConfigError, print_problems
+from titanlite.launch.arguments import Parser, new_file
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite plan`. Returns the exit status."""
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]"
+    parser = Parser(usage, __doc__)
+    parser.add_argument(
+        "--html", type=new_file, metavar="FILE", help="also write the plan with figures as an HTML page"
+    )
+    text = "also compare the plan with a run's metrics.jsonl"
+    parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
+    begin = time.monotonic()
+    try:
+        arguments, config_arguments = parser.parse_known_args(argv)
+        loaded = load(config_arguments)
+        # Here, since it takes seconds to import torch, and --help and wrong options need none.
+        from titanlite.tools.plan.comparison import comparison_table
+        from titanlite.tools.plan.planner import assumption, make_plan
+        from titanlite.tools.plan.report import print_report, verdict
+
+        plan = make_plan(loaded, show_progress=True)
+        tables = [comparison_table(plan, arguments.against)] if arguments.against else []
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    if note := assumption(loaded.config, plan.world_size):
+        print(note)
+    print_report(plan, loaded.file, *tables)
+    if arguments.html:
+        from titanlite.tools.plan.figures import write_html  # here: matplotlib takes a second to import
+
+        write_html(plan, loaded.file, arguments.html)
+        print(f"wrote {arguments.html}")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 0 if verdict(plan)[0] else 1

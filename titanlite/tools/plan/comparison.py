@@ -1,0 +1,83 @@
+"""Compare a plan with what a run of the same config has measured."""
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from titanlite.config.loader import ConfigError
+from titanlite.config.regular_file import read_file
+from titanlite.tools.plan.report import GIB, empty_table
+from titanlite.tools.plan.result import Plan
+
+LARGEST_METRICS = 2**28  # bytes
+
+
+class Measurement(NamedTuple):
+    """What a run has logged of its steps. The first line, which counts compilation and warm-up, is left out."""
+
+    seconds: list[float]
+    """Of a step, one for each line."""
+    tokens_per_step: int
+    ranks: int
+    memory: float
+    """Rank 0's peak memory in tensors, GiB; on a CPU, that of its process."""
+
+
+def read_measurement(file: Path) -> Measurement:
+    """Return what a metrics.jsonl says. Raises ConfigError if it cannot be read or has fewer than two logged steps."""
+    try:
+        rows = [json.loads(line) for line in read_file(file, LARGEST_METRICS).splitlines()]
+        lines = [row for row in rows if "throughput(tps)" in row]
+        after_first = [
+            (
+                line["time_metrics/end_to_end(s)"],
+                (line["n_tokens_seen"] - before["n_tokens_seen"]) / (line["step"] - before["step"]),
+                line["throughput(tps)"],
+                line["memory/max_active(GiB)"],
+            )
+            for before, line in itertools.pairwise(lines)
+        ]
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        problem = f"{file}: is not the metrics.jsonl of a run: {type(error).__name__}: {error}"
+        raise ConfigError([problem]) from None
+    if not after_first:
+        raise ConfigError([f"{file}: has no logged step but the first; train more steps"])
+    seconds, tokens, rates, memory = zip(*after_first, strict=True)
+    ranks = round(tokens[-1] / rates[-1] / seconds[-1])
+    return Measurement(list(seconds), round(tokens[-1]), ranks, max(memory))
+
+
+def comparison_table(plan: Plan, file: Path) -> Table:
+    """Return a plan beside a run's metrics: step time, throughput and, of a GPU, memory.
+
+    Raises:
+        ConfigError: as read_measurement does, and if the run had another number of tokens per step or of ranks.
+    """
+    run = read_measurement(file)
+    sizes = {"tokens per step": (run.tokens_per_step, plan.tokens_per_step), "ranks": (run.ranks, plan.world_size)}
+    for name, (measured, planned) in sizes.items():
+        if measured != planned:
+            problem = f"{file}: the run has {measured:,} {name}, and the plan {planned:,}; plan the run's config.toml"
+            raise ConfigError([problem])
+    seconds = statistics.median(run.seconds)
+    rows = {
+        "seconds of a step": (plan.step_seconds, seconds, 3),
+        "tokens/s per device": (plan.tokens_per_second, run.tokens_per_step / run.ranks / seconds, 0),
+    }
+    caption = f"run: the median of {len(run.seconds):,} logged lines after the first, from {min(run.seconds):,.3f} to "
+    caption += f"{max(run.seconds):,.3f} s; plan: from {plan.step_range[0]:,.3f} to {plan.step_range[1]:,.3f} s"
+    if plan.device.kind == "cpu":
+        caption += "; memory is not compared: on a CPU the metrics have that of the process"
+    else:
+        rows["peak memory of rank 0 in tensors, GiB"] = plan.ranks[0].peak.total / GIB, run.memory, 2
+    table = empty_table(f"the plan against {file}", "", right=("plan", "run", "difference"))
+    table.caption = caption
+    for name, (planned, measured, digits) in rows.items():
+        table.add_row(name, f"{planned:,.{digits}f}", f"{measured:,.{digits}f}", f"{planned / measured - 1:+.1%}")
+    return table

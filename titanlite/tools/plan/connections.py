@@ -1,0 +1,55 @@
+"""Count the process groups of a rank and the TCP connections of gloo in them, from the mesh and gloo's algorithms.
+
+A gloo rank connects to another when it first sends to it or receives from it (mesh.process_group). All-gather,
+reduce-scatter and all-reduce are rings; a barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on;
+all-to-all reaches all ranks. Rank 0 gathers what every rank has saved in a checkpoint.
+"""
+
+from titanlite.config import Config
+from titanlite.config.schema import stage_modules
+from titanlite.config.stage_split import module_names, rank_of_stage
+from titanlite.tools.plan.result import Plan
+
+
+def process_groups(plan: Plan) -> list[tuple[str, int]]:
+    """Return what each process group of a rank is for, and its size."""
+    parallelism = plan.config.parallelism
+    groups = [(axis, len(ranks)) for axis, ranks in plan.axes.items()]
+    if parallelism.expert_parallel_degree > 1:  # the mesh of experts has these axes again
+        groups += [(axis, n) for axis, n in groups if axis in ("pp", "dp_replicate")]
+    if isinstance(parallelism.fsdp_reshard_after_forward, int):  # torch makes a mesh of two axes for each unit of FSDP
+        shards, n = parallelism.fsdp_reshard_after_forward, dict(groups)["fsdp"]
+        groups += [("reshard", shards), ("reshard", n // shards)] * _n_fsdp_units(plan.config)
+    return groups + [("checkpoint", plan.world_size)] * plan.config.checkpoint.enable
+
+
+def gloo_connections(plan: Plan) -> tuple[int, int]:
+    """Return at most how many connections gloo opens on rank 0, and on any other rank."""
+    groups = process_groups(plan)
+    if plan.device.kind == "gpu":  # where NCCL serves the mesh, gloo has only what is in host memory
+        groups = [("all", plan.world_size), *(group for group in groups if group[0] == "checkpoint")]
+    most = [_connections(name, n, plan.world_size) for name, n in groups]
+    first = [n - 1 if name == "checkpoint" else m for (name, n), m in zip(groups, most, strict=True)]
+    return sum(first), sum(most)
+
+
+def _connections(name: str, n: int, world_size: int) -> int:
+    """Return at most how many connections gloo opens in a group of n ranks, if the rank is not rank 0."""
+    if name in ("ulysses", "ep"):
+        return n - 1
+    neighbours = {1 % n, -1 % n}
+    at_powers_of_two = {distance % n for i in range((n - 1).bit_length()) for distance in (2**i, -(2**i))}
+    if name == "checkpoint":
+        return min(len(at_powers_of_two) + 1, n - 1)
+    return len((at_powers_of_two if n == world_size else neighbours) - {0})
+
+
+def _n_fsdp_units(config: Config) -> int:
+    """Return how many modules of the first pipeline rank FSDP reshards after forward."""
+    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+    stages = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
+    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(stages))
+    names = [name for stage, rank in zip(stages, ranks, strict=True) if rank == 0 for name in [*stage, "the stage"]]
+    if config.model.tie_embeddings:
+        names.remove("tok_embeddings")
+    return len([name for name in names if name not in ("norm", "output")])  # the head is needed again at once

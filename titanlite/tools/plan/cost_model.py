@@ -1,0 +1,346 @@
+"""How long the events of an op trace take on a device: arithmetic, memory traffic, communication, and the host.
+
+On a calibrated device (`titanlite calibrate`) the times are those that were measured. On any other, each operator and
+collective runs at the data sheet's rate times what programs reach of it (efficiency.py).
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from titanlite.metrics.devices import Device
+from titanlite.tools.plan import measured_rates
+from titanlite.tools.plan.efficiency import (
+    DTENSOR,
+    EFFICIENCY,
+    GROUPED_MATMUL,
+    HOST_LINK,
+    HOST_MEMORY,
+    HOST_WAIT,
+    KERNEL,
+    MESSAGE_LATENCY,
+    NETWORK,
+    NETWORK_LATENCY,
+    NETWORK_PER_DOUBLING,
+    OPERATOR,
+    SLOWDOWN,
+    TILE,
+    Share,
+)
+from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
+from titanlite.tools.plan.streams import GATHERED_AXES, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
+
+GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "offload")
+"""Groups of times that are known more or less well, each independently of the others."""
+LEAST_SPREAD = 0.05
+"""By which share times on a calibrated device may differ from what is expected, at least."""
+
+EXPOSED_AXES = ("tp", "ulysses", "ep", "all")
+"""Axes whose communication is exposed: the next operator waits for it. That of other axes overlaps with computation."""
+
+
+@dataclasses.dataclass
+class Cost:
+    """Seconds and amounts of some events. Costs can be added.
+
+    Attributes:
+        seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the device
+            waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS", before any
+            overlap. The axis "host" is what CPU offload copies.
+        flops: by dtype.
+        communication: count and total bytes, by (axis, collective).
+        host_waits: how often the host waits for the device.
+        elapsed: seconds with overlap.
+    """
+
+    seconds: Counter = dataclasses.field(default_factory=Counter)
+    flops: Counter = dataclasses.field(default_factory=Counter)
+    communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    host_waits: float = 0
+    elapsed: float = 0.0
+
+    @property
+    def communication_seconds(self) -> tuple[float, float]:
+        """Seconds of all communication, and of its exposed part."""
+        exposed = sum(self.seconds[f"communication: {axis}"] for axis in EXPOSED_AXES)
+        return sum(value for name, value in self.seconds.items() if name.startswith("communication: ")), exposed
+
+    def count(self, axis: str, name: str, size: int, seconds: float) -> None:
+        """Add a collective, or a copy, of a number of bytes."""
+        before = self.communication.get((axis, name), (0, 0))
+        self.communication[axis, name] = before[0] + 1, before[1] + size
+        self.seconds[f"communication: {axis}"] += seconds
+
+    def add(self, other: "Cost", times: float = 1) -> None:
+        """Add another cost, multiplied by a number of times."""
+        for name, value in other.seconds.items():
+            self.seconds[name] += value * times
+        for name, value in other.flops.items():
+            self.flops[name] += value * times
+        for key, (count, size) in other.communication.items():
+            before = self.communication.get(key, (0, 0))
+            self.communication[key] = round(before[0] + count * times), round(before[1] + size * times)
+        self.host_waits += other.host_waits * times
+        self.elapsed += other.elapsed * times
+
+
+class CostModel:
+    """Computes what events cost on a device.
+
+    Args:
+        axes: the axis and the ranks of each process group, by its name.
+        changed: a group of GROUPS whose times are at the end of their range: the shortest, if `faster`, or the longest.
+            "": all times are as expected.
+        offload: with CPU offload, the bytes of a gradient in host memory for each byte of it that FSDP reduces; None
+            without it.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        axes: Mapping[str, tuple[str, list[int]]],
+        devices_per_node: int,
+        changed: str = "",
+        *,
+        faster: bool = False,
+        offload: float | None = None,
+    ):
+        self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
+        self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
+        self.changed, self.faster = changed, faster
+        self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
+        self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # with the events, whose address is the key
+
+    def streams(self) -> Streams:
+        """Return the streams of an idle device."""
+        measured = self.device.measured
+        slowdown = self._measured("overlap", measured.slowdown) if measured else self._seconds("overlap", SLOWDOWN)
+        return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
+
+    def cost(
+        self,
+        segments: Iterable[list[Event]],
+        streams: Streams | None = None,
+        *,
+        forward: bool = False,
+        accumulates: bool = False,
+    ) -> Cost:
+        """Return the cost of some segments, one after the other. `streams`: what is in flight before them; default: an
+        idle device, which has to finish all communication too. `forward`, `accumulates`: see Streams.run."""
+        cost, own = Cost(), streams or self.streams()
+        begin, idle = own.computed, own.idle
+        for events in segments:
+            amounts, items = self._items_of(events)
+            cost.add(amounts)
+            own.run(items, forward=forward, accumulates=accumulates)
+        if streams is None:
+            own.join()
+        cost.seconds["host"] += own.idle - idle
+        cost.elapsed = own.computed - begin
+        return cost
+
+    def _items_of(self, events: list[Event]) -> tuple[Cost, list[Item]]:
+        """Return the amounts of a segment, and what the streams run."""
+        if id(events) in self._items:  # the copies of a folded layer share its events
+            return self._items[id(events)][:2]
+        cost, items = Cost(), list[Item]()
+        in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
+        device, host, both = 0.0, 0.0, 0.0  # of the operators since the last item
+        copied, copying = set[int](), 0.0  # weights from host memory, and the seconds of those for the next all-gather
+
+        def flush(*, attends: bool = False) -> None:
+            nonlocal device, host, both
+            if device or host:
+                items.append(Run(device, host, both, attends))
+            device, host, both = 0.0, 0.0, 0.0
+
+        for event in events:
+            if isinstance(event, Work):
+                category, seconds = self.work_seconds(event)
+                cost.seconds[category] += seconds
+                if event.flops:
+                    cost.flops[event.dtype] += event.flops
+                attends = in_ring and category == "attention"
+                if attends:
+                    flush()
+                if self.offload is not None:
+                    copying += self._weights_to_device(event, copied, cost)
+                    if copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
+                        flush()
+                        items.append(Collective("copy to device", "host", copying))
+                        copying = 0.0
+                if event.name == "fsdp.split_with_sizes_copy":
+                    flush()
+                    items.append(CopyOut())
+                elif event.name == "fsdp.chunk_cat":
+                    flush()
+                    items.append(CopyIn())
+                    if self.offload is not None and not self.is_sharded:
+                        items.append(self._offloaded_gradient("fsdp", event.written, 0.0, cost))
+                device, both = device + seconds, max(both, host) + seconds
+                if attends:
+                    flush(attends=True)
+            elif isinstance(event, Dispatch):
+                host += self.dispatch_seconds(event)
+            elif isinstance(event, HostWait):
+                flush()
+                cost.host_waits += 1
+                items.append(Wait(self._seconds("host", HOST_WAIT)))
+            elif isinstance(event, Communication) and (collective := self._collective(event, cost)):
+                flush()
+                if copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
+                    collective, copying = collective._replace(copy=copying), 0.0
+                items.append(collective)
+        flush()
+        self._items[id(events)] = cost, items, events
+        return cost, items
+
+    def _collective(self, event: Communication, cost: Cost) -> Collective | None:
+        """Return what the streams run for a collective, and count it. None: in a group of one rank, and of a message
+        that is received, which is counted where it is sent."""
+        axis, ranks = self._axis(event.group)
+        if len(ranks) == 1 or event.name == "receive":
+            return None
+        seconds = self.collective_seconds(event.name, event.size, ranks)
+        cost.count(axis, event.name, event.size, seconds)
+        if self.offload is not None and axis in GATHERED_AXES and event.name == "reduce_scatter":
+            return self._offloaded_gradient(axis, event.size // len(ranks), seconds, cost)
+        return Collective(event.name, axis, seconds)
+
+    def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
+        """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not
+        copied yet."""
+        weights = {
+            id(x): x for x in work.inputs if x.kind == "parameters" and x.maker != BUFFER and id(x) not in copied
+        }
+        copied.update(weights)
+        return sum(self._copy("copy to device", weight.size, cost) for weight in weights.values())
+
+    def _copy(self, name: str, size: int, cost: Cost) -> float:
+        """Return the seconds of a copy between host memory and the device, and count it."""
+        seconds = size / (self.device.host_bandwidth * self._reached("offload", HOST_LINK))
+        cost.count("host", name, size, seconds)
+        return seconds
+
+    def _offloaded_gradient(self, axis: str, reduced: int, seconds: float, cost: Cost) -> Collective:
+        """Return a reduce-scatter, of whose result CPU offload copies so many reduced bytes to host memory."""
+        size = round(reduced * self.offload)
+        addition = self._host_seconds(3 * size)  # two are read, one is written
+        return Collective("reduce_scatter", axis, seconds, self._copy("copy to host", size, cost), addition)
+
+    def host_update(self, events: Iterable[Event]) -> Cost:
+        """Return the cost of an update that runs on the CPU, as under CPU offload."""
+        seconds = self._host_seconds(sum(event.read + event.written for event in events if isinstance(event, Work)))
+        return Cost(seconds=Counter(optimizer=seconds), elapsed=seconds)
+
+    def offloaded_step(self, steps: Sequence[Work]) -> Cost:
+        """Return the cost of Adam's step on the CPU, while weights and gradients are copied to host memory and weights
+        back to the device."""
+        # The operator's schema says that it writes weights, gradients and two states.
+        cost, weights = self.host_update(steps), sum(step.written for step in steps) // 4
+        self._copy("copy to device", weights, cost)
+        cost.elapsed = max(cost.elapsed, self._copy("copy to host", 2 * weights, cost))
+        cost.seconds["optimizer"] = cost.elapsed
+        return cost
+
+    def _host_seconds(self, n_bytes: int) -> float:
+        """Return the seconds in which the CPU reads and writes so many bytes of host memory."""
+        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", HOST_MEMORY))
+
+    def _reached(self, group: str, share: Share) -> float:
+        """Return the share of one of the host's rates that is reached; a calibrated device has it in the rate."""
+        return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
+
+    def _axis(self, group: str) -> tuple[str, list[int]]:
+        return self.axes.get(group, ("other", [0]))
+
+    def _rate(self, group: str, share: Share) -> float:
+        """Return the share of a rate that is reached: if the group is changed, an end of its range."""
+        if group != self.changed:
+            return share.expected
+        return share.high if self.faster else share.low
+
+    def _seconds(self, group: str, share: Share) -> float:
+        """Return seconds, or a factor of seconds: if the group is changed, an end of their range."""
+        if group != self.changed:
+            return share.expected
+        return share.low if self.faster else share.high
+
+    def _measured(self, group: str, seconds: float) -> float:
+        """Return measured seconds: if the group is changed, an end of their range."""
+        if group != self.changed:
+            return seconds
+        spread = max(self.device.measured.spread.get(group, 0.0), LEAST_SPREAD)
+        return seconds / (1 + spread) if self.faster else seconds * (1 + spread)
+
+    def dispatch_seconds(self, dispatch: Dispatch) -> float:
+        """Return how long the host takes before it issues the next event."""
+        if measured := self.device.measured:
+            seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
+            return self._measured("host", seconds)
+        seconds = dispatch.operators * self._seconds("host", OPERATOR)
+        return seconds + dispatch.on_dtensors * self._seconds("host", DTENSOR)
+
+    def work_seconds(self, work: Work) -> tuple[str, float]:
+        """Return an operator's category and its seconds."""
+        category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
+        if self.device.measured:
+            return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
+        start = self._seconds("host", KERNEL)
+        memory = (work.read + work.written) / (self.device.memory_bandwidth * self._memory())
+        if category == "memory":
+            return category, max(memory, start)
+        seconds = self._attention_seconds(work) if category == "attention" else self._matmul_seconds(work)
+        return category, start + max(seconds, memory)
+
+    def _memory(self) -> float:
+        return self._rate("memory", self.efficiency.memory)
+
+    def _matmul_seconds(self, work: Work) -> float:
+        """Return the seconds of a product whose tiles fill the multiprocessors in waves, and of writing its result."""
+        times, m, n, _ = work.sizes
+        is_fp8 = work.dtype == "fp8"
+        share = self._rate("matmul", self.efficiency.matmul_fp8 if is_fp8 else self.efficiency.matmul)
+        if "grouped" in work.name and work.dtype == "bf16":
+            share *= self._rate("matmul", GROUPED_MATMUL)
+        peak = getattr(self.device, work.dtype) or self.device.bf16
+        waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
+        full = waves / math.ceil(waves)
+        writing = work.written / (self.device.memory_bandwidth * self._memory())
+        return work.flops / (peak * share * full) + writing
+
+    def _attention_seconds(self, work: Work) -> float:
+        """Return the seconds of attention, whose rate grows with the number of keys of a query."""
+        backward, backend = "backward" in work.name, "cudnn" if "cudnn" in work.name else "flash"
+        share = self._rate("attention", getattr(self.efficiency, f"{backend}_backward" if backward else backend))
+        keys, half = work.sizes[1], self.efficiency.half_length[backward]
+        return work.flops / (getattr(self.device, work.dtype) * share * keys / (keys + half))
+
+    def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
+        """Return the seconds of a collective of `size` bytes over some ranks."""
+        nodes = len({rank // self.devices_per_node for rank in ranks})
+        if measured := self.device.measured:
+            seconds = measured_rates.collective_seconds(measured, name, size, len(ranks), nodes)
+            return self._measured("interconnect" if nodes == 1 else "network", seconds)
+        return self._estimated_collective_seconds(name, size, len(ranks), nodes)
+
+    def _estimated_collective_seconds(self, name: str, size: int, n: int, nodes: int) -> float:
+        """Return the seconds of a ring: each of n ranks sends (n - 1) / n of the full tensor, and twice that in an
+        all-reduce. A ring that spans nodes has as many network adapters as it has ranks on a node."""
+        efficiency, doublings = self.efficiency, math.log2(nodes)
+        share = efficiency.interconnect_reduce if name == "all_reduce" else efficiency.interconnect
+        interconnect = self.device.interconnect_bandwidth * self._rate("interconnect", share)
+        network = self.device.network_bandwidth * self._rate("network", NETWORK)
+        network *= self._rate("network", NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
+        latency = self._seconds("interconnect", efficiency.latency)
+        latency += self._seconds("network", NETWORK_LATENCY) * doublings
+        bandwidth = interconnect if nodes == 1 else min(interconnect, network * max(n // nodes, 1))
+        if name == "send":  # one rank has one network adapter
+            group = "interconnect" if nodes == 1 else "network"
+            return self._seconds(group, MESSAGE_LATENCY) + size / (interconnect if nodes == 1 else network)
+        if name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
+            remote = (n - n // nodes) / n if nodes > 1 else 0.0
+            return latency + max(size * (n - 1) / n / interconnect, size * remote / network)
+        sent = size * (n - 1) / n * (2 if name == "all_reduce" else 1)
+        return latency + sent / bandwidth

@@ -1,0 +1,350 @@
+"""Run one rank's training step on fake tensors, with its repeated layers folded and its gradient accumulation steps
+reduced to three, and return the phases of the full step."""
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite import build
+from titanlite.config import Config
+from titanlite.config.schema import QUANTIZED_STATES
+from titanlite.config.stage_split import SPLIT_BACKWARD
+from titanlite.data.loader import Batch
+from titanlite.launch.process import Signals
+from titanlite.model import Llama
+from titanlite.parallel import fsdp, mesh
+from titanlite.parallel.pipeline import pipeline_stage
+from titanlite.tools.plan import expert_load
+from titanlite.tools.plan.fusion import fuse
+from titanlite.tools.plan.memory_timeline import Bytes
+from titanlite.tools.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
+from titanlite.tools.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
+from titanlite.train_step import Balance, SingleStageRunner, TrainStep
+
+CPU = torch.device("cpu")
+SPLIT = 3
+"""Number of the microbatch whose backward is split."""
+
+
+class DryRun(NamedTuple):
+    """The result of a stage's dry run.
+
+    Attributes:
+        persistent: bytes that exist from step to step.
+        phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
+            ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",);
+            ("muon", number, times), which is run so many times.
+        axes: axis and ranks of each process group, by the group's name.
+        gradients: bytes of a rank's reduced gradients, as many as of its weights.
+        rotary: bytes of the rotary table, which all stages of a rank share.
+        scale: the stage's weights over the weights of the layers that were run. What is done to every weight after
+            the last backward (the phases "reduce" and "update") takes so many times longer.
+    """
+
+    persistent: Bytes
+    phases: Phases
+    axes: dict[str, tuple[str, list[int]]]
+    gradients: int
+    rotary: int
+    scale: float
+
+
+def checkpointing_period(config: Config) -> int:
+    """Return the number of layers after which the pattern of activation checkpointing repeats."""
+    option = config.activation_checkpoint.selective_ac_option
+    return option if config.activation_checkpoint.mode == "selective" and isinstance(option, int) else 1
+
+
+def layer_period(config: Config) -> int:
+    """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
+    moe, parallelism = config.model.moe, config.parallelism
+    period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1)
+    prefetched = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+    return max(math.ceil(prefetched / period), 1) * period
+
+
+def fold_stage(config: Config, names: Sequence[str]) -> FoldedStage:
+    """Fold the repeated layers of a stage, given by the names of its modules."""
+    moe = config.model.moe
+    return fold_layers(names, layer_period(config), moe.n_first_dense_layers if moe.n_experts else 0)
+
+
+def dry_run_accumulation_steps(n: int) -> dict[int, int]:
+    """Return which of n gradient accumulation steps are run, and how many each stands for: the first (0), a middle
+    (1) and the last (2)."""
+    return {1: {0: 1}, 2: {0: 1, 2: 1}}.get(n, {0: 1, 1: n - 2, 2: 1})
+
+
+def dry_run(
+    config: Config,
+    names: Sequence[str],
+    number: int,
+    *,
+    pipeline_rank: int,
+    fused: Collection[str] = (),
+    fold: bool = True,
+) -> DryRun:
+    """Run one training step of a stage, given by the names of its modules and its number.
+
+    Args:
+        pipeline_rank: the rank that has the stage.
+        fused: which of "model" and "loss" to treat as compiled (fusion.py).
+        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
+    """
+    parallelism = config.parallelism
+    folded = fold_stage(config, names) if fold else fold_layers(names, len(names))
+    rank = pipeline_rank * parallelism.world_size // parallelism.pipeline_parallel_degree
+    mesh.forget_layouts()  # of another rank's world
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_world(rank, parallelism.world_size))
+        layout = mesh.build_layout(parallelism, CPU)
+        axes = axes_of_groups(layout)
+        stage = build.build_stage(config, layout, folded.names, CPU)
+        if config.optimizer.state_dtype in QUANTIZED_STATES:
+            from titanlite.techniques.low_bit_adam import create_value_tables  # here: the import takes a second
+
+            create_value_tables(config.optimizer.state_dtype)
+        create_states, record = _create_states, _record_low_bit_adam
+        if config.optimizer.name == "Muon":
+            from titanlite.tools.plan import muon_step  # here, since most plans do without
+
+            create_states = muon_step.create_states
+            record = muon_step.recorder(config, layout.mesh, names, axes)
+        trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
+        if config.model.moe.n_experts:
+            stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
+        stage.materialize(CPU)
+        optimizer = build.build_optimizer(config, stage, [stage])
+        create_states(optimizer)
+        balance = build.build_balance(config, stage, CPU)
+        persistent, gradients, rotary, scale = _persistent(trace, stage, optimizer, folded)
+        _mark_layers(trace, stage)
+        if parallelism.pipeline_parallel_degree == 1:
+            _run_accumulation_steps(config, trace, stage)
+        else:
+            _run_microbatches(config, trace, stage, number, layout.mesh["pp"].get_group())
+        is_run = not _is(optimizer, "LowBitAdam") and not _is(optimizer, "Muon")
+        step = optimizer if is_run else RecordedStep(optimizer, functools.partial(record, trace, optimizer))
+        _update(config, trace, stage, step, balance)
+        trace.mark("end")
+    vocabulary = config.model.vocab_size
+    name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
+    _fuse_compiled(trace.segments, fused)
+    return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
+
+
+def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
+    """Return the axis and the global ranks of each process group of a layout, by the group's name."""
+    # An axis with all ranks has the group of all, so it overwrites "all".
+    groups = {"all": dist.group.WORLD, **{axis: layout.mesh[axis].get_group() for axis in mesh.AXES}}
+    groups |= {"ring": layout.ring_group, "ulysses": layout.ulysses_group}
+    present = [(axis, group) for axis, group in groups.items() if group is not None]
+    if layout.expert_mesh is not None:
+        present += [(axis, layout.expert_mesh[axis].get_group()) for axis in mesh.EXPERT_AXES]
+    return {group.group_name: (axis, dist.get_process_group_ranks(group)) for axis, group in present}
+
+
+def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
+    """Fuse the operators of the components that torch.compile compiles."""
+    labels = {"model": ("layer F", "layer B"), "loss": ("layer head",)}
+    wanted = [label for component in components for label in labels[component]]
+    compiled = [segment for segment in segments if segment.mark[0] in wanted]
+    for segment, events in zip(compiled, fuse([segment.events for segment in compiled]), strict=True):
+        segment.events[:] = events
+
+
+class RecordedStep:
+    """Stands for an optimizer whose step is recorded instead of run. The update scales gradients by what is on the
+    device, as it does for the optimizer itself (optimizer.clipped_step)."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]):
+        self.param_groups, self.zero_grad, self.step = optimizer.param_groups, optimizer.zero_grad, step
+
+
+def _update(config: Config, trace: OpTrace, stage: Llama, optimizer: Any, balance: Balance | None) -> None:
+    """Run what follows the last backward: the sums over ranks, clipping, the optimizer's step and the balance of the
+    load of experts."""
+    trace.mark("update")
+    parameters = list(stage.parameters())
+    for parameter in parameters:
+        for tensor in _local(parameter.grad):
+            trace.allocation_of(tensor).kind = "gradients"
+    options = {"device": CPU, "contributes_loss": True, "max_norm": config.training.max_norm, "balance": balance}
+    train_step = TrainStep(stage, SingleStageRunner(stage), config.parallelism, **options)
+    with torch.no_grad():
+        loss_sum, valid = (torch.ones((), dtype=torch.float64) for _ in range(2))
+        totals = train_step.groups.totals(loss_sum, valid, parameters, Signals())
+        train_step.update(optimizer, totals.norm, torch.tensor(True))  # a constant, whose value fake tensors know
+        optimizer.zero_grad()
+
+
+def _create_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer create its states by a step with zero gradients. LowBitAdam compiles its step, which fake
+    tensors cannot do, so its states are created one by one."""
+    low_bit = _is(optimizer, "LowBitAdam")
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if low_bit:
+            signed = {"exp_avg": True, "exp_avg_sq": False}
+            optimizer.state[weight] = {name: optimizer._new_buffer(weight, sign) for name, sign in signed.items()}
+        else:
+            weight.grad = torch.zeros_like(weight)
+    if not low_bit:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    return type(optimizer).__name__ == name  # without importing its module, which may take a second
+
+
+def _record_low_bit_adam(trace: OpTrace, optimizer: torch.optim.Optimizer) -> None:
+    """Record the compiled step of LowBitAdam, which reads and writes each weight and its states once, and reads its
+    gradient."""
+    for weight, state in optimizer.state.items():
+        updated = sum(local.nbytes for tensor in (weight, *state.values()) for local in _local(tensor))
+        gradient = sum(local.nbytes for local in _local(weight.grad))
+        trace.record(Work("titanlite.techniques.low_bit_adam", 0, "", updated + gradient, updated, (), ()))
+
+
+def _local(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor subclass consists of on this rank."""
+    if isinstance(tensor, DTensor):
+        return _local(tensor._local_tensor)
+    if isinstance(getattr(tensor, "_tensor", None), Tensor):  # torchao's float8 weight, which flattens by its scale
+        return _local(tensor._tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [inner for name in tensor.__tensor_flatten__()[0] for inner in _local(getattr(tensor, name))]
+    return [tensor]
+
+
+def _persistent(
+    trace: OpTrace, stage: Llama, optimizer: torch.optim.Optimizer, folded: FoldedStage
+) -> tuple[Bytes, int, int, float]:
+    """Set the kind of all allocations that exist from step to step.
+
+    Returns:
+        Their bytes by kind, of all layers; those of weights, as many as of gradients; those of the rotary table; and
+        the scale, see DryRun.
+    """
+    total, weights, of_run_layers, rotary = dict.fromkeys(KINDS, 0), 0, 0, 0
+    parameters = dict(stage.named_parameters())
+
+    def add(kind: str, name: str, allocation: Allocation | None) -> None:
+        nonlocal weights, of_run_layers, rotary
+        if allocation is not None and not allocation.kind:
+            allocation.kind = kind
+            layer = re.match(r"layers\.(\d+)\.", name)
+            size = allocation.size * (1 + folded.copies if layer and int(layer[1]) in folded.repeated else 1)
+            total[kind] += size
+            if kind == "parameters" and name in parameters:
+                weights += size
+                of_run_layers += allocation.size
+            if kind == "parameters" and name not in parameters:
+                allocation.maker = BUFFER
+            rotary += allocation.size if name == "rope" else 0
+
+    tensors = [("parameters", name, tensor) for name, tensor in [*parameters.items(), *stage.named_buffers()]]
+    for name, parameter in parameters.items():
+        states = optimizer.state.get(parameter, {}).values()
+        tensors += [("optimizer", name, state) for state in states if isinstance(state, Tensor)]
+    for kind, name, tensor in tensors:
+        for local in _local(tensor):
+            add(kind, name, trace.allocation_of(local))
+    for allocation in trace.live.values():
+        add("temporary", "", allocation)
+    return total, weights, rotary, weights / of_run_layers
+
+
+def _mark_layers(trace: OpTrace, stage: Llama) -> None:
+    """Have each block mark the beginning of its forward and of its backward."""
+
+    def before_forward(layer: int, *_: object) -> None:
+        trace.mark("layer F", layer)
+
+    def after_forward(layer: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: trace.mark("layer B", layer))
+
+    if stage.norm is not None:
+        stage.norm.register_forward_pre_hook(lambda *_: trace.mark("layer head", -1), prepend=True)
+    for name, block in stage.layers.items():
+        block.register_forward_pre_hook(functools.partial(before_forward, int(name)), prepend=True)
+        block.register_forward_hook(functools.partial(after_forward, int(name)))
+
+
+def _batch(config: Config, n_sequences: int) -> Batch:
+    """Return a rank's tokens. Where documents end depends on the data, so each is as long as its sequence."""
+    n_tokens = config.training.seq_len // config.parallelism.context_parallel_degree
+    shape = (n_sequences, n_tokens)
+    tokens, targets, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    return Batch(tokens, targets, positions[0] if not config.training.document_mask else positions, None)
+
+
+def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
+    """Run the first, a middle and the last gradient accumulation step of TrainStep."""
+    runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
+    numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
+    for accumulation_step in numbers:
+        trace.mark("F", accumulation_step)
+        fsdp.prepare_accumulation_step(model, config.parallelism, last=accumulation_step == max(numbers))
+        runner.forward_backward(_batch(config, config.training.local_batch_size), valid)
+
+
+def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int, group: Any) -> None:
+    """Run three microbatches through a pipeline stage, as torch's schedules do. Where the schedule splits the backward,
+    run a fourth with a split backward, except through the first stage, whose backward is never split."""
+    parallelism, shape = config.parallelism, config.hidden_shape
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    stage = pipeline_stage(model, number, parallelism, group=group, hidden_shape=shape, dtype=dtype, device=CPU)
+    stage.has_backward = True  # as a schedule sets it
+    if hasattr(model, "set_manual_backward_finalization"):  # from 2.15 on, where the stage's forward_one_chunk does it
+        model.set_manual_backward_finalization(True)
+    first, last = number == 0, number == parallelism.n_stages - 1
+    fsdp.prepare_accumulation_step(model, parallelism, last=True)
+    valid = torch.ones((), dtype=torch.float64)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        batch = _batch(config, parallelism.pipeline_parallel_microbatch_size)
+        with trace.naming("message"):
+            hidden = batch.tokens if first else torch.empty(shape, dtype=dtype).requires_grad_()
+        output = stage.forward_maybe_with_nosync(hidden, positions=batch.positions, targets=batch.targets)
+        return hidden, output / valid if last else output
+
+    def backward_arguments(hidden: Tensor, output: Any) -> dict[str, Any]:
+        with trace.naming("message"):
+            grads = None if last else (torch.empty(shape, dtype=dtype),)
+        return {"stage_output": output, "output_grads": grads, "input_values": [hidden]}
+
+    in_flight: list[tuple[Tensor, Tensor]] = []
+    for microbatch in range(3):
+        trace.mark("F", microbatch)
+        in_flight.append(forward())
+    for microbatch in range(3):
+        trace.mark("B", microbatch)
+        hidden, output = in_flight.pop(0)
+        arguments = backward_arguments(hidden, output if last else (output,))
+        del hidden, output
+        stage.backward_maybe_with_nosync("full", arguments)
+        del arguments
+    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD and not first:
+        trace.mark("F", SPLIT)
+        hidden, output = forward()
+        trace.mark("I", SPLIT)
+        arguments = backward_arguments(hidden, (output,))
+        input_grads, groups = stage.backward_maybe_with_nosync("input", arguments)
+        del input_grads, hidden  # they are sent
+        trace.mark("W", SPLIT)
+        stage.backward_maybe_with_nosync("weight", {"stage_output": (output,), "param_groups": groups})
+        del arguments, output, groups
+    trace.mark("reduce")
+    stage.perform_reduce_grad(1)

@@ -1,0 +1,82 @@
+"""What a plan assumes of the load of experts, which in a run the tokens decide.
+
+The tokens of a rank are spread evenly over the ranks of its expert-parallel group. The planned rank is the busiest of
+its group in every layer: it receives plan.expert_imbalance times the mean, 1 if the load is balanced. Numbers of rows
+are rounded up.
+
+A row is a token on the way to one of its experts. Shapes: E experts of this rank, R ranks of an expert-parallel group.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from titanlite.config import Config
+from titanlite.tools.plan.find_device import find_device
+
+
+class ExpertLoad(NamedTuple):
+    """The load of a layer's experts in a microbatch.
+
+    Attributes:
+        sent: rows of the tokens that a rank routes, over all experts.
+        received: rows that the planned rank receives from each rank of its expert-parallel group, itself included.
+        n_ranks: ranks of that group.
+        n_experts: experts of a rank.
+    """
+
+    sent: int
+    received: int
+    n_ranks: int
+    n_experts: int
+
+    @property
+    def per_expert(self) -> float:
+        """The mean number of rows of an expert of the planned rank."""
+        return self.received * self.n_ranks / self.n_experts
+
+    def counts(self, counts: Tensor) -> list[Any]:
+        """Return the values of a tensor of counts: rows by expert, [E], or rows sent and received by rank, [2, R]."""
+        if counts.dim() == 1:
+            return even_shares(self.received * self.n_ranks, len(counts))
+        others = even_shares(self.sent - self.received, self.n_ranks - 1)
+        return [[self.received, *others], [self.received] * self.n_ranks]
+
+
+def expert_load(config: Config) -> ExpertLoad:
+    """Return the load of a resolved config. Without expert parallel, tensor-parallel ranks route the same tokens."""
+    parallelism, moe = config.parallelism, config.model.moe
+    n_ranks, piped = parallelism.expert_parallel_degree, parallelism.pipeline_parallel_degree > 1
+    sequences = parallelism.pipeline_parallel_microbatch_size if piped else config.training.local_batch_size
+    splits = parallelism.context_parallel_degree * (parallelism.tensor_parallel_degree if n_ranks > 1 else 1)
+    sent = sequences * config.training.seq_len // splits * moe.n_experts_per_token
+    received = min(math.ceil(config.plan.expert_imbalance * sent / n_ranks), sent)
+    return ExpertLoad(sent, received, n_ranks, moe.n_experts // n_ranks)
+
+
+def even_shares(total: int, n: int) -> list[int]:
+    """Return n numbers with a sum, of which the first are larger by 1 where it does not divide evenly."""
+    return [total // n + (number < total % n) for number in range(n)]
+
+
+@contextlib.contextmanager
+def assumed(config: Config, on_read: Callable[[], None]) -> Iterator[None]:
+    """Have the mixtures of experts of the body compute with the assumed load, in place of counts that fake tensors do
+    not have, and as on the config's device. `on_read` is called where a run waits for the device to read counts."""
+    from titanlite.techniques.moe import counts, layer  # here, since a dense model needs nothing of them
+
+    read, types, load = counts.read, layer.GROUPED_MM_DTYPES, expert_load(config)
+
+    def assumed_counts(tensor: Tensor) -> list[Any]:
+        on_read()
+        return load.counts(tensor)
+
+    counts.read = assumed_counts
+    layer.GROUPED_MM_DTYPES = {"cpu": types["cpu" if find_device(config.plan.device).kind == "cpu" else "cuda"]}
+    try:
+        yield
+    finally:
+        counts.read, layer.GROUPED_MM_DTYPES = read, types

@@ -1,0 +1,303 @@
+"""Write a plan as one HTML file: memory over the step, the pipeline schedule and the step time as figures, and the
+terminal's tables.
+
+Figures are SVG inside the page, with their text as text. The same plan gives the same bytes.
+"""
+
+import html
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+from rich.console import Console
+
+from titanlite.tools.plan.memory_timeline import Point
+from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
+from titanlite.tools.plan.result import Plan, RankPlan
+
+# The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
+# too, so that they can be told apart in a greyscale print.
+# fmt: off
+KIND_COLOURS = {
+    "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
+    "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
+}
+# fmt: on
+ACTIONS = {
+    "F": ("#8fbce6", "forward"),
+    "B": ("#c8553d", "backward"),
+    "I": ("#e8a33d", "input gradient (dgrad)"),
+    "W": ("#3f8f5f", "weight gradient (wgrad)"),
+}
+UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
+IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
+SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc", "#aa4499")  # in the order of time_shares
+WIDTH = 11.0  # of a figure, in inches of 96 pixels on a screen
+MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
+REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
+
+STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>titanlite plan: {file}</title>
+<style>
+body {{ margin: 2em auto; max-width: 1080px; padding: 0 1em; font: 15px/1.45 sans-serif; color: #111; \
+background: #fff; }}
+h1 {{ font-size: 1.5em; margin-bottom: 0.2em; }} h2 {{ font-size: 1.15em; margin: 2em 0 0.3em; }}
+p {{ margin: 0.3em 0; }} svg {{ display: block; width: 100%; height: auto; }}
+figure {{ margin: 0.5em 0 1.5em; break-inside: avoid; }}
+figcaption {{ font-size: 0.87em; color: #444; max-width: 60em; }}
+pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }}
+@media print {{ body {{ margin: 0; max-width: none; padding: 0; }} pre {{ font-size: 6.5pt; overflow: visible; }} }}
+</style></head><body>
+<h1>titanlite plan: {model}</h1>
+<p>Config <code>{file}</code>{description}</p>
+<p><strong>{verdict}</strong></p>
+<p>{speed}</p>
+{figures}<h2>The plan in numbers</h2>
+{report}
+</body></html>
+"""
+
+
+def write_html(plan: Plan, file: str, target: Path) -> None:
+    """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
+    with style.context(["default", STYLE]):  # instead of the user's matplotlibrc
+        figures = [_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
+        if len(plan.ranks) > 1:
+            figures.append(_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
+        if plan.spans:
+            figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
+        shortest, longest = plan.step_range
+        caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
+        figures.append(_figure(time_figure(plan), "time", caption, title="Step time"))
+    console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
+    console.print(report(plan, file))
+    description = plan.config.job.description
+    page = PAGE.format(
+        file=html.escape(file),
+        model=html.escape(f"{plan.config.model.flavor} on {plan.world_size} x {plan.config.plan.device}"),
+        description=f": {html.escape(description)}" if description else "",
+        verdict=html.escape(verdict(plan)[1]),
+        speed=html.escape(speed_line(plan)),
+        figures="".join(figures),
+        report=console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
+    )
+    target.write_text(page, encoding="utf-8", newline="\n")
+
+
+RANKS_CAPTION = """Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on \
+other axes need the same memory."""
+SCHEDULE_CAPTION = """The actions of each pipeline rank. The numbers are those of microbatches, where a box has room \
+for one. Of a rank with several stages, a later stage is paler. The gradient reduction and the update begin when the \
+last rank is done."""
+
+
+def _memory_caption(plan: Plan) -> str:
+    rank = f"Pipeline rank {plan.worst.rank}, which needs the most." if len(plan.ranks) > 1 else "Every rank."
+    skipped = "" if plan.spans else " Of its gradient accumulation steps the first, a middle and the last are shown."
+    return (
+        f"{rank} What is on the device at each moment, in the order of the program and not to the scale of time: the "
+        f"peak and the end of each segment of the step, such as a block's forward.{skipped} The limit is the device's "
+        "memory without the non-tensor overhead."
+    )
+
+
+def memory_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind, stacked, over the step of the rank that needs the most, with peak and limit."""
+    figure = Figure((WIDTH, 4.2), layout="constrained")
+    axes, rank, kinds = figure.add_subplot(), plan.worst, _kinds(plan)
+    _stack(axes, rank, kinds, MAX_POINTS)
+    limit, peak = _limit(plan, rank), rank.peak.total / GIB
+    near = limit < 2.5 * peak  # a line far above would leave the curve itself no height
+    top = 1.2 * max(peak, limit if near else 0)
+    axes.set(ylim=(0, top), ylabel="GiB")
+    at = rank.points.index(rank.peak)
+    side = "right" if at > len(rank.points) / 2 else "left"
+    above = peak if limit > 1.25 * peak else max(peak, limit)  # not across the line
+    arrow = {"arrowstyle": "-|>", "color": "#111111", "linewidth": 0.8, "relpos": (side == "right", 0)}
+    place = {"xy": (at, peak), "xytext": (at, above + 0.09 * top), "ha": side, "va": "bottom"}
+    axes.annotate(f"peak: {peak:.2f} GiB in {rank.peak.label}", **place, arrowprops=arrow)
+    _name_phases(axes, rank.points)
+    handles = [Patch(color=KIND_COLOURS[kind], label=kind) for kind in reversed(kinds)]
+    looks = {"color": LIMIT_COLOUR, "linewidth": 1.2, "linestyle": "--" if near else "none"}
+    if near:
+        axes.axhline(limit, **looks)
+    name = f"device memory\nwithout overhead:\n{limit:.1f} GiB" + ("" if near else ",\nfar above")
+    handles.append(Line2D([], [], **looks, label=name))
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    return figure
+
+
+def ranks_figure(plan: Plan) -> Figure:
+    """Draw GiB on the device by kind over the step, in small axes for each pipeline rank."""
+    columns = min(4, len(plan.ranks))
+    rows = math.ceil(len(plan.ranks) / columns)
+    figure = Figure((WIDTH, 0.3 + 1.6 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(plan.ranks) :]:
+        axes.set_axis_off()
+    kinds, peak, top = _kinds(plan), plan.worst.peak.total / GIB, 0.0
+    for axes, rank in zip(grid.flat, plan.ranks, strict=False):
+        _stack(axes, rank, kinds, MAX_POINTS_OF_RANK)
+        axes.set_xticks([])
+        limit = _limit(plan, rank)
+        if limit < 2.5 * peak:
+            axes.axhline(limit, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
+            top = max(top, limit)
+        weight = "bold" if rank is plan.worst else "normal"
+        axes.set_title(f"pipeline rank {rank.rank}: {rank.peak.total / GIB:.2f} GiB", fontweight=weight)
+    grid[0, 0].set_ylim(0, 1.05 * max(peak, top))
+    figure.supylabel("GiB", fontsize=9)
+    return figure
+
+
+def schedule_figure(plan: Plan) -> Figure:
+    """Draw the step's seconds from left to right, with a line for each pipeline rank and a box for each action."""
+    n_ranks = len(plan.spans)
+    width, height = WIDTH, 0.95 + (0.3 if n_ranks <= 16 else 0.2) * n_ranks
+    figure = Figure((width, height))
+    # The axes have a fixed place: their width decides which numbers fit into their boxes.
+    axes = figure.add_axes((0.5 / width, 0.5 / height, 1 - 0.65 / width, 1 - 0.95 / height))
+    points_per_second = 72 * (width - 0.65) / plan.step_seconds
+    end = plan.step_seconds - plan.update_seconds
+    line = min(0.5, 0.1 * points_per_second * end / max(map(len, plan.spans)))  # thin, to leave short boxes a colour
+    digits = len(str(max(span.action.microbatch for spans in plan.spans for span in spans)))
+    boxes: dict[tuple[str, int, str], list[tuple[float, float, int]]] = {}
+    for rank, spans in enumerate(plan.spans):
+        stages = sorted({span.action.stage for span in spans})
+        for action, start, stop in spans:
+            place = stages.index(action.stage)
+            colour = _paler(ACTIONS[action.kind][0], place, len(stages))
+            boxes.setdefault((action.kind, place, colour), []).append((start, stop, rank))
+            font = min(7.0, (stop - start) * points_per_second / (0.7 * digits))
+            if font >= 3.5:  # readable when zoomed
+                looks = {"size": round(font, 1), "color": _ink(colour), "ha": "center", "va": "center_baseline"}
+                axes.text((start + stop) / 2, rank, str(action.microbatch), **looks)
+    axes.add_patch(_boxes([(0, end, rank) for rank in range(n_ranks)], **IDLE))
+    for (kind, place, colour), spans in sorted(boxes.items()):
+        gid = f"boxes-{kind}-{place}"
+        axes.add_patch(_boxes(spans, facecolor=colour, edgecolor="white", linewidth=line, gid=gid))
+    update = [(end, plan.step_seconds, rank) for rank in range(n_ranks)]
+    axes.add_patch(_boxes(update, facecolor=UPDATE_COLOUR, linewidth=0))
+    axes.set(xlim=(0, plan.step_seconds), ylim=(n_ranks - 0.5, -0.5), yticks=range(n_ranks))
+    axes.set(xlabel="seconds", ylabel="pipeline rank")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    used = [ACTIONS[kind] for kind in ACTIONS if any(kind == other for other, *_ in boxes)]
+    handles = [Patch(color=colour, label=name) for colour, name in (*used, (UPDATE_COLOUR, "update"))]
+    handles.append(Patch(**IDLE, label="idle"))
+    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False)
+    return figure
+
+
+def time_figure(plan: Plan) -> Figure:
+    """Draw one bar of what the seconds of the busiest rank's step are spent on."""
+    figure = Figure((WIDTH, 1.75), layout="constrained")
+    axes, begin = figure.add_subplot(), 0.0
+    for (name, seconds), colour in zip(time_shares(plan).items(), SHARE_COLOURS, strict=False):
+        share = seconds / plan.step_seconds
+        label = f"{name}: {seconds:.3g} s, {share:.1%}"
+        axes.barh(0, seconds, left=begin, color=colour, edgecolor="white", linewidth=0.8, label=label)
+        if share > 0.04:
+            axes.text(begin + seconds / 2, 0, f"{share:.0%}", ha="center", va="center", color=_ink(colour))
+        begin += seconds
+    axes.set(xlim=(0, plan.step_seconds), yticks=[], xlabel="seconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    return figure
+
+
+def thinned(points: Sequence[Point], most: int) -> list[int]:
+    """Return the numbers of about `most` points to draw: the first, the last, and the highest and the lowest of each
+    stretch, so that no peak is lost."""
+    if len(points) <= most:
+        return list(range(len(points)))
+    stretch, chosen = math.ceil(2 * len(points) / most), {0, len(points) - 1}
+    for begin in range(0, len(points), stretch):
+        numbers = range(begin, min(begin + stretch, len(points)))
+        chosen |= {choose(numbers, key=lambda number: points[number].total) for choose in (max, min)}
+    return sorted(chosen)
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """Return the kinds that any rank ever has on its device, from the lowest."""
+    return [kind for kind in KIND_COLOURS if any(point.bytes[kind] > 0 for rank in plan.ranks for point in rank.points)]
+
+
+def _limit(plan: Plan, rank: RankPlan) -> float:
+    """Return the GiB that a rank's tensors can have."""
+    return (plan.device.memory - sum(rank.overhead.values())) / GIB
+
+
+def _stack(axes: Axes, rank: RankPlan, kinds: Sequence[str], most: int) -> None:
+    numbers = thinned(rank.points, most)
+    # Rounding of allocations can leave a kind some bytes below zero.
+    heights = [[max(rank.points[number].bytes[kind], 0) / GIB for number in numbers] for kind in kinds]
+    axes.stackplot(numbers, heights, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+    axes.set_xlim(0, len(rank.points) - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name_phases(axes: Axes, points: Sequence[Point]) -> None:
+    """Name each forward, backward and update below the axis, with ticks between them. A pipeline has too many."""
+    phases = [point.label.split(",")[0] for point in points]
+    begins = [number for number in range(1, len(points)) if phases[number] != phases[number - 1]]
+    if len(begins) > 12:
+        axes.set_xlabel("moments of the step")
+        return
+    axes.set_xticks(begins, [])
+    for begin, after in zip([0, *begins], [*begins, len(points)], strict=True):
+        if after - begin > 0.05 * len(points):  # "between steps" and "update" are too narrow for their names
+            place = ((begin + after) / 2, -0.02)
+            axes.text(*place, phases[begin], transform=axes.get_xaxis_transform(), ha="center", va="top")
+    axes.set_xlabel("moments of the step", labelpad=16)
+
+
+def _boxes(boxes: Sequence[tuple[float, float, int]], **looks: object) -> PathPatch:
+    """Return boxes (start, end, row) as one path: thousands of separate shapes would be most of the file."""
+    corners, codes = [], []
+    for start, end, row in boxes:
+        corners += [(start, row - 0.4), (end, row - 0.4), (end, row + 0.4), (start, row + 0.4), (start, row - 0.4)]
+        codes += [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+    return PathPatch(Outline(corners, codes), **looks)
+
+
+def _paler(colour: str, place: int, of: int) -> str:
+    """Return the colour of a rank's first, second, ... stage."""
+    white = 0.5 * place / max(of - 1, 1)
+    return to_hex([part + (1 - part) * white for part in to_rgb(colour)])
+
+
+def _ink(colour: str) -> str:
+    """Return a text colour that is readable on a colour."""
+    red, green, blue = to_rgb(colour)
+    return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG element. The name is the prefix of its ids: no two elements of a page may share one."""
+    file = io.StringIO()
+    with style.context({"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = file.getvalue()
+    text = text[text.index("<svg") :]  # without the XML header
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    # A precision of a hundredth of a point is enough.
+    return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
+
+
+def _figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
+    heading = f"<h2>{title}</h2>\n" if title else ""
+    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
+    return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"

@@ -1,0 +1,89 @@
+"""Look up how long an operator or a collective takes on a device that `titanlite calibrate` has measured.
+
+What was not measured is interpolated between what was: in seconds over bytes for collectives and memory-bound
+operators, in FLOP/s over the sizes for matrix multiplication and attention. All of it is done in logarithms, because
+sizes differ by orders of magnitude.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+
+from titanlite.config.loader import ConfigError
+from titanlite.metrics.devices import Measured
+from titanlite.tools.plan.op_trace import Work
+
+
+def work_seconds(measured: Measured, work: Work) -> float:
+    """Return the seconds of an operator. Raises ConfigError if no product in its data type was measured."""
+    if not work.flops:
+        name = work.name.partition(".")[2].removesuffix("_")
+        points = measured.operators.get(name) or measured.operators["mul"]
+        return seconds_at(points, work.read + work.written)
+    if "attention" not in work.name:
+        if work.dtype not in measured.matmul:
+            raise ConfigError([f"plan.device: no matrix multiplication in {work.dtype} was measured there"])
+        n, *sizes = work.sizes
+        return n * 2 * math.prod(sizes) / rate_at(measured.matmul[work.dtype], sizes)
+    backward = "backward" in work.name
+    rows = measured.attention_backward if backward else measured.attention
+    queries, keys, head_dim = work.sizes
+    return work.flops / rate_at(rows, (math.sqrt(queries * keys), head_dim))
+
+
+def collective_seconds(measured: Measured, name: str, size: int, n: int, nodes: int) -> float:
+    """Return the seconds of a collective of `size` bytes over n ranks on so many nodes.
+
+    Of the groups that were measured the nearest one counts: first by whether it spans nodes, then by the number of
+    ranks. With that number the bytes grow as in a ring, by (n - 1) / n. Raises ConfigError if there is none.
+    """
+    rows = [row for row in measured.collectives if row.name == name]
+    if not rows:
+        raise ConfigError([f"plan.device: no {name} was measured there; calibrate with at least two ranks"])
+    nearest = min(
+        rows, key=lambda row: ((row.nodes > 1) != (nodes > 1), abs(math.log(row.ranks / n)), abs(row.nodes - nodes))
+    )
+    sent = size if name == "send" else size * (1 - 1 / n) / (1 - 1 / nearest.ranks)
+    return seconds_at(nearest.points, sent)
+
+
+def seconds_at(points: Sequence[Sequence[float]], size: float) -> float:
+    """Return the seconds at a size, from points (size, seconds) in the order of their sizes. Below the first point they
+    are as at it, and above the last one they are proportional to the size."""
+    sizes = [point[0] for point in points]
+    if size <= sizes[0]:
+        return points[0][1]
+    if size >= sizes[-1]:
+        return points[-1][1] * size / sizes[-1]
+    after = bisect.bisect_right(sizes, size)
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return math.exp(math.log(y0) + math.log(y1 / y0) * math.log(size / x0) / math.log(x1 / x0))
+
+
+def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
+    """Return the rate at some sizes, from rows (*sizes, rate) on a grid that may have gaps. Sizes outside of the grid
+    are moved to its edge. Of the corners of the grid's cell, those that were measured count, each by its distance; if
+    there is none, the nearest row counts."""
+    table = {tuple(row[:-1]): row[-1] for row in rows}
+    sides = []
+    for axis, size in enumerate(sizes):
+        values = sorted({key[axis] for key in table})
+        size = min(max(size, values[0]), values[-1])
+        after = max(bisect.bisect_left(values, size), 1) if len(values) > 1 else 0
+        low, high = values[max(after - 1, 0)], values[after]
+        share = math.log(size / low) / math.log(high / low) if high > low else 0.0
+        sides.append(((low, 1 - share), (high, share)))
+    weighted, total = 0.0, 0.0
+    for corner in itertools.product(*sides):
+        weight = math.prod(share for _, share in corner)
+        rate = table.get(tuple(value for value, _ in corner))
+        if rate and weight:
+            weighted, total = weighted + weight * math.log(rate), total + weight
+    if total:
+        return math.exp(weighted / total)
+    return min(table.items(), key=lambda item: _distance(item[0], sizes))[1]
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.dist([math.log(x) for x in one], [math.log(x) for x in other])

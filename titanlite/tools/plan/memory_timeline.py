@@ -1,0 +1,82 @@
+"""A rank's memory over a step, from what the dry runs of its stages allocated.
+
+Kinds of memory: parameters (a rank's shards, and the rotary table), gathered (weights that FSDP has all-gathered, and
+its buffers), gradients, optimizer (states), activations (saved in a forward for its backward), logits, communication
+(messages, and buffers of collectives), temporary (freed in the forward or backward that allocated it).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from titanlite.config import Config
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.op_trace import Memory, Segment
+from titanlite.tools.plan.segments import KINDS
+
+Bytes = dict[str, int]
+"""Bytes by kind of memory."""
+
+
+class Point(NamedTuple):
+    """What the program does at a moment of the step, and the bytes that are allocated."""
+
+    label: str
+    bytes: Bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
+
+
+class MemoryTimeline:
+    """Replays segments, beginning with the bytes that exist from step to step.
+
+    Attributes:
+        current_bytes: what is allocated now.
+        points: the peak and the end of each segment.
+    """
+
+    def __init__(self, config: Config, persistent: Bytes):
+        self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
+        is_cpu = find_device(config.plan.device).kind == "cpu"
+        self.rounding = 1 if is_cpu else 512  # bytes, by CUDA's caching allocator
+        self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
+        self._changes: dict[int, tuple[Bytes, Bytes]] = {}
+
+    def replay(self, segments: Iterable[Segment], label: str, *, without: str = "") -> None:
+        """Add the points of some segments, without what a maker allocates that is counted elsewhere."""
+        for segment in segments:
+            net, at_peak = self._change(segment, without)
+            name, *number = segment.mark
+            where = label
+            if name.startswith("layer"):
+                where += ", head and loss" if name == "layer head" else f", layer {number[0]}"
+            self.points.append(Point(where, {kind: self.current_bytes[kind] + at_peak[kind] for kind in KINDS}))
+            self.current_bytes = {kind: self.current_bytes[kind] + net[kind] for kind in KINDS}
+            self.points.append(Point(where, dict(self.current_bytes)))
+
+    def net(self, segments: Iterable[Segment], *, without: str = "") -> Bytes:
+        """Return the bytes by kind that some segments add in total."""
+        nets = [self._change(segment, without)[0] for segment in segments]
+        return {kind: sum(net[kind] for net in nets) for kind in KINDS}
+
+    def set_current(self, current_bytes: Bytes) -> None:
+        """Replace the bytes that are allocated now."""
+        self.current_bytes = {kind: current_bytes.get(kind, 0) for kind in KINDS}
+
+    def _change(self, segment: Segment, without: str) -> tuple[Bytes, Bytes]:
+        """Return the bytes by kind that a segment adds in total, and at its peak."""
+        if id(segment.events) not in self._changes:  # the copies of a folded layer share its events
+            now, total, most = dict.fromkeys(KINDS, 0), 0, 0
+            at_peak = dict(now)
+            for event in segment.events:
+                if isinstance(event, Memory) and event.allocation.maker != without:
+                    size = -(-abs(event.change) // self.rounding) * self.rounding
+                    change = size if event.change > 0 else -size
+                    now[event.allocation.kind or "temporary"] += change
+                    total += change
+                    if total > most:
+                        most, at_peak = total, dict(now)
+            self._changes[id(segment.events)] = now, at_peak
+        return self._changes[id(segment.events)]

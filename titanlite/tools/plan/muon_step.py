@@ -1,0 +1,76 @@
+"""The step of Muon in a dry run. Which rank orthogonalizes how many matrices depends on all layers of a stage, of which
+a dry run has a few. So what is computed and exchanged in each round by the rank that has the most work in it is
+recorded for the full stage, in phases ("muon", number, times) of one matrix each."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite import build
+from titanlite.config import Config
+from titanlite.parallel.shards import local_shard
+from titanlite.techniques.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group, work_of
+from titanlite.tools.plan.op_trace import Communication, OpTrace, Work
+
+
+def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of the named modules, or of all, that Muon orthogonalizes."""
+    parameters = build.meta_model(config, names).named_parameters()
+    return [tuple(parameter.shape) for name, parameter in parameters if is_orthogonalized(name, parameter)]
+
+
+def recorder(
+    config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
+) -> Callable[[OpTrace, Muon], None]:
+    """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
+    group = stage_group(mesh)
+    axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
+    local_experts, shapes = config.parallelism.expert_parallel_degree == group.size(), shapes_of_matrices(config, names)
+    return functools.partial(record_step, shapes=shapes, group=group, local_experts=local_experts)
+
+
+def create_states(optimizer: Muon) -> None:
+    """Have the optimizer create its states, without the collectives of a step."""
+    for weight in optimizer.matrices:
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    others = [weight for group in optimizer.adamw.param_groups for weight in group["params"]]
+    for weight in others:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.adamw.state = optimizer.state
+    optimizer.adamw.step()
+    optimizer.adamw.zero_grad()
+
+
+def record_step(
+    trace: OpTrace,
+    optimizer: Muon,
+    *,
+    shapes: Sequence[tuple[int, ...]],
+    group: dist.ProcessGroup,
+    local_experts: bool,
+) -> None:
+    """Step the AdamW of the other weights, and record what Muon does.
+
+    Args:
+        shapes: of all matrices of the full stage.
+        group: the ranks that share the work.
+        local_experts: whether each rank has the full experts that it orthogonalizes.
+    """
+    optimizer.adamw.step()
+    for weight in optimizer.matrices:
+        size, exchanged = local_shard(weight).nbytes, local_shard(weight).numel() * optimizer.dtype.itemsize
+        # Momentum is updated and read ahead, the weight decayed, and the result subtracted.
+        trace.record(Work("titanlite.techniques.muon", 0, "", 6 * size + exchanged, 3 * size + exchanged, (), ()))
+    rounds = assign(shapes, group.size())
+    longest = Counter(max((unit.shape for unit in units), key=work_of) for units in rounds)
+    for number, (shape, times) in enumerate(longest.items()):
+        trace.mark("muon", number, times)
+        full = torch.empty(shape, dtype=optimizer.dtype)
+        for _ in range(0 if len(shape) == 3 and local_experts else 2):
+            trace.record(Communication("all_to_all", group.group_name, full.nbytes))
+        newton_schulz(full, optimizer.options.muon_newton_schulz_steps)
+    trace.mark("update")

@@ -1,0 +1,369 @@
+"""Record what a program does on fake tensors: every allocation and its release, every operator, every collective.
+
+Nothing is computed and nothing is sent, so the world can have any size.
+"""
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from titanlite.parallel import context
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Start one rank's process group without the other ranks. Its collectives return at once and leave their buffers
+    as they are.
+
+    Private: torch.testing._internal.distributed.fake_pg (tried on torch 2.11 to 2.15).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Allocation:
+    """The memory of a storage, which a tensor and its views use.
+
+    Attributes:
+        size, largest: bytes now, and the most so far.
+        maker: what allocated it: an operator's name, or the argument of `OpTrace.naming`; BUFFER of a module's buffer.
+        kind: what it is for (see titanlite/tools/plan/memory_timeline.py); "" until that is known.
+        shape: of the tensor that it was allocated for.
+    """
+
+    __slots__ = ("kind", "largest", "maker", "shape", "size")
+
+    def __init__(self, maker: str, shape: tuple[int, ...]):
+        self.size, self.largest, self.maker, self.kind, self.shape = 0, 0, maker, "", shape
+
+
+class Memory(NamedTuple):
+    """An allocation grows or shrinks by a number of bytes: it is allocated, resized or freed."""
+
+    allocation: Allocation
+    change: int
+
+
+class Work(NamedTuple):
+    """An operator on the device.
+
+    Attributes:
+        flops: of matrix multiplication and attention; 0 for all other operators.
+        dtype: which of the device's peak rates applies: "bf16", "fp8", "fp32"; "" without flops.
+        read, written: bytes of its inputs and outputs.
+        sizes: of a matrix multiplication, how many there are, m, n and k of [m, k] x [k, n]; of attention, the number
+            of queries and of keys in a sequence, and head_dim.
+    """
+
+    name: str
+    flops: int
+    dtype: str
+    read: int
+    written: int
+    inputs: tuple[Allocation, ...]
+    outputs: tuple[Allocation, ...]
+    sizes: tuple[int, ...] = ()
+
+
+class Dispatch(NamedTuple):
+    """What the host does before it issues the next event: it dispatches operators, views among them, and operators on
+    DTensors, each of which dispatches others."""
+
+    operators: int
+    on_dtensors: int
+
+
+class Communication(NamedTuple):
+    """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
+    reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more."""
+
+    name: str
+    group: str
+    size: int
+
+
+class HostWait(NamedTuple):
+    """The host waits for the device, and issues what follows to an idle one."""
+
+
+Event = Memory | Work | Communication | HostWait | Dispatch
+
+
+class Segment(NamedTuple):
+    """The events from one mark to the next. titanlite/tools/plan/segments.py lists the marks."""
+
+    mark: tuple[Any, ...]
+    events: list[Event]
+
+
+ALL, BUFFER = -1, "buffer"
+
+# fmt: off
+COLLECTIVES = {
+    "c10d._allgather_base_": ("all_gather", 0), "c10d.allgather_": ("all_gather", 0),
+    "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1), "c10d.reduce_scatter_": ("reduce_scatter", 1),
+    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d.allreduce_": ("all_reduce", 0), "c10d.allreduce_coalesced_": ("all_reduce", 0),
+    "c10d.alltoall_base_": ("all_to_all", ALL), "c10d.broadcast_": ("broadcast", 0),
+    "c10d.send": ("send", 0), "c10d.recv_": ("receive", 0),
+    "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional.all_reduce": ("all_reduce", 0), "_c10d_functional.all_to_all_single": ("all_to_all", ALL),
+}
+"""Name of the collective and index of the argument that is the full tensor (None: the result; ALL: the largest of the
+arguments and the result), by operator."""
+VIEWS = frozenset((
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
+    "_unsafe_view", "_reshape_alias", "wait_tensor", "lift_fresh", "set_", "is_same_size", "resize_",
+))
+"""Operators that move no data: they allocate memory of any content, or return a view."""
+COPIES = frozenset((
+    "aten.copy_", "aten._foreach_copy_", "fsdp.chunk_cat", "fsdp.split_with_sizes_copy",
+))
+"""Operators that do not read what they change."""
+COPY_IN = "fsdp.all_gather_copy_in"
+# fmt: on
+
+
+class OpTrace(TorchDispatchMode):
+    """Records what happens inside its context, which must be inside a FakeTensorMode.
+
+    Attributes:
+        segments: in the order in which the CPU issues their events.
+        live: current allocations, by their storage's address.
+        enabled: whether operators are recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: list[Segment] = [Segment(("begin",), [])]
+        self.live: dict[int, Allocation] = {}
+        self._watched: dict[int, Any] = {}
+        self.enabled, self._maker = True, ""
+        self._operators, self._on_dtensors = 0, 0  # dispatched since the last event
+
+    def mark(self, *label: Any) -> None:
+        """Begin a segment."""
+        self._record_dispatch()
+        self.segments.append(Segment(label, []))
+
+    def record(self, event: Event) -> None:
+        """Add an event to the current segment."""
+        if not isinstance(event, Memory):
+            self._record_dispatch()
+        self.segments[-1].events.append(event)
+
+    def _record_dispatch(self) -> None:
+        if self._operators or self._on_dtensors:
+            self.segments[-1].events.append(Dispatch(self._operators, self._on_dtensors))
+            self._operators, self._on_dtensors = 0, 0
+
+    @contextlib.contextmanager
+    def naming(self, maker: str) -> Iterator[None]:
+        """Set the maker of what is allocated in the body."""
+        before, self._maker = self._maker, maker
+        yield
+        self._maker = before
+
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation of a plain tensor; None if it was allocated outside the trace."""
+        return self.live.get(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in (FakeTensor, Tensor, torch.nn.Parameter) for kind in types):
+            self._on_dtensors += self.enabled
+            return NotImplemented  # DTensor and other subclasses: their inner tensors come back here
+        kwargs = kwargs or {}
+        name = str(func._schema.name).replace("::", ".")
+        implementation = DECOMPOSED.get(name)
+        if implementation is not None:
+            with self:
+                return implementation(*args, **kwargs)
+        out = RESULTS.get(name, func)(*args, **kwargs)
+        if self.enabled and not name.startswith("prim."):  # prim.device, which only fake tensors dispatch
+            self._record(name, func, args, kwargs, out)
+        return out
+
+    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._operators += 1
+        inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        if name in COLLECTIVES:
+            self._allocations(name, outputs)
+            collective, index = COLLECTIVES[name]
+            if index == ALL:
+                size = max(map(_n_bytes, inputs + outputs))
+            else:
+                tensors = tree_iter(out if index is None else args[index])
+                size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
+            self.record(Communication(collective, _group_of(args), size))
+            return
+        if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
+            inputs, outputs = list(args[0]), outputs[:1]
+        before = {x.untyped_storage()._cdata for x in inputs}
+        written_to = self._allocations(name, outputs)
+        short = name.partition(".")[2]
+        moves_data = func._schema.is_mutable or any(x.untyped_storage()._cdata not in before for x in outputs)
+        copies_to_itself = short == "copy_" and args[0] is args[1]
+        if short in VIEWS or copies_to_itself or not moves_data or not (inputs or outputs):
+            return
+        flops, dtype, sizes = _flops(short, inputs, args, kwargs)
+        changed = _changed(func, args, kwargs)
+        overwritten = {id(x) for x in changed if name in COPIES or x is kwargs.get("out")}
+        read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
+        written = sum(map(_n_bytes, outputs or changed))
+        read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
+        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to), sizes))
+
+    def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
+        """Return the allocations of some tensors, and record those that are new."""
+        allocations = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            allocation = self.live.get(key)
+            if allocation is None and tensor.device.type != "meta":
+                allocation = self.live[key] = Allocation(self._maker or name, tuple(tensor.shape))
+                self.resize(allocation, storage.nbytes())
+                self._watched[key] = weakref.ref(storage, functools.partial(self._free, key))
+            if allocation is not None:
+                allocations.append(allocation)
+        return allocations
+
+    def _free(self, key: int, _: Any) -> None:
+        self._watched.pop(key, None)
+        allocation = self.live.pop(key, None)
+        if allocation is not None:
+            self.resize(allocation, 0)
+
+    def resize(self, allocation: Allocation, size: int) -> None:
+        """Record an allocation's new size in bytes."""
+        change = size - allocation.size
+        if change:
+            allocation.size = size
+            allocation.largest = max(allocation.largest, size)
+            self.record(Memory(allocation, change))
+
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "titanlite.context_attention": context._attention._init_fn,
+    "titanlite.context_attention_backward": context._attention_backward._init_fn,
+}
+"""Custom operators of titanlite, which are recorded as the operators that they call."""
+
+
+def _grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    groups = [] if left.dim() != right.dim() else [len(offs)] if left.dim() == 2 else [len(left)]
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
+RESULTS: dict[str, Callable[..., Any]] = {"aten._grouped_mm": _grouped_mm}
+"""Results of operators that torch does not compute on fake tensors; _grouped_mm in float32, in torch 2.11 to 2.14."""
+
+
+def _group_of(args: tuple[Any, ...]) -> str:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):  # not a process group
+                return dist.ProcessGroup.unbox(arg).group_name
+    return next(arg for arg in reversed(args) if isinstance(arg, str) and arg not in ("sum", "max", "min", "avg"))
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    """Return the bytes that an operator touches: those of an expanded view are read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments that its schema says it changes."""
+    parameters = func._schema.arguments
+    given = {**{parameter.name: arg for parameter, arg in zip(parameters, args, strict=False)}, **kwargs}
+    writes = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
+    return [x for name in writes for x in tree_iter(given.get(name)) if isinstance(x, Tensor)]
+
+
+def _flops(
+    name: str, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, str, tuple[int, ...]]:
+    """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), the dtype
+    whose peak rate applies, and the sizes, see Work."""
+    if name in ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, each row is of one group
+        left, right = (inputs[1], inputs[2]) if name == "addmm" else (inputs[0], inputs[1])
+        sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
+        return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        q, k = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
+        products = 5 if backward else 2  # the backward recomputes the scores
+        sizes = q.shape[2], k.shape[2], q.shape[3]
+        causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
+        flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
+        return flops, _rate_dtype(q), sizes
+    if name in ("_flash_attention_forward", "_flash_attention_backward"):  # of packed sequences: q is [N, H, K]
+        backward = "backward" in name
+        q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # of the longest, which all are here
+        window = min(kwargs.get("window_size_left", length) + 1, length)
+        pairs = window * (2 * length - window)  # twice those of a query and a key in a sequence
+        flops = (5 if backward else 2) * q.numel() * pairs // length
+        return flops, _rate_dtype(q), (length, window, q.shape[-1])
+    return 0, "", ()
+
+
+def _rate_dtype(tensor: Tensor) -> str:
+    return "bf16" if tensor.dtype in (torch.bfloat16, torch.float16) else "fp32"
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[OpTrace]:
+    """Enter a FakeTensorMode and record an op trace of what is done in it.
+
+    Private: UntypedStorage.resize_, by which FSDP frees and allocates gathered weights without an operator; and
+    ShardingPropagator (the same name in torch 2.11 to 2.15), by which DTensor runs operators on fake full tensors to
+    learn the shape of the result. A real run spends no memory on the latter, so it is not recorded.
+    """
+    trace, name = OpTrace(), "_propagate_tensor_meta_non_cached"
+    resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, name)
+
+    def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        allocation = trace.live.get(storage._cdata)
+        if allocation is not None:
+            allocation.kind = "gathered"
+            trace.resize(allocation, size)
+        return resize(storage, size)
+
+    def unrecorded_propagate(*args: Any) -> Any:
+        before, trace.enabled = trace.enabled, False
+        try:
+            return propagate(*args)
+        finally:
+            trace.enabled = before
+
+    torch.UntypedStorage.resize_ = recorded_resize
+    setattr(ShardingPropagator, name, unrecorded_propagate)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), trace:
+            yield trace
+    finally:
+        torch.UntypedStorage.resize_ = resize
+        setattr(ShardingPropagator, name, propagate)

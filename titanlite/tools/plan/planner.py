@@ -1,0 +1,255 @@
+"""Plan a config: dry runs of its stages, and what they add up to on the device that the config names."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+
+import torch
+
+from titanlite import build
+from titanlite.config import Config, Launch, check
+from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA, quantity
+from titanlite.config.loader import ConfigError, LoadedConfig
+from titanlite.config.schema import stage_modules
+from titanlite.config.stage_split import module_names, rank_of_stage
+from titanlite.launch.process import end_with_main_process, forkserver
+from titanlite.launch.progress_bar import progress_bar
+from titanlite.launcher import ranks_wanted
+from titanlite.metrics import devices
+from titanlite.model import flops_per_token
+from titanlite.tools.plan.cost_model import GROUPS, CostModel
+from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.memory_timeline import Bytes, Point
+from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
+from titanlite.tools.plan.schedule import Group, all_actions
+from titanlite.tools.plan.segments import layers_of
+from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
+
+# CUDA context, kernels and cuBLAS workspaces (what nvidia-smi shows of a process before its first tensor), and the NCCL
+# buffers of a process group.
+CONTEXT_BYTES, GROUP_BYTES = int(0.6 * 2**30), int(0.25 * 2**30)
+FRAGMENTATION = 0.03
+"""Share of the peak that the caching allocator cannot use, with expandable segments."""
+
+
+def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tuple[Config, devices.Device, int]:
+    """Return the config as train.py resolves it on the hardware that it names, the device and the number of ranks.
+
+    Args:
+        world_size: number of ranks; None: what the degrees ask for, or, if one of them is -1, those of a node.
+
+    Raises:
+        ConfigError: with the problems that train.py reports.
+    """
+    device = find_device(loaded.config.plan.device)
+    per_node = devices_per_node(loaded.config, device)
+    n_devices = 0 if device.kind == "cpu" else per_node
+    world = world_size or ranks_wanted(loaded, os.environ, n_devices)
+    try:
+        config = check(loaded, Launch(0, 0, world, min(world, per_node), n_devices))
+    except ConfigError as error:
+        note = "" if world_size else assumption(loaded.config, world)
+        raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
+    if config.fault_tolerance.enable:  # of one replica group
+        size = config.training.global_batch_size // config.fault_tolerance.n_groups
+        config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
+    return config, device, world
+
+
+def assumption(config: Config, world: int) -> str:
+    """Return how many devices a plan assumes, and how to change it; "" if the degrees of the config say it."""
+    if config.parallelism.data_parallel_shard_degree != -1:
+        return ""
+    return f"planned for {quantity(world, 'device')}; set parallelism.data_parallel_shard_degree for another number"
+
+
+def make_plan(
+    loaded: LoadedConfig[Config], *, world_size: int | None = None, fold: bool = True, show_progress: bool = False
+) -> Plan:
+    """Plan a run. Raises ConfigError as `resolve` does.
+
+    Args:
+        world_size: see `resolve`.
+        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
+        show_progress: show progress on standard error.
+    """
+    config, device, world = resolve(loaded, world_size)
+    return plan_resolved(config, device, world, fold=fold, show_progress=show_progress)
+
+
+def plan_resolved(
+    config: Config, device: devices.Device, world: int, *, fold: bool = True, show_progress: bool = False
+) -> Plan:
+    """Plan a run from its resolved config, the device and the number of ranks. The arguments are make_plan's. Raises
+    ConfigError if the plan has no rates of its products in 8 bits."""
+    _check_products(config, device)
+    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+    names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
+    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
+    dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
+    actions = _pipeline_actions(config, len(names)) if degree > 1 else []
+    per_node = devices_per_node(config, device)
+
+    dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
+    offloads = config.training.enable_cpu_offload and device.kind == "gpu"
+    offload = dtype.itemsize / reduced.itemsize if offloads else None
+
+    def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
+        models = (CostModel(device, run.axes, per_node, changed, faster=faster, offload=offload) for run in dry_runs)
+        costs = [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)]
+        return step_time(config, costs, ranks, actions)
+
+    step, points = time_of(), memory_points(config, dry_runs, ranks, actions)
+    degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
+    degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
+    shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
+    degrees.append(shards)
+    if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
+        degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
+        degrees.append(parallelism.data_parallel_replicate_degree)
+    sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
+    return Plan(
+        config=config,
+        device=device,
+        world_size=world,
+        ranks=[_rank_plan(config, rank, points, overhead) for rank, points in enumerate(points)],
+        spans=step.spans,
+        cost=step.cost,
+        step_seconds=step.seconds,
+        spread={
+            group: (time_of(group, faster=True).seconds - step.seconds, time_of(group).seconds - step.seconds)
+            for group in GROUPS
+        },
+        update_seconds=step.update_seconds,
+        flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
+        n_parameters=sum(sizes.values()),
+        axes=dict(dry_runs[0].axes.values()),
+    )
+
+
+def _check_products(config: Config, device: devices.Device) -> None:
+    float8 = config.float8
+    if config.int8.enable:
+        raise ConfigError(["int8.enable = true: the plan has no rates of INT8 products; set false"])
+    if float8.enable and float8.recipe == "mxfp8" and not float8.emulate and device.architecture != "blackwell":
+        problem = f'float8.recipe = "mxfp8": {config.plan.device} has no MXFP8 products, which need compute capability '
+        raise ConfigError([problem + "10.0 (Blackwell); set float8.emulate = true, another recipe or another device"])
+
+
+def config_for_dry_run(config: Config) -> Config:
+    """Return a config that fake tensors can run, with the same allocations and the same work.
+
+    A compiled block runs as Python and recomputes pointwise results in its backward, as inductor's partitioner does; it
+    is fused afterwards (fusion.py). Fake tensors are the CPU's, so the attention backend is set to the one that CUDA
+    would choose. Offloaded weights stay on the device, where they are gathered from.
+    """
+    backend, mode = config.training.attention_backend, config.activation_checkpoint.mode
+    if backend == "auto" and find_device(config.plan.device).kind == "gpu":
+        backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
+    compiled = config.compile.enable and "model" in config.compile.components
+    if compiled and mode == "none":
+        mode = "selective"
+        config = config.replace(activation_checkpoint__selective_ac_option="op")
+    return config.replace(
+        training__attention_backend=backend,
+        training__enable_cpu_offload=False,
+        optimizer__enable_cpu_offload=False,
+        compile__enable=False,
+        activation_checkpoint__mode=mode,
+        parallelism__enable_async_tensor_parallel=False,
+    )
+
+
+def _dry_run_stages(
+    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
+) -> list[DryRun]:
+    """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
+    the process groups of a world until the process ends."""
+    fused = config.compile.components if config.compile.enable else ()
+    config = config_for_dry_run(config)
+    kinds: dict[tuple, int] = {}
+    for number, names in enumerate(stages):
+        kinds.setdefault(kind_of_stage(config, names), number)
+    futures: dict[tuple, Future[DryRun]] = {}
+    with (
+        process_pool(len(kinds), preload="titanlite.tools.plan.dry_run", single_use=True) as pool,
+        progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
+    ):
+        for kind, number in kinds.items():
+            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
+            futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
+        for _ in as_completed(futures.values()):
+            advance(1)
+    return [futures[kind_of_stage(config, names)].result() for names in stages]
+
+
+def _pipeline_actions(config: Config, n_stages: int) -> list[list[Group]]:
+    """Return the actions of each pipeline rank. torch's schedules need a process group, which the process of a run
+    already has: they are asked in a process of their own."""
+    parallelism = config.parallelism
+    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    with process_pool(1, preload="titanlite.tools.plan.dry_run", single_use=True) as pool:
+        return pool.submit(all_actions, schedule, degree, n_stages, config.n_microbatches).result()
+
+
+def kind_of_stage(config: Config, names: list[str]) -> tuple:
+    """Return what stages that are alike have in common: the modules besides layers, which of the layers have experts,
+    and where they are in the pattern of activation checkpointing."""
+    layers = layers_of(names)
+    numbers = [int(name.split(".")[1]) for name in layers]
+    with_experts = tuple(map(config.model.has_experts, numbers))
+    return tuple(name for name in names if name not in layers), with_experts, numbers[0] % checkpointing_period(config)
+
+
+@contextlib.contextmanager
+def process_pool(n: int, *, preload: str, single_use: bool = False) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of at most n processes, and no more than there are cores, that start with a module imported. Each
+    process of a single-use pool takes one of n tasks, which are submitted at once. An error, or Ctrl-C, kills them."""
+    workers, options = min(n, os.cpu_count() or 1), {}
+    if single_use and sys.version_info >= (3, 11):
+        options = {"max_tasks_per_child": 1}
+    elif single_use:  # Python 3.10 cannot limit the tasks of a process: there are as many processes as tasks
+        workers = n
+    with ProcessPoolExecutor(workers, forkserver(preload), initializer=start_worker, **options) as pool:
+        try:
+            yield pool
+        except BaseException:  # the pool would wait until its tasks are done
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def start_worker() -> None:
+    """Prepare a process of a pool: it ends with the main process, and the warnings of libraries, which are about real
+    runs, are silenced."""
+    end_with_main_process()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def overhead_bytes(device: devices.Device, degrees: Iterable[int]) -> dict[str, int]:
+    """Return the bytes of non-tensor overhead, without fragmentation, which depends on the peak. Each axis whose degree
+    is above 1 has a process group, and so have all ranks together."""
+    if device.kind == "cpu":
+        return {}
+    groups = 1 + sum(degree > 1 for degree in degrees)
+    return {"CUDA context": CONTEXT_BYTES, f"{groups} process groups": groups * GROUP_BYTES}
+
+
+def _rank_plan(config: Config, rank: int, points: list[Point], overhead: dict[str, int]) -> RankPlan:
+    """Return a rank's plan, with what is offloaded moved to host memory and fragmentation added to the overhead."""
+    offloaded: Bytes = {}
+    if config.training.enable_cpu_offload or config.optimizer.enable_cpu_offload:
+        kinds = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ("optimizer",)
+        offloaded = {kind: max(point.bytes[kind] for point in points) for kind in kinds}
+        points = [Point(point.label, {**point.bytes, **dict.fromkeys(kinds, 0)}) for point in points]
+    peak = max(point.total for point in points)
+    fragmentation = {"fragmentation": round(FRAGMENTATION * peak)} if overhead else {}
+    return RankPlan(rank, points, offloaded, {**overhead, **fragmentation})

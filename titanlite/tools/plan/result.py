@@ -1,0 +1,125 @@
+"""What a plan says: memory of each pipeline rank, time and communication of a step."""
+
+import dataclasses
+import functools
+import math
+
+from titanlite.config import Config
+from titanlite.metrics.devices import Device
+from titanlite.tools.plan.cost_model import Cost
+from titanlite.tools.plan.memory_timeline import Bytes, Point
+from titanlite.tools.plan.schedule import Span, pipeline_bubble
+
+Spread = dict[str, tuple[float, float]]
+"""By how many seconds a step is shorter (below 0) and longer (above 0) if one of the groups of times in
+cost_model.GROUPS is at the end of its range."""
+
+
+def range_of(seconds: float, spread: Spread) -> tuple[float, float]:
+    """Return the shortest and the longest step to expect, in seconds: the groups of times differ from what is expected
+    independently of each other, so their squares are added."""
+    shorter, longer = (math.hypot(*(pair[end] for pair in spread.values())) for end in (0, 1))
+    return seconds - shorter, seconds + longer
+
+
+def spread_of_difference(one: Spread, other: Spread) -> tuple[float, str]:
+    """Return by how many seconds the difference between two steps on the same devices may be wrong, and the group of
+    times that contributes most to it. What is wrong for both in the same way makes no difference."""
+    differences = {group: max(abs(x - y) for x, y in zip(one[group], other[group], strict=True)) for group in one}
+    return math.hypot(*differences.values()), max(differences, key=differences.get, default="")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """A pipeline rank's memory. Ranks that differ only in their place on other axes need the same.
+
+    Attributes:
+        points: what is on the device at each moment of a step.
+        offloaded: bytes by kind that CPU offload keeps in host memory.
+        overhead: bytes besides tensors, by what they are for: CUDA context, NCCL buffers, fragmentation.
+    """
+
+    rank: int
+    points: list[Point]
+    offloaded: Bytes
+    overhead: dict[str, int]
+
+    @functools.cached_property
+    def peak(self) -> Point:
+        """The moment with the most bytes of tensors."""
+        return max(self.points, key=lambda point: point.total)
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak, with the non-tensor overhead."""
+        return self.peak.total + sum(self.overhead.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan of a config.
+
+    Attributes:
+        config: resolved for `world_size` ranks of `device`.
+        spans: of each pipeline rank's actions in a gradient accumulation step, in seconds from its beginning; empty
+            without a pipeline.
+        cost: of the busiest rank's step; `elapsed` does not include waiting for other ranks.
+        step_seconds: of the full step, as expected.
+        spread: how the range of the step is composed.
+        update_seconds: the part of it after the last backward: gradient norm, clipping, optimizer.
+        flops_per_token: as MFU counts them.
+        axes: the ranks along each axis, of the first rank's process groups.
+    """
+
+    config: Config
+    device: Device
+    world_size: int
+    ranks: list[RankPlan]
+    spans: list[list[Span]]
+    cost: Cost
+    step_seconds: float
+    spread: Spread
+    update_seconds: float
+    flops_per_token: int
+    n_parameters: int
+    axes: dict[str, list[int]]
+
+    def axis_size(self, axis: str) -> tuple[int, int]:
+        """Return how many ranks an axis has, and on how many nodes they are."""
+        ranks = self.axes.get(axis, [0])
+        return len(ranks), len({rank // devices_per_node(self.config, self.device) for rank in ranks})
+
+    @functools.cached_property
+    def worst(self) -> RankPlan:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.config.tokens_per_step
+
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """The shortest and the longest step to expect, in seconds."""
+        return range_of(self.step_seconds, self.spread)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_step / self.step_seconds / self.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, from 0 to 1."""
+        return self.tokens_per_second * self.flops_per_token / self.device.bf16
+
+    @property
+    def pipeline_bubble(self) -> float:
+        """The share of the pipeline's time in which its ranks are idle; 0 without a pipeline."""
+        return pipeline_bubble(self.spans) if self.spans else 0.0
+
+
+def devices_per_node(config: Config, device: Device) -> int:
+    """Return plan.devices_per_node, or the device's own where that is -1."""
+    return device.devices_per_node if config.plan.devices_per_node == -1 else config.plan.devices_per_node

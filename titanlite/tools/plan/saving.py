@@ -1,0 +1,45 @@
+"""How large a checkpoint is and how long a save takes."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from titanlite.config import Config
+from titanlite.config.schema import QUANTIZED_STATES
+from titanlite.metrics.devices import Device
+from titanlite.tools.plan.efficiency import HOST_LINK, STORAGE
+
+
+class Saving(NamedTuple):
+    """What saving a checkpoint takes.
+
+    Attributes:
+        size: bytes of the weights and the optimizer states.
+        copy_seconds: until each rank's part is in host memory.
+        write_seconds: until each node has written its part: as expected, at least and at most.
+    """
+
+    size: int
+    copy_seconds: float
+    write_seconds: tuple[float, float, float]
+
+
+def saving(config: Config, device: Device, n_parameters: int, world_size: int, devices_per_node: int) -> Saving:
+    """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
+    much. Quantized optimizer states are saved in float32."""
+    dtype, state = config.training.dtype, config.optimizer.state_dtype
+    state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
+    n_states = 2 * n_parameters
+    if config.optimizer.name == "Muon":
+        from titanlite.tools.plan.muon_step import shapes_of_matrices  # here, since most plans do without
+
+        n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
+    size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
+    on_host = device.kind == "cpu" or config.training.enable_cpu_offload
+    link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
+    nodes = math.ceil(world_size / devices_per_node)
+    known = device.storage_bandwidth
+    rates = (known or rate for rate in (STORAGE.expected, STORAGE.high, STORAGE.low))
+    expected, least, most = (size / nodes / rate for rate in rates)
+    return Saving(size, 0.0 if on_host else size / world_size / link, (expected, least, most))

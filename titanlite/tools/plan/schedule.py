@@ -1,0 +1,139 @@
+"""Simulate a pipeline schedule. Each rank takes its actions in torch's order, and each action starts as soon as its
+rank is free and its input has arrived.
+
+torch keeps no list of the actions of GPipe and 1F1B, so their order is written here as torch 2.13 runs them. All other
+schedules run from the private `pipeline_order`, which is read here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite.config.schema import Parallelism
+from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
+from titanlite.parallel.pipeline import PipelineRunner
+from titanlite.tools.plan.op_trace import fake_world
+
+
+class Action(NamedTuple):
+    """One forward or backward of a microbatch through a stage."""
+
+    kind: str
+    """F: forward; B: full backward; of a split backward, I: input gradient (dgrad) and W: weight gradient (wgrad)."""
+    stage: int
+    microbatch: int
+
+
+Group = list[Action]
+"""Actions whose results are sent when the last of them is done."""
+
+
+def own_actions(
+    schedule: Schedule, rank: int, n_ranks: int, n_microbatches: int, order: Mapping[int, list[Any]]
+) -> list[Group]:
+    """Return a rank's actions in order, from the schedule's pipeline_order."""
+    if schedule in ONE_STAGE:
+        ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
+        forwards, backwards = ([Action(kind, rank, i) for i in range(n_microbatches)] for kind in "FB")
+        actions = forwards[:ahead]
+        for i, backward in enumerate(backwards):
+            actions += [backward, *forwards[ahead + i : ahead + i + 1]]
+        return [[action] for action in actions]
+    return [
+        [Action(sub.computation_type.value, sub.stage_index, sub.microbatch_index) for sub in subs]
+        for subs in (action.sub_actions or (action,) for action in order[rank] if action is not None)
+    ]
+
+
+def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches: int) -> list[list[Group]]:
+    """Return the actions of every rank, without starting them: torch computes the order of all ranks on each rank."""
+    order: Mapping[int, list[Any]] = {}
+    if schedule not in ONE_STAGE:
+        ranks = rank_of_stage(schedule, n_ranks, n_stages)
+        parallelism = Parallelism(
+            pipeline_parallel_degree=n_ranks,
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_stages_per_rank=n_stages // n_ranks,
+        )
+        with fake_world(0, n_ranks):
+            order = PipelineRunner(
+                {number: nn.Identity() for number in range(n_stages) if ranks[number] == 0},
+                parallelism,
+                group=torch.distributed.group.WORLD,
+                n_microbatches=n_microbatches,
+                hidden_shape=(1, 1),
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            ).order
+    return [own_actions(schedule, rank, n_ranks, n_microbatches, order) for rank in range(n_ranks)]
+
+
+class Span(NamedTuple):
+    """The seconds from the step's beginning at which an action starts and ends."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(
+    actions: list[list[Group]],
+    n_stages: int,
+    seconds: Callable[[Action], float],
+    message_seconds: float = 0.0,
+    *,
+    sends_block: bool = False,
+) -> list[list[Span]]:
+    """Return when each rank takes each of its actions, from the seconds of an action and of a message between ranks.
+
+    `sends_block`: a rank waits for each message that it has sent, as under torch's 1F1B, where a send shares a batch
+    with the next receive.
+
+    Raises:
+        ValueError: if the ranks deadlock.
+    """
+    # (whether of a forward, stage, microbatch) -> when its result is ready, and on which rank
+    ready: dict[tuple[bool, int, int], tuple[float, int]] = {}
+    free, next_group = [0.0] * len(actions), [0] * len(actions)
+    spans: list[list[Span]] = [[] for _ in actions]
+
+    def dependency(action: Action) -> tuple[bool, int, int] | None:
+        if action.kind == "F":
+            return (True, action.stage - 1, action.microbatch) if action.stage > 0 else None
+        if action.kind in "BI":
+            return (False, action.stage + 1, action.microbatch) if action.stage < n_stages - 1 else None
+        return None
+
+    def can_run(group: Group) -> bool:
+        own = {(action.kind == "F", action.stage, action.microbatch) for action in group if action.kind != "W"}
+        return all(dependency(action) in {None, *own} or dependency(action) in ready for action in group)
+
+    while any(number < len(groups) for number, groups in zip(next_group, actions, strict=True)):
+        progress = False
+        for rank, groups in enumerate(actions):
+            while next_group[rank] < len(groups) and can_run(groups[next_group[rank]]):
+                group = groups[next_group[rank]]
+                for action in group:
+                    sent, sender = ready.get(dependency(action), (0.0, rank))
+                    start = max(free[rank], sent + (message_seconds if sender != rank else 0.0))
+                    free[rank] = start + seconds(action)
+                    spans[rank].append(Span(action, start, free[rank]))
+                for kind, stage, microbatch in group:
+                    if kind != "W":
+                        ready[kind == "F", stage, microbatch] = free[rank], rank
+                        if sends_block and 0 <= stage + (1 if kind == "F" else -1) < n_stages:
+                            free[rank] += message_seconds
+                next_group[rank] += 1
+                progress = True
+        if not progress:
+            raise ValueError("the schedule deadlocks: each rank waits for another")
+    return spans
+
+
+def pipeline_bubble(spans: list[list[Span]]) -> float:
+    """Return the share of all ranks' time, until the last one's end, in which they are idle."""
+    end = max(span.end for rank in spans for span in rank)
+    busy = sum(span.end - span.start for rank in spans for span in rank)
+    return 1 - busy / (end * len(spans))

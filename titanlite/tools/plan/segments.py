@@ -1,0 +1,132 @@
+"""Segments of a training step's op trace: what each allocation is for, the phases of the step, and the folding of
+repeated layers.
+
+Marks split the trace into segments. ("F", m) begins the forward of microbatch m and ("B", m) its backward. ("I", m) and
+("W", m) begin the input gradient and the weight gradient of a split backward. Within them ("layer F", n) and
+("layer B", n) begin block n, and ("layer head", -1) begins what follows the last block, together with the head's own
+backward where there is no pipeline. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
+gradient norm, clipping and the optimizer.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from titanlite.tools.plan.op_trace import Allocation, Memory, Segment
+
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
+"""Kinds of memory; see memory_timeline.py."""
+
+
+Phases = dict[tuple[Any, ...], list[Segment]]
+"""Segments of each phase, with all layers, by the mark that begins it."""
+
+
+def layers_of(names: Sequence[str]) -> list[str]:
+    """Return the names that are names of layers."""
+    return [name for name in names if name.startswith("layers.")]
+
+
+class FoldedStage(NamedTuple):
+    """A stage with fewer layers that are alike.
+
+    Attributes:
+        names: of the remaining modules.
+        repeated: numbers of the layers whose copies stand for the folded ones.
+        copies: how many copies of them there are.
+        numbers: of all the stage's layers.
+    """
+
+    names: list[str]
+    repeated: list[int]
+    copies: int
+    numbers: list[int]
+
+
+def fold_layers(names: Sequence[str], period: int, n_first: int = 0) -> FoldedStage:
+    """Fold the repeated layers of a stage whose pattern repeats after `period` layers. What a layer does for its
+    neighbours (FSDP all-gathers the next layer's weights and frees those of the previous one) is the same for all
+    layers but the first two and the last two.
+
+    The first `n_first` layers of the model are of another kind. Of the two kinds, the one with more layers is folded.
+    """
+    layers = layers_of(names)
+    numbers = [int(name.split(".")[1]) for name in layers]
+    first = sum(number < n_first for number in numbers)
+    begin, end = (0, first) if first > len(layers) - first else (first, len(layers))
+    remaining = 5 * period + (end - begin) % period
+    if end - begin <= remaining:
+        return FoldedStage(list(names), [], 0, numbers)
+    names = [name for name in names if name not in layers[begin + remaining : end]]
+    repeated = numbers[begin + 2 * period : begin + 3 * period]
+    return FoldedStage(names, repeated, (end - begin - remaining) // period, numbers)
+
+
+def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
+    """Set the kind of each allocation that has none yet, by what allocated it and how long it exists. `logits` are the
+    possible sizes of the last dim of logits."""
+    phase, microbatch, born, freed = "", "", {}, {}
+    for segment in segments:
+        name, *number = segment.mark
+        if name in ("F", "B", "I", "W"):  # a split backward is one phase
+            phase, microbatch = ("F" if name == "F" else "B") + str(number[0]), str(number[0])
+        elif name == "layer B":
+            phase = "B" + microbatch
+        elif not name.startswith("layer"):
+            phase = name
+        for event in segment.events:
+            if isinstance(event, Memory):
+                if event.change > 0 and event.allocation not in born:
+                    born[event.allocation] = phase
+                elif event.allocation.size == 0 or event.change < 0:
+                    freed[event.allocation] = phase
+    for allocation, begin in born.items():
+        if not allocation.kind:
+            allocation.kind = _kind(allocation, begin, freed.get(allocation, ""), logits)
+
+
+def _kind(allocation: Allocation, begin: str, end: str, logits: Collection[int]) -> str:
+    """Return what an allocation is for, given the phases in which it is allocated and freed."""
+    maker, shape = allocation.maker, allocation.shape
+    if maker.startswith("fsdp.") or "allgather" in maker:
+        return "gathered"
+    if maker == "message" or "c10d" in maker:
+        return "communication"
+    in_forward, in_backward, microbatch = begin.startswith("F"), begin.startswith("B"), begin[1:]
+    if (in_forward or in_backward) and end not in (f"F{microbatch}", f"B{microbatch}"):
+        return "gradients"  # those of the next microbatch are added to it
+    if in_forward and shape and shape[-1] in logits:
+        return "logits"
+    return "activations" if in_forward and end != begin else "temporary"
+
+
+def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
+    """Group the segments by phase, with all layers."""
+    phases: Phases = {}
+    current: list[Segment] = []
+    microbatch, kind = 0, ""
+    for segment in segments:
+        name = segment.mark[0]
+        if not name.startswith("layer"):
+            current, kind = phases.setdefault(segment.mark, []), name
+            microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
+        elif name == "layer B" and kind == "F":  # without a pipeline a backward begins with that of its first layer
+            current, kind = phases.setdefault(("B", microbatch), []), "B"
+        current.append(segment)
+    return {mark: _unfold(phase, folded) for mark, phase in phases.items()}
+
+
+def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
+    """Insert the copies of the repeated layers after the last of them, and number all layers as in the full stage."""
+    segments, repeated = [], []
+    for segment in phase:
+        segments.append(segment)
+        if segment.mark[0].startswith("layer") and segment.mark[1] in folded.repeated:
+            repeated.append(segment)
+            if len(repeated) == len(folded.repeated):
+                segments += repeated * folded.copies
+                repeated = []
+    numbers = {"layer F": iter(folded.numbers), "layer B": reversed(folded.numbers)}
+    for number, (mark, events) in enumerate(segments):
+        if mark[0] in numbers:
+            segments[number] = Segment((mark[0], next(numbers[mark[0]])), events)
+    return segments

@@ -1,0 +1,247 @@
+"""Put a training step together from the dry runs of its stages: memory of each rank, and time."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from titanlite.config import Config
+from titanlite.config.stage_split import ONE_STAGE
+from titanlite.tools.plan.cost_model import Cost, CostModel
+from titanlite.tools.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_steps
+from titanlite.tools.plan.memory_timeline import Bytes, MemoryTimeline, Point
+from titanlite.tools.plan.op_trace import Communication, Work
+from titanlite.tools.plan.schedule import Action, Group, Span, simulate
+from titanlite.tools.plan.segments import KINDS
+from titanlite.tools.plan.streams import Streams
+
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class StageCost:
+    """The dry run of a stage and what its phases cost."""
+
+    def __init__(self, config: Config, dry_run: DryRun, cost_model: CostModel):
+        self.dry_run, self.cost_model = dry_run, cost_model
+        self.offloads_optimizer = config.optimizer.enable_cpu_offload and cost_model.device.kind == "gpu"
+        # Schedules with several stages per rank all-gather a stage's weights ahead of its first forward.
+        self.exposed_gather = config.parallelism.pipeline_parallel_schedule in ONE_STAGE
+        self._phase_costs: dict[tuple, Cost] = {}
+
+    def of_phase(self, key: tuple) -> Cost:
+        """Return the cost of a phase on a device that is idle before it."""
+        if key not in self._phase_costs:
+            self._phase_costs[key] = self.after(None, key)
+        return self._phase_costs[key]
+
+    def after(self, streams: Streams | None, key: tuple) -> Cost:
+        """Return the cost of a phase after what is in flight; None: on an idle device."""
+        segments = self.dry_run.phases.get(key, [])
+        kind, accumulates = key[0], key[0] == "B" and key[1] > 0
+        events = (segment.events for segment in segments)
+        return self.cost_model.cost(events, streams, forward=kind == "F", accumulates=accumulates)
+
+    def of_action(self, action: Action) -> Cost:
+        """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
+        forward's matmuls, and the input gradient the rest of the backward. A first stage has no input gradient."""
+        if action.kind == "F":
+            return self.of_phase(("F", 0 if self.exposed_gather and action.microbatch == 0 else 1))
+        backward = self.of_phase(("B", min(action.microbatch, 1)))
+        if action.kind == "B":
+            return backward
+        weight = self.of_phase(("F", 1)).seconds["matmul"] / backward.elapsed if action.stage else 1.0
+        cost = Cost()
+        cost.add(backward, weight if action.kind == "W" else 1 - weight)
+        return cost
+
+    def of_reduce(self) -> Cost:
+        """Return the cost of the reduction of all the stage's gradients after the last microbatch."""
+        cost = Cost()
+        cost.add(self.of_phase(("reduce",)), self.dry_run.scale)
+        return cost
+
+    def of_update(self, *, communicates: bool = True) -> Cost:
+        """Return the cost of the update of all the stage's weights. Its collectives are those of a rank, however many
+        weights or stages it has: `communicates` says whether to count them."""
+        events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
+        cost = Cost()
+        computation = [event for event in events if not isinstance(event, Communication)]
+        model = self.cost_model
+        if model.offload is None and self.offloads_optimizer:
+            by_kind: dict[bool, list] = {True: [], False: []}
+            for event in computation:
+                by_kind[isinstance(event, Work) and "fused_adam" in event.name].append(event)
+            cost.add(model.offloaded_step(by_kind[True]), self.dry_run.scale)
+            computation = by_kind[False]
+        own = model.host_update(computation) if model.offload is not None else model.cost([computation])
+        cost.add(own, self.dry_run.scale)
+        for key in self.dry_run.phases:
+            if key[0] == "muon":
+                cost.add(self.of_phase(key), key[2])
+        if communicates:
+            cost.add(self.cost_model.cost([[event for event in events if isinstance(event, Communication)]]))
+        return cost
+
+
+class StepTime(NamedTuple):
+    """Time of a step; see Plan."""
+
+    spans: list[list[Span]]
+    cost: Cost
+    seconds: float
+    update_seconds: float
+
+
+def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]) -> StepTime:
+    """Return the time of a step, from the model's stages in order, the rank of each, and the actions of each rank; none
+    without a pipeline."""
+    if actions:
+        return _time_with_pipeline(config, stages, ranks, actions)
+    (stage,) = stages
+    cost, streams = Cost(), stage.cost_model.streams()
+    for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
+        for kind in "FB":
+            cost.add(stage.after(streams, (kind, number)), times)
+    before = streams.computed
+    streams.join()
+    cost.elapsed += streams.computed - before
+    update = stage.of_update()
+    cost.add(update)
+    return StepTime([], cost, cost.elapsed, update.elapsed)
+
+
+def memory_points(
+    config: Config, dry_runs: list[DryRun], ranks: list[int], actions: list[list[Group]]
+) -> list[list[Point]]:
+    """Return each pipeline rank's memory at each moment of a step, from the dry runs of the model's stages in order,
+    the rank of each, and the actions of each rank; none without a pipeline."""
+    if not actions:
+        (run,) = dry_runs
+        timeline = MemoryTimeline(config, run.persistent)
+        for number in dry_run_accumulation_steps(config.gradient_accumulation_steps):
+            timeline.replay(run.phases["F", number], "forward")
+            timeline.replay(run.phases["B", number], "backward")
+        for key in _update_phases(run):
+            timeline.replay(run.phases[key], "update")
+        return [timeline.points]
+    points = []
+    for rank, groups in enumerate(actions):
+        own = {number: run for number, run in enumerate(dry_runs) if ranks[number] == rank}
+        points.append(_PipelineRank(config, own).points([action for group in groups for action in group]))
+    return points
+
+
+def _time_with_pipeline(
+    config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]
+) -> StepTime:
+    parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
+    degree = parallelism.pipeline_parallel_degree
+    message = _message_bytes(config)
+    neighbours = [0, parallelism.world_size // degree]
+    message_seconds = stages[0].cost_model.collective_seconds("send", message, neighbours)
+    spans = simulate(
+        actions,
+        n_stages,
+        lambda action: stages[action.stage].of_action(action).elapsed,
+        message_seconds,
+        sends_block=parallelism.pipeline_parallel_schedule == "1F1B",
+    )
+    costs, reductions, updates = [], [], []
+    for rank, groups in enumerate(actions):
+        own = {number: stage for number, stage in enumerate(stages) if ranks[number] == rank}
+        cost, n_messages = Cost(), 0
+        for action in (action for group in groups for action in group):
+            cost.add(own[action.stage].of_action(action), n_steps)
+            neighbour = action.stage + (1 if action.kind == "F" else -1)
+            n_messages += n_steps * (action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own)
+        reduce, update = Cost(), Cost()
+        for number, stage in enumerate(own.values()):
+            reduce.add(stage.of_reduce())
+            update.add(stage.of_update(communicates=number == 0))
+        cost.add(reduce, n_steps)
+        cost.add(update)
+        cost.communication["pp", "send"] = n_messages, n_messages * message
+        cost.seconds["communication: pp"] += n_messages * message_seconds
+        costs.append(cost)
+        reductions.append(reduce.elapsed)
+        updates.append(update.elapsed)
+    end = max(span.end for rank in spans for span in rank)
+    seconds = (end + max(reductions)) * n_steps + max(updates)
+    return StepTime(spans, max(costs, key=lambda cost: cost.elapsed), seconds, max(updates))
+
+
+def _update_phases(run: DryRun) -> list[tuple]:
+    """Return the phases of an update, that in which gradients are freed last."""
+    return [*(key for key in run.phases if key[0] == "muon"), ("update",)]
+
+
+def _message_bytes(config: Config) -> int:
+    return math.prod(config.hidden_shape) * getattr(torch, config.training.mixed_precision_param).itemsize
+
+
+class _PipelineRank:
+    """Replays the phases of a pipeline rank's stages, by their number, in the order of its actions."""
+
+    def __init__(self, config: Config, stages: dict[int, DryRun]):
+        self.config, self.stages, self.message = config, stages, _message_bytes(config)
+        self.last_stage, self.last_microbatch = config.parallelism.n_stages - 1, config.n_microbatches - 1
+        self.persistent: Bytes = {}
+        for number, stage in stages.items():
+            for kind, size in stage.persistent.items():
+                self.persistent[kind] = self.persistent.get(kind, 0) + size
+            # torch receives each microbatch into a buffer of its own and keeps it.
+            buffers = (number > 0) + (number < self.last_stage)
+            self.persistent["communication"] += buffers * config.n_microbatches * self.message
+        self.persistent["parameters"] -= (len(stages) - 1) * next(iter(stages.values())).rotary
+        self.timeline = MemoryTimeline(config, self.persistent)
+
+    def points(self, actions: list[Action]) -> list[Point]:
+        """Return the rank's memory over a step. After the second, all gradient accumulation steps are alike."""
+        stages, timeline = self.stages, self.timeline
+        gradients = sum(stage.gradients for stage in stages.values())
+        for _ in range(min(self.config.gradient_accumulation_steps, 2)):
+            with_gradients: set[int] = set()
+            for action in actions:
+                self._replay(action, first_backward=action.stage not in with_gradients)
+                if action.kind in "BW":
+                    with_gradients.add(action.stage)
+                timeline.current_bytes["communication"] += self._unsent(action) * self.message
+            for stage in stages.values():
+                timeline.replay(stage.phases[("reduce",)], "reduce")
+            timeline.set_current({**self.persistent, "gradients": gradients})
+        for stage in stages.values():
+            for key in _update_phases(stage):
+                timeline.replay(stage.phases[key], "update")
+        return timeline.points
+
+    def _unsent(self, action: Action) -> int:
+        """Return how many messages an action leaves allocated until the end of the step, when torch waits for what it
+        sent (under 1F1B it waits at once). They are outputs, which a backward would free, and input gradients."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        if schedule == "1F1B":
+            return 0
+        output = action.kind in "BW" and action.stage < self.last_stage and action.stage + 1 not in self.stages
+        gradient = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in self.stages
+        return (output and schedule != "GPipe") + gradient
+
+    def _replay(self, action: Action, *, first_backward: bool) -> None:
+        """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
+        timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
+        label = f"{ACTION_NAMES[kind]} of stage {action.stage}"
+        if action.stage == 0 and kind in "IW":  # a first stage takes its full backward with the weight gradient
+            if kind == "I":
+                return
+            kind = "B"
+        if kind == "I":
+            timeline.replay(phases[("I", SPLIT)], label, without="message")
+        elif kind == "W":
+            # It frees what the forward and the input gradient left. Its own phase lacks the folded layers.
+            nets = [timeline.net(phases[key, SPLIT], without="message") for key in "FI"]
+            after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}
+            if first_backward:
+                after["gradients"] += timeline.net(phases[("B", 0)], without="message")["gradients"]
+            timeline.replay(phases[("W", SPLIT)], label, without="message")
+            timeline.set_current(after)
+        else:
+            number = 0 if action.microbatch == 0 else 2 if action.microbatch == self.last_microbatch else 1
+            timeline.replay(phases.get((kind, number)) or phases[kind, 0], label, without="message")

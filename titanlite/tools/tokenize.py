@@ -1,0 +1,113 @@
+"""Tokenize the dataset of a config before a run, on any machine: it needs no GPU.
+
+    titanlite tokenize CONFIG [--section.key=value ...] [--verify]
+
+Builds what is missing of the token cache in training.cache_folder, for training and for validation. A build that is
+stopped continues where it was. Several machines that share the folder share the work, if each runs this command.
+Prints the documents, the tokens, the bytes of text per token, and the steps of an epoch and the epochs of the config;
+of a mixture, the epochs and the share of each dataset.
+--verify also reads every token and compares it with its checksum; what is damaged is built again.
+
+Exit status: 0 the token cache is complete, or the command was asked to stop; 2 the config or the dataset is wrong; 1
+anything else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config import Config, ConfigError, load
+from titanlite.config.launch import quantity, resolve
+from titanlite.config.loader import print_problems
+
+if TYPE_CHECKING:
+    from titanlite.data.token_shards import Split, TokenCache
+    from titanlite.techniques.data.mixture import MixedSequences
+
+
+def main(argv: list[str]) -> int:
+    """Run `titanlite tokenize`. Returns the exit status if the config is wrong, and ends the process otherwise."""
+    if not argv or "-h" in argv or "--help" in argv:
+        print(__doc__)
+        return 0
+    from titanlite.config.errors import TrainingError  # here, so that --help does not wait for torch
+    from titanlite.launch import process
+
+    def received(number: int) -> None:
+        if number != signal.SIGUSR1:
+            process.signals.end("asked to stop; run the command again to continue", status=0)
+
+    process.signals.listen(received)
+    status = 0
+    try:
+        tokenize(argv)
+    except ConfigError as error:
+        print_problems(error)
+        status = 2
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    process.exit_process(status)
+
+
+def tokenize(argv: list[str]) -> None:
+    """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
+    from titanlite.data.open import build_tokenizer, open_mixture, token_caches
+    from titanlite.data.token_cache import open_token_cache
+
+    loaded = load([argument for argument in argv if argument != "--verify"]).config
+    # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
+    config = resolve(loaded, max(loaded.parallelism.data_parallel_shard_degree, 1), on_cuda=False)
+    if loaded.training.global_batch_size == loaded.parallelism.data_parallel_shard_degree == -1:
+        ranks = quantity(config.parallelism.world_size, "rank")
+        print(f"training.global_batch_size = -1: steps and epochs are those of {ranks}")
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    if config.training.streaming:
+        print("training: nothing to do, since training.streaming = true reads the documents while training")
+    folder, caches = config.training.cache_folder, []
+    options: Any = {"cache_folder": folder, "builds_cache": True, "verifies": "--verify" in argv}
+    for each in token_caches(config.training, config.validation):
+        cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
+        caches.append((each, cache))
+        dataset = f" of {each.name}" if each.name else ""
+        print(f"{cache.folder}: shards: {len(cache.index.shards):,}")
+        for name, split in each.splits.items():
+            print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
+    if config.training.datasets:
+        seed = config.debug.seed
+        print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=seed, builds_cache=True))
+
+
+def print_mixture(config: Config, sequences: MixedSequences) -> None:
+    """Print how often the run reads each dataset of a mixture. Raises ConfigError if all are used up before its end."""
+    n = config.training.steps * config.training.global_batch_size
+    sequences.check(None, n)
+    for each, count in zip(sequences.components, sequences.expected_counts(n), strict=True):
+        line = f"{each.name}: training.steps = {config.training.steps} reads {count / each.sequences.n_sequences:.3g} "
+        print(f"{line}epochs, {count / n:.1%} of the run; {each.sequences}", flush=True)
+
+
+def describe(config: Config, cache: TokenCache, split: Split) -> str:
+    """Return the line about a split: its documents, tokens and bytes and, of the training split, what they are for the
+    run."""
+    shards, training = cache.index.shards, config.training
+    documents, tokens = (sum(getattr(shard, f"{split}_{what}") for shard in shards) for what in ("documents", "tokens"))
+    text_bytes = sum(shard.text_bytes for shard in shards)
+    per_token = text_bytes / max(sum(shard.train_tokens + shard.validation_tokens for shard in shards), 1)
+    line = f"{documents:,} documents, {tokens:,} tokens, {per_token:.2f} bytes of text per token"
+    if split == "validation" or training.datasets:
+        return line
+    sequences, how = (tokens - 1) // training.seq_len, ""
+    if training.packing == "best_fit":
+        from titanlite.techniques.data.best_fit import open_best_fit
+
+        packing = open_best_fit(cache, split, training, builds_cache=True)
+        sequences, how = len(packing), f"{packing.summary}; "
+    if not sequences:
+        problem = f"training.seq_len = {training.seq_len}: the dataset has {line}, too few for a packed sequence"
+        raise ConfigError([f"{problem}; set it lower, or train on more text"])
+    epoch = sequences / training.global_batch_size
+    line += f"; {how}an epoch has {sequences:,} packed sequences of {training.seq_len:,} tokens, {epoch:,.1f} steps; "
+    return line + f"training.steps = {training.steps} reads {training.steps / epoch:.3g} epochs"
