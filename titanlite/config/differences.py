@@ -32,4 +32,4 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 def shown(value: Any) -> str:
     """Return a value as TOML writes it, but a long one not in full."""
     text = "unset" if value is None else show(value)
-    return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text)[:8]})"
+    return text if len(text) <= 100 else f"{text[:97]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
