@@ -190,7 +190,7 @@ class TrainStep:
     def gradients(
         self, step: int, batches: list[Batch], loss_scale: float = 1.0, *, is_test: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute a step's gradients before the eyes of the observers. Arguments and result are those of
+        """Compute a step's gradients, and show them to the observers. Arguments and result are those of
         `forward_backward`; `is_test`: see Observer."""
         for observer in self.observers:
             observer.before_backward()
