@@ -31,6 +31,7 @@ import fnmatch
 import gzip
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -183,7 +184,8 @@ def train(session: Session, step: Step, folder: Path) -> Result:
     rows = [json.loads(line) for line in lines]
     measured = rows[min(WARM_UP, len(rows) - 1) :]
     n_layers, dim, parameters = (int(number.replace(",", "")) for number in LAYERS.search(output).groups())
-    result: Result = {tag: statistics.median(row[tag] for row in measured) for tag in MEDIANS}
+    # A device whose peak is not known, as a CPU, has no MFU.
+    result: Result = {tag: statistics.median(row.get(tag, math.nan) for row in measured) for tag in MEDIANS}
     result |= {tag: max(row[tag] for row in measured) for tag in PEAKS}
     flops = 1e12 * result["tflops"] / result[THROUGHPUT]  # per token
     seq_len = int(step.options["training.seq_len"])
