@@ -137,7 +137,6 @@ def test_streaming_shards_and_sequences_are_divided_by_odd_degrees():
 
 # The memory estimate
 
-NIGHTLY = pytest.mark.nightly
 FACTOR = 1.25
 """How far the estimate may be from the plan, either way. It chooses candidates; the recommended layout is planned."""
 
@@ -145,12 +144,12 @@ FACTOR = 1.25
 @pytest.mark.parametrize(
     ("job", "layout"),
     [
-        pytest.param(task("llama3_1b", 2048), candidate(), marks=NIGHTLY),
+        (task("llama3_1b", 2048), candidate()),
         (task("llama3_8b", 4096), candidate((1, 1, 2, 2, 1, 2), mode="full")),
         (task("llama2_7b", 2048), candidate((2, 1, 4, 1, 1, 1), local=8)),
         (task("qwen3_30b_a3b", 2048), candidate((1, 1, 8, 1, 1, 1, 8), compiled=False)),
         *(
-            pytest.param(task(flavor, 2048), candidate(mesh, local=local, mode=mode, compiled=False), marks=NIGHTLY)
+            (task(flavor, 2048), candidate(mesh, local=local, mode=mode, compiled=False))
             for flavor, mesh, local, mode in (
                 ("qwen3_30b_a3b", (1, 1, 8, 1, 1, 1), 1, "full"),
                 ("qwen3_30b_a3b", (1, 1, 2, 1, 1, 4), 1, "selective"),

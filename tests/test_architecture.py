@@ -286,10 +286,10 @@ def test_the_core_imports_no_technique_and_no_tool():
     ("name", "n_ranks"),
     [
         ("debug_tp", 2),
-        pytest.param("debug", 1, marks=pytest.mark.nightly),
-        pytest.param("debug_pp", 2, marks=pytest.mark.nightly),
-        pytest.param("debug_cp", 4, marks=pytest.mark.nightly),
-        pytest.param("debug_4d", 16, marks=pytest.mark.nightly),
+        ("debug", 1),
+        ("debug_pp", 2),
+        ("debug_cp", 4),
+        ("debug_4d", 16),
     ],
 )
 def test_without_techniques_and_tools_the_core_trains(tmp_path: Path, name: str, n_ranks: int):

@@ -210,7 +210,6 @@ def rows_of(summary: str) -> list[str]:
     return [row for row in rows if row not in ("step", "---")]
 
 
-@pytest.mark.nightly
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)
@@ -228,7 +227,6 @@ def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     assert {file.name: file.read_bytes() for file in second.iterdir()} == before
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     dry_run(tmp_path)

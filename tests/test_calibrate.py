@@ -313,7 +313,6 @@ def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsy
     assert capsys.readouterr().err == f"error: --checkpoint-folder {missing}: no such folder\n"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_command_calibrates_in_less_than_three_minutes(n, tmp_path, capfd):
     begin = time.monotonic()

@@ -327,7 +327,6 @@ def processes_of(session: int) -> list[str]:
     return [command for sid, state, command in lines if int(sid) == session and not state.startswith("Z")]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.parametrize(
     "command", ["plan debug --model.n_layers=4000", "parity debug_4d --steps=100", "advise", "calibrate"]

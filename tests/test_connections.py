@@ -83,7 +83,6 @@ def test_four_ranks_connect_when_they_first_communicate(tmp_path, layout):
     assert_as_planned(*counts_and_plan(tmp_path, layout))
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_connections_of_32_ranks(tmp_path):
     """A full mesh of every group would be 71 connections on each rank: 2 x 31 + 7 + 1 + 1."""

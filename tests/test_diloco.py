@@ -163,7 +163,6 @@ def assert_as_one_process(groups: Groups) -> set[tuple[tuple[int, ...], tuple[in
 
 
 @needs_torchft
-@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
 def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
     """A group of two ranks that share a model dies and returns. Then the group that sends it its state dies before the
@@ -283,7 +282,6 @@ def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
 
 
 @needs_torchft
-@pytest.mark.nightly
 def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     """kill -9 of a group: the other goes on. The group, started again, gets the weights and the outer state; both save
     the same ones after the same synchronization, with inner optimizer states of their own. SIGTERM then ends both with
@@ -322,7 +320,6 @@ def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
 
 
 @needs_torchft
-@pytest.mark.nightly
 def test_steps_that_are_lost_are_not_in_the_metrics(tmp_path, lighthouse):
     """A group that was killed resumes between two synchronizations, while the other has gone on: at the next one it
     gets the state of the other, and what it has trained since their last common synchronization is not the past of its

@@ -329,7 +329,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "window not reached, cp": CP | {"model__sliding_window": 16},
     "norms of all heads, shard x tp": OLMOE | SHARD | TP,
 }
-NIGHTLY: dict[str, dict[str, Any]] = {
+LAYOUTS |= {
     "shard": ALL | SHARD,
     "tp": ALL | TP,
     "zero-bubble": ALL | schedule("InterleavedZeroBubble"),
@@ -364,9 +364,9 @@ NIGHTLY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
-    layout = (LAYOUTS | NIGHTLY)[name]
+    layout = LAYOUTS[name]
     options = with_batches(layout)
     actual = compare(ranks, tmp_path, world_size(layout), options)
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}

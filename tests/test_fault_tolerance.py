@@ -266,7 +266,6 @@ def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(t
 
 
 @needs_torchft
-@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
 def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
     """A group of two ranks that share a model dies and returns."""
@@ -469,7 +468,6 @@ sys.exit(MODULE.main(sys.argv[1:]))
 
 
 @needs_torchft
-@pytest.mark.nightly
 def test_groups_that_die_in_turns_have_the_metrics_of_their_weights(tmp_path, lighthouse):
     """Each trains alone while the other is dead. Then the one that is behind gets the state of the other, and the steps
     that it has taken alone are no longer the past of its weights."""

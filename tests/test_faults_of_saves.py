@@ -121,7 +121,7 @@ def train_wrecked(argv: list[str], at_step: int) -> str:
         return run_train(argv)
 
 
-@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), "async"])
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_the_step_that_wrecks_the_weights_is_never_good(runs, folder, async_mode):  # noqa: F811
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *WRECKING]
     argv.append(f"--checkpoint.async_mode={async_mode}")
@@ -231,7 +231,7 @@ def train_on_a_full_disk(argv: list[str], full: tuple[int, ...]) -> tuple[str, l
         return run_train(argv), lines
 
 
-@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), "async"])
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_training_continues_to_the_next_save(runs, folder, async_mode):  # noqa: F811
     arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_error=continue"]
     arguments.append(f"--checkpoint.async_mode={async_mode}")
@@ -282,7 +282,7 @@ def train_with_a_slow_disk(argv: list[str], fails_alone: bool) -> str:
             return "killed"
 
 
-@pytest.mark.parametrize("fails_alone", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fails_alone", [False, True])
 def test_a_save_in_flight_is_finished_when_the_run_ends_by_an_error(runs, folder, fails_alone):  # noqa: F811
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", "--checkpoint.enable"]
     argv.append("--checkpoint.async_mode=async")

@@ -204,7 +204,6 @@ def test_a_template_that_allocates_is_one_line(assets, source):
     assert line == f"--chat: {assets.settings} cannot render it: MemoryError"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source",
     [

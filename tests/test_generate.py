@@ -274,7 +274,6 @@ def test_expert_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
         assert first == second == generate(tmp_path, prompts)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 @pytest.mark.parametrize("expert_parallel", [True, False])
 def test_experts_over_four_ranks(expert_parallel: bool, case: str, ranks, tmp_path: Path):
@@ -449,7 +448,6 @@ def test_a_text_has_no_control_characters_but_line_feeds_and_tabs(hf_folder: Pat
     assert run(capsys, hf_folder, *BYTES, "--max-new-tokens", 1, "a") == (0, expected, [])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "more"), [("llama", []), ("olmoe", []), ("olmoe", ["--expert-parallel"])])
 def test_the_command_starts_the_ranks_of_tensor_parallel(family: str, more: list[str], tmp_path: Path, capsys):
     save_hf_of_bytes(tmp_path, family)

@@ -166,7 +166,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3, shard x tp, ep": (4, DEEPSEEK | TP | EP | {"data_parallel_shard_degree": 2}),
     "deepseek_v3, pp x shard": (4, DEEPSEEK | PP | {"data_parallel_shard_degree": 2}),
 }
-NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS |= {
     f"{family}, {name}": (world_size, options | layout)
     for family, options in (("qwen3_moe", QWEN3_MOE), ("mixtral", MIXTRAL), ("olmoe", OLMOE), ("deepseek_v3", DEEPSEEK))
     for name, world_size, layout in (
@@ -230,9 +230,9 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
     return {name: tensor.detach().clone() for name, tensor in full.items()}, opened, sum(counts), n_local
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
-    world_size, layout = (LAYOUTS | NIGHTLY)[name]
+    world_size, layout = LAYOUTS[name]
     settings = {"training__dtype": "float32", "training__local_batch_size": 4, **layout}
     job = resolve(tmp_path, world_size, settings)
     sizes = {"num_hidden_layers": job.model.n_layers, "vocab_size": job.model.vocab_size}

@@ -64,7 +64,7 @@ def wait_for_ranks(process: subprocess.Popen[str]) -> None:
     assert (process.stdout.readline(), process.stdout.readline()) == FIRST_LINES
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupt_and_a_hangup_stop(launch: Launch, number: signal.Signals):
     process = launch(WAIT)
     wait_for_ranks(process)

@@ -73,10 +73,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"{name} 2": layout for name, layout in AXES.items()},
     **{f"{name} 4": {k: 4 if k.endswith("degree") else v for k, v in layout.items()} for name, layout in AXES.items()},
     "pp 4": PP | {"pipeline_parallel_degree": 4, "model__n_layers": 5, "training__local_batch_size": 4},
-    # Two and three axes; replicas with two more are nightly
+    # Two and three axes
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 2)},
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" not in names},
-    # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the others, of which the simplest are nightly
+    # Pipelines: each schedule alone at 2 and 4 ranks, and with each of the other axes
     **{f"{name} {degree}": schedule(name, pipeline_parallel_degree=degree, training__local_batch_size=8,
                                     model__n_layers=9, accumulation_steps=4 // degree)
        for name in SCHEDULES for degree in (2, 4)},
@@ -213,7 +213,7 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
     "float16, shard": HALF | SHARD,
     "float16, chunked cross-entropy, 3 chunks, shard x tp": HALF | CHUNKED_LOSS | SHARD | TP,
 }  # fmt: skip
-LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
+LOW_PRECISION |= {
     "float8 tensorwise, pp": FLOAT8 | {"float8__recipe": "tensorwise"} | PP,
     "float8 tensorwise, cp": FLOAT8 | {"float8__recipe": "tensorwise"} | CP,
     **{f"float8 rowwise_with_gw_hp, {name}": FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"} | AXES[name]
@@ -245,7 +245,7 @@ LOW_PRECISION_NIGHTLY: dict[str, dict[str, Any]] = {
     "float8, biases and norms, shard x tp": FLOAT8 | BIASES_AND_NORMS | SHARD | TP,
     "float8, compiled, shard x tp": FLOAT8 | COMPILED | SHARD | TP,
 }  # fmt: skip
-NIGHTLY = {
+LAYOUTS |= {
     **{" x ".join(names): product(*names) for names in itertools.combinations(AXES, 3) if "replicate" in names},
     **{f"{name} x {other}": schedule(name) | AXES[other] | ONE_ACCUMULATION_STEP for name in SIMPLEST
        for other in ("shard", "cp", "tp")},
@@ -311,7 +311,7 @@ def assert_matches_reference(ranks: Any, tmp_path: Any, layout: dict[str, Any]) 
     assert len(actual) == n_parameters * (STEPS + 2) + 3 * STEPS + 1
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sorted(LAYOUTS, key=lambda name: world_size(LAYOUTS[name])))  # a pool after the other
 def test_layout_matches_reference(ranks, tmp_path, name):
     assert_matches_reference(ranks, tmp_path, LAYOUTS[name])
 
@@ -340,13 +340,11 @@ def references() -> Any:
     return compute
 
 
-@pytest.mark.parametrize(
-    "name", [*LOW_PRECISION, *(pytest.param(name, marks=pytest.mark.nightly) for name in LOW_PRECISION_NIGHTLY)]
-)
+@pytest.mark.parametrize("name", sorted(LOW_PRECISION, key=lambda name: world_size(LOW_PRECISION[name])))
 def test_low_precision_layout_matches_reference(ranks, references, tmp_path, name):
     """A layout differs from the reference by no more than a few times the reference's own rounding error. It also
     differs from a reference in full precision as much as the reference does, or it has ignored the option."""
-    options = (LOW_PRECISION | LOW_PRECISION_NIGHTLY)[name]
+    options = LOW_PRECISION[name]
     n = world_size(options)
     job = resolve(tmp_path, n, with_batches(options | ONE_ACCUMULATION_STEP))
     reference, allowed, full_precision = references(job)
@@ -415,12 +413,6 @@ def test_products_that_are_not_rounded_are_found(ranks, references, tmp_path, na
     assert (max(by_bug.values()) if bug is _products_not_rounded else by_bug["step 1 loss"]) < ROUNDING_OF_FLOAT32
     with pytest.raises(AssertionError):
         assert_products_are_rounded(job, actual, full_precision, layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NIGHTLY)
-def test_large_layout_matches_reference(ranks, tmp_path, name):
-    assert_matches_reference(ranks, tmp_path, NIGHTLY[name])
 
 
 @pytest.mark.parametrize("layout", [CP, ULYSSES, PP, TP], ids=["ring", "ulysses", "pp", "tp"])
@@ -700,7 +692,7 @@ def saved(ranks: Any, tmp_path_factory: Any) -> tuple[Any, Trace]:
     return folder / "checkpoint", two_steps(ranks, folder, FROM, folder / "checkpoint")[1]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "tp 4")) for name in TO])
+@pytest.mark.parametrize("name", TO)
 def test_resume_under_another_layout(ranks, saved, tmp_path, name):
     """Two steps under one layout and two under another match four of the single-process reference."""
     checkpoint, before = saved
@@ -726,12 +718,9 @@ RESUMED_STATES = {
     "Muon's": (IN_FLOAT32 | MUON, TP),
     "float8, uneven shards": (FLOAT8_STATES | UNEVEN, {}),
 }
-EVERY_TIME = ["int8", "int4", "int8, uneven shards", "in host memory", "Muon's"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in EVERY_TIME)) for name in RESUMED_STATES]
-)
+@pytest.mark.parametrize("name", RESUMED_STATES)
 def test_low_bit_optimizer_states_resume_under_another_layout(ranks, tmp_path, name):
     """Two FSDP shards save their own optimizer states. The blocks of quantized ones differ under another layout."""
     low_bit, layout = RESUMED_STATES[name]

@@ -266,7 +266,6 @@ def test_another_error_stays_as_it_is(error):
     assert out_of_memory.explain_out_of_memory(error) is error
 
 
-@pytest.mark.nightly
 def test_a_run_without_memory_ends_with_one_line(tmp_path):
     """Its activations need more than the 5 GiB of addresses that it may have."""
     options = [

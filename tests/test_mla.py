@@ -256,7 +256,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "selective AC, tp": SELECTIVE | TP,
     "experts, shard x tp, ep": SHARD | TP | EP | WITH_EXPERTS,
 }
-NIGHTLY: dict[str, dict[str, Any]] = {
+LAYOUTS |= {
     "cp": CP,
     "ulysses": ULYSSES,
     "ring 2 x ulysses 2": USP,
@@ -286,9 +286,9 @@ N_WEIGHTS = {True: 7, False: 5}
 """Of a layer's attention, with and without a latent of queries."""
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
-    layout = LATENT | (LAYOUTS | NIGHTLY)[name]
+    layout = LATENT | LAYOUTS[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
     assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
@@ -474,9 +474,9 @@ LATENT_INT8 = {key: value for key, value in LATENT_FLOAT8.items() if "float8" no
     ("options", "layout"),
     [
         (LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, TP),
-        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "rowwise"}, TP, marks=pytest.mark.nightly),
-        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, SHARD, marks=pytest.mark.nightly),
-        pytest.param(LATENT_FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"}, CP | TP, marks=pytest.mark.nightly),
+        (LATENT_FLOAT8 | {"float8__recipe": "rowwise"}, TP),
+        (LATENT_FLOAT8 | {"float8__recipe": "tensorwise"}, SHARD),
+        (LATENT_FLOAT8 | {"float8__recipe": "rowwise_with_gw_hp"}, CP | TP),
         (LATENT_BLOCKS | {"float8__recipe": "mxfp8"}, TP),
         (LATENT_INT8, TP),
     ],

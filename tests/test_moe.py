@@ -384,7 +384,7 @@ LAYOUTS = {
     "Muon, shard, ep": MUON | SHARD_EP,
     "Muon, shard 4, fewer experts than ranks": MUON | SHARD_4 | {"model__moe__n_experts": 2},
 }
-NIGHTLY = {
+LAYOUTS |= {
     "pp": PP,
     "Muon, shard x tp": MUON | SHARD | TP,
     "Muon, shard x tp, ep 4": MUON | SHARD | TP | EP_4,
@@ -440,9 +440,9 @@ NIGHTLY = {
 
 
 @pytest.mark.timeout(900)  # 32 ranks take five minutes on two busy cores
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
-    layout = EXPERTS | (LAYOUTS | NIGHTLY)[name]
+    layout = EXPERTS | LAYOUTS[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
     assert {name: d for name, d in actual.items() if d > TOLERANCE} == {}
     assert len([name for name in actual if name.endswith(".router.load")]) >= 1
@@ -584,9 +584,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "ep 4 on tp")) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", RESUMED)
 def test_resume_under_another_expert_parallel_degree(ranks, tmp_path, name):
     """Biases and loads of the last step are in the checkpoint: steps after it match those of the reference."""
     experts, folder = EXPERTS | BIAS | LOSSES, tmp_path / "checkpoint"

@@ -144,7 +144,22 @@ def compare(
     """Return the differences between the single-process reference and a layout on a pool, with or without a bug."""
     job = resolve(tmp_path, world_size, options)
     (layout, *_) = ranks(world_size).run(trace, job=job, bug=bug)
-    return differences(run_reference(job, CPU, steps=STEPS), layout)
+    reference = run_reference(job, CPU, steps=STEPS) if bug else reference_of(job)  # a bug may be in both
+    return differences(reference, layout)
+
+
+REFERENCES: dict[str, Trace] = {}
+
+
+def reference_of(job: config.Config) -> Trace:
+    """Return the reference of a config. Layouts of the same model, training and optimizer share it."""
+    of_layouts = {"activation_checkpoint", "compile", "checkpoint"}
+    if not (job.float8.enable or job.int8.enable):  # which layers they convert depends on the tensor-parallel degree
+        of_layouts.add("parallelism")
+    key = job.model_dump_json(exclude=of_layouts)
+    if key not in REFERENCES:
+        REFERENCES[key] = run_reference(job, CPU, steps=STEPS)
+    return REFERENCES[key]
 
 
 LAYOUTS = {

@@ -43,9 +43,7 @@ def without_progress(error: str) -> str:
     return re.sub(line, "", error)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in ("float32", "bfloat16"))]
-)
+@pytest.mark.parametrize("dtype", ["float64", *(dtype for dtype in ("float32", "bfloat16"))])
 def test_correct_layout_is_equal(dtype):
     status, out, error = run_command(DEBUG, "--parallelism.context_parallel_degree=2", f"--dtype={dtype}")
     assert (status, without_progress(error)) == (0, ""), out
@@ -61,7 +59,6 @@ def test_invalid_config_is_one_line():
     assert "expected a divisor of model.n_heads = 16" in error
 
 
-@pytest.mark.nightly
 def test_under_torchrun():
     arguments = ["--nproc-per-node=2", "-m", "titanlite.tools.parity", DEBUG]
     done = subprocess.run(

@@ -88,12 +88,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("selective AC every 2 layers, prefetch 3", "ring, prefetch", "1F1B", "ZBV")
-
-
-@pytest.mark.parametrize(
-    "options", [pytest.param(LAYOUTS[name], marks=[pytest.mark.nightly] * (name in SLOW), id=name) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_folding_layers_makes_no_difference(options):
     """The memory is the same to the byte at each moment, with two exceptions. At the end of the step, where gradients
     are freed, only those of the layers that were run are. In the weight gradient of a split backward only what these

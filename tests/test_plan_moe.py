@@ -163,7 +163,7 @@ LAYOUTS = {
     "tp, ep, full AC": [TP, EP, FULL],
     "pp x shard, ep": [PP, SHARD, EP],
 }
-NIGHTLY = {
+LAYOUTS |= {
     "tp": [TP],
     "tp, ep": [TP, EP],
     "cp, ep": [CP, EP],
@@ -197,11 +197,11 @@ def compare(ranks: Any, planned: list[str], taken: list[str], choose: Choice) ->
     return [is_planned(result) for result in ranks(plan.world_size).run(real_step, argv=argv(taken), choose=choose)]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_collectives_and_waits_are_those_of_a_real_run(ranks, name):
     """The same collectives, as many of each, and the same bytes on each axis. A pipeline's plan is of its busiest
     rank, here of the last stage, which has no dense layer."""
-    options = SMALL + (LAYOUTS | NIGHTLY)[name]
+    options = SMALL + LAYOUTS[name]
     equal = compare(ranks, options, options, in_turn)
     assert equal == ([False, False, True, True] if PP in options else [True] * len(equal))
 
@@ -236,7 +236,6 @@ print(*plan_accuracy.compare_with_real_runs(layouts), sep="\\n")
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_memory_of_ranks_is_that_of_real_ones():
     """The benchmark of the plan's accuracy measures the memory of processes, and marks what differs by more than 3 %.
@@ -427,9 +426,7 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (number > 0)) for number, name in enumerate(FOLDED)]
-)
+@pytest.mark.parametrize("name", FOLDED)
 def test_folding_layers_makes_no_difference(name):
     assert_folding_makes_no_difference(loaded(*FOLDED[name], "plan.device=h100"))
 

@@ -11,10 +11,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_configs  # noqa: E402
 
-NIGHTLY = ("llama2_7b", "llama2_13b", "llama3_8b", "llama3_8b_256k", "llama3_8b_1m")
-NIGHTLY += ("llama_30b", "405b", "405b_512", "175b", "mixtral_8x7b", "qwen3_235b_a22b", "deepseek_v3_671b")
-"""Configs whose layouts have siblings among the others: they are planned nightly only."""
-
 
 def numbers(line: str) -> list[float]:
     """Return the numbers of the columns after the layout."""
@@ -30,9 +26,7 @@ def planned_lines(request: pytest.FixtureRequest) -> dict[str, str]:
         return dict(zip(names, pool.map(reference_configs.config_line, names), strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in reference_configs.NAMES]
-)
+@pytest.mark.parametrize("name", reference_configs.NAMES)
 def test_the_page_is_true(planned_lines, name):
     """Memory, speed and pipeline bubble agree to 2 %, by which versions of torch may differ, and all else exactly."""
     planned, page = planned_lines[name], reference_configs.lines_of_the_page()[name]

@@ -71,14 +71,9 @@ FLIPS = {
     "the second gradient": (2, [], (0, (6,), "gradient"), f"{NORM} {TWICE} (or got it from a rank that did): rank 0;"),
     "the loss": (4, [f"{REPLICATE}=2", f"{TENSOR}=2"], (2, (6,), "loss"), f"the loss {TWICE}: rank 2;"),
 }
-BY_DAY = ("a weight, 4 replicas", "a gradient", "hsdp", "pp")
 
 
-def case(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("flip", map(case, FLIPS))
+@pytest.mark.parametrize("flip", FLIPS)
 def test_one_flipped_bit_is_named(runs, folder, flip):  # noqa: F811
     """The check of step 2 agrees, so the checkpoint of step 1 is good; that of step 4 does not."""
     world_size, arguments, (rank, calls, what), words = FLIPS[flip]
@@ -101,7 +96,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", map(case, LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_raises_a_false_alarm_or_trains_otherwise(runs, folder, layout):  # noqa: F811
     world_size, arguments = LAYOUTS[layout]
     assert error_message(runs, world_size, "run", *CHECKED, *arguments, "--training.steps=5") == ""

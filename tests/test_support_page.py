@@ -13,8 +13,8 @@ PLACEHOLDERS = {
     "RECIPE": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     "MODE": ("full", "selective"),
 }
-IDS = {str(case.id) for case in test_parity.TEST_CASES} | {*test_layouts.LAYOUTS, *test_layouts.NIGHTLY}
-IDS |= {*test_layouts.LOW_PRECISION, *test_layouts.LOW_PRECISION_NIGHTLY, *test_layouts.TO}
+IDS = {str(case.id) for case in test_parity.TEST_CASES} | {*test_layouts.LAYOUTS}
+IDS |= {*test_layouts.LOW_PRECISION, *test_layouts.TO}
 NOT_IDS = {"reshard always", "op", "model", "loss"}
 """What the page quotes besides ids: values of options, and the end of several ids."""
 

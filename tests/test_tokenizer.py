@@ -181,7 +181,6 @@ def test_a_decoder_that_multiplies_text(assets):
     assert rejection(lambda: tokenizer.decode([97])) == f"{assets.folder}: {TOO_LARGE}; correct it"
 
 
-@pytest.mark.nightly
 def test_a_tokenizer_that_takes_too_long(assets):
     """Each match is a little below the limit of the library's matcher."""
     from tokenizers import Regex, normalizers

@@ -319,7 +319,6 @@ def test_tensorboard_has_the_same_values(runs, folder):
     assert b"global_batch_size = 8" in text.tensor_proto.string_val[0]
 
 
-@pytest.mark.nightly  # products in float16 are slow on a CPU
 def test_float16_scales_the_loss(runs, folder):
     """A loss scale at which gradients overflow is halved until they do not; a checkpoint saves it."""
     half = ["--training.mixed_precision_param=float16", "--checkpoint.enable", "--lr_scheduler.total_steps=12"]
@@ -386,7 +385,7 @@ def test_stochastic_rounding_keeps_small_updates(stochastic):
     assert moved == (pytest.approx(steps * lr, abs=allowed) if stochastic else 0)
 
 
-@pytest.mark.parametrize("state_dtype", [pytest.param("int8", marks=pytest.mark.nightly), "bfloat16"])
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 def test_low_bit_optimizer_states_train(runs, state_dtype):
     wide = ["--model.dim=128", "--model.ffn_dim=256", "--optimizer.lr=2e-3"]
     low_bit, float32 = runs(2, "run", *wide, f"--optimizer.state_dtype={state_dtype}"), runs(2, "float32", *wide)
@@ -502,7 +501,7 @@ def test_validation_does_not_change_the_training(runs):
     ]
 
 
-@pytest.mark.parametrize("reshard", ["always", pytest.param("never", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("reshard", ["always", "never"])
 def test_validation_loss_is_the_same_on_any_number_of_ranks(runs, reshard):
     arguments = ["--validation.enable", "--validation.freq=3", "--training.dtype=float64"]
     arguments += [f"--parallelism.fsdp_reshard_after_forward={reshard}"]
@@ -875,12 +874,7 @@ def test_saving_and_loading_print_progress(folder):
     assert resumed == {"loading checkpoint step-2 (0.0 GiB)", "saving checkpoint step-3 (0.0 GiB)"}
 
 
-AXES_BY_DAY, AXES_NIGHTLY = ("data_parallel_shard", "pipeline_parallel"), ("tensor_parallel", "context_parallel")
-
-
-@pytest.mark.parametrize(
-    "axis", [*AXES_BY_DAY, *(pytest.param(axis, marks=pytest.mark.nightly) for axis in AXES_NIGHTLY)]
-)
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel", "tensor_parallel", "context_parallel"])
 def test_torchrun(folder, axis):
     """In processes of its own, unlike those of a pool, a layout has only the imports that it does itself."""
     status, out, error = finish(
@@ -909,7 +903,7 @@ def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
     assert json.loads((newest / "state.json").read_text())["step"] == read_metrics(folder / "run")[-1]["step"]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [1, 3])
 def test_a_killed_rank_is_started_again_and_the_curve_is_the_same(runs, folder, kills):
     """torchrun's agent starts all ranks anew, and they resume. What is written to the file in between is of another
     run."""

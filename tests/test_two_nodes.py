@@ -58,10 +58,10 @@ class Training:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("none", marks=pytest.mark.nightly),
-        pytest.param("cut link", marks=pytest.mark.nightly),
-        pytest.param("killed node", marks=pytest.mark.nightly),
-        pytest.param("killed node 0", marks=pytest.mark.nightly),
+        "none",
+        "cut link",
+        "killed node",
+        "killed node 0",
     ],
 )
 def test_two_nodes(ranks, tmp_path, fault):
@@ -98,7 +98,6 @@ def assert_end_within(nodes: TwoNodes, training: Training, survivors: list[int],
     assert all(training.launchers[node].wait() > 0 for node in survivors), "the fault is not in the exit status"
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 def test_all_nodes_start_again_when_a_rank_was_killed(ranks, tmp_path):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
@@ -111,7 +110,6 @@ def test_all_nodes_start_again_when_a_rank_was_killed(ranks, tmp_path):
     assert computed(read_metrics(tmp_path / "two_nodes")) == computed(expected)
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 def test_an_elastic_run_goes_on_with_the_node_that_is_left(tmp_path):
     """Where node 0 has the rendezvous, it starts again alone, and resumes."""
@@ -129,7 +127,6 @@ def test_an_elastic_run_goes_on_with_the_node_that_is_left(tmp_path):
     assert after[:4] == before
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
     """The ranks of the first node save, and all start anew from there. The run is long enough for that."""
@@ -149,7 +146,6 @@ def test_a_node_that_joins_an_elastic_run_takes_part(tmp_path):
     assert steps == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 def test_nodes_with_different_configs_do_not_train(tmp_path):
     """The file of the second node is an old copy."""
@@ -170,7 +166,6 @@ def test_nodes_with_different_configs_do_not_train(tmp_path):
     assert not (training.run / "metrics.jsonl").exists()
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_stopped_rank_ends_both_nodes(tmp_path, node):

@@ -48,10 +48,10 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
     "layout",
     [
         PP,
-        pytest.param(PP | SHARD, marks=pytest.mark.nightly),
-        pytest.param(INTERLEAVED | TP, marks=pytest.mark.nightly),
-        pytest.param(PP | SHARD | FULL, marks=pytest.mark.nightly),
-        pytest.param(PP | {"compile__components": '["loss"]'}, marks=pytest.mark.nightly),
+        PP | SHARD,
+        INTERLEAVED | TP,
+        PP | SHARD | FULL,
+        PP | {"compile__components": '["loss"]'},
     ],
     ids=["pp", "pp x shard", "Interleaved1F1B x tp", "pp x shard, full AC", "pp, loss only"],
 )

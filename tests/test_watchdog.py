@@ -83,13 +83,11 @@ def test_the_rank_behind_the_others_is_named(tmp_path: Path):
     assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == {f"rank-0000{n}.txt" for n in range(3)}
 
 
-@pytest.mark.nightly
 def test_ranks_that_hang_at_the_same_place(tmp_path: Path):
     _, _, errors, _ = run(tmp_path, "mark('forward', 7)\ntime.sleep(60)")
     assert [error.split(" for ")[0] for error in errors] == ["error: all ranks hang at 'step 7: forward'"]
 
 
-@pytest.mark.nightly
 def test_slow_ranks_do_not_hang(tmp_path: Path):
     """What makes progress, or waits for what makes progress, or has taken as long before, may go on."""
     body = """
