@@ -22,6 +22,7 @@ DEVICE_WITHOUT_MUL = DEVICE.replace("operators.mul", "operators.add")
 DEVICE_WITHOUT_POINTS = DEVICE.replace("points = [[1024, 1e-6], [1e6, 1e-4]]", "points = []")
 DEVICE_WITH_TINY_RATES = DEVICE.replace("[[1024, 1e-6]", "[[1e-320, 1e-6]")
 DEVICE_WITHOUT_ORDER = DEVICE.replace("[[1024, 1e-6], [1e6, 1e-4]]", "[[1e6, 1e-4], [1024, 1e-6]]")
+DEVICE_WITH_A_NUMBER_FOR_A_TABLE = f"{DEVICE.partition('[measured')[0]}measured = 1.0\n"
 FOUND: dict[str, list[tuple[Any, str]]] = {
     "checkpoint": [
         (_tensors(), "accepted"),
@@ -34,5 +35,6 @@ FOUND: dict[str, list[tuple[Any, str]]] = {
         (DEVICE_WITHOUT_POINTS.encode(), "rejected"),  # IndexError in a plan
         (DEVICE_WITH_TINY_RATES.encode(), "rejected"),  # infinite seconds in a plan
         (DEVICE_WITHOUT_ORDER.encode(), "rejected"),  # the seconds of 1e6 bytes for 1024 bytes
+        (DEVICE_WITH_A_NUMBER_FOR_A_TABLE.encode(), "rejected"),  # KeyError
     ],
 }

@@ -379,7 +379,9 @@ def expectation(option: Any, value: Any = None) -> str:
 
 def _expectation(schema: dict[str, Any], value: Any) -> str:
     if branches := schema.get("anyOf"):
-        return ", or ".join(_expectation(branch, value) for branch in branches)
+        return ", or ".join(_expectation(branch, value) for branch in branches if branch.get("type") != "null")
+    if "$ref" in schema:
+        return "a table"
     if choices := schema.get("enum"):
         return f"one of {', '.join(map(show, choices))}"
     if "const" in schema:
