@@ -25,7 +25,7 @@ from titanlite.parallel import fsdp, mesh, pipeline, tensor
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.tools.parity.process_pool import RankError
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
-from titanlite.tools.parity.training_run import run_layout
+from titanlite.tools.parity.training_run import TrainingRun, run_layout
 
 TOLERANCE = FLOAT64_TOLERANCE
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -440,6 +440,23 @@ def test_rank_without_valid_targets(ranks, tmp_path, layout):
     with first_tokens_only():
         reference = run_reference(job, CPU, steps=STEPS)
     assert {name: d for name, d in differences(reference, layout_trace).items() if d > TOLERANCE} == {}
+
+
+def largest_loss(job: config.Config) -> float:
+    """Return the largest of the ranks' own losses of the first step, of which only one has valid targets."""
+    with first_tokens_only():
+        run = TrainingRun(job, CPU)
+        batches = run.loader.next()
+        loss_sum, _ = run.train_step.forward_backward(batches)
+        run.loader.close()
+    return run.train_step.largest_loss(loss_sum, batches)
+
+
+def test_the_largest_loss_is_of_a_rank_with_valid_targets(ranks, tmp_path):
+    job = resolve(tmp_path, 4, MODEL | {"context_parallel_degree": 4})
+    with first_tokens_only():
+        reference = run_reference(job, CPU, steps=1)
+    assert ranks(4).run(largest_loss, job=job) == pytest.approx([reference["step 1 loss"].item()] * 4, abs=TOLERANCE)
 
 
 # Injected bugs -------------------------------------------------------------------------------------------------------
