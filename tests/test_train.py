@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from safetensors import safe_open
 
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
-from tests.test_architecture import LINES_OF_A_DEBUG_RUN
+from tests.test_architecture import LINES_OF_A_DEBUG_RUN, LINES_OF_A_RANK_OF_MANY_TECHNIQUES
 from tests.test_step_costs import no_value_is_read
 from titanlite import build, config, step_guard, train, train_step
 from titanlite.build import meta_model, optimizer_for
@@ -833,27 +834,44 @@ def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str, st
     return finish(start(*command, PYTHONPATH=str(ROOT)))
 
 
+HEAVY = ("torchao", "transformers", "matplotlib", "datasets", "tokenizers", "pandas", "torchft")
+COUNT_IMPORTS = f"""
+import os, sys
+from titanlite import train
+exit_process = os._exit
+def count_and_exit(status):
+    own = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "titanlite"]
+    print("lines", sum(len(open(file).readlines()) for file in own), end="; ")
+    print("imported", [name for name in {HEAVY} if name in sys.modules], flush=True)
+    exit_process(status)
+os._exit = count_and_exit
+train.main(sys.argv[1:])
+"""
+"""A rank that prints, when it ends, how many lines of titanlite it has imported, and which heavy packages."""
+
+
 def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
     """train.main without torchrun is one rank; packages that a run does not use are not imported, and the lines of
     titanlite that it does import have a limit, with checkpoints."""
-    script = (
-        "import os, sys\n"
-        "from titanlite import train\n"
-        "heavy = ('torchao', 'transformers', 'matplotlib', 'datasets', 'tokenizers', 'pandas', 'torchft')\n"
-        "exit_process = os._exit\n"
-        "def spy(status):\n"
-        "    own = [module.__file__ for name, module in sys.modules.items() if name.split('.')[0] == 'titanlite']\n"
-        "    print('lines', sum(len(open(file).readlines()) for file in own))\n"
-        "    print('imported', [name for name in heavy if name in sys.modules], flush=True)\n"
-        "    exit_process(status)\n"
-        "os._exit = spy\n"
-        "train.main(sys.argv[1:])\n"
-    )
-    status, out, error = run_script(folder, script, "--training.steps=2", "--checkpoint.enable")
+    status, out, error = run_script(folder, COUNT_IMPORTS, "--training.steps=2", "--checkpoint.enable")
     assert (status, error) == (0, "")
     assert "step 2/2  loss" in out
-    assert out.endswith("imported []\n")
-    assert 5000 < int(out.split()[-3]) <= LINES_OF_A_DEBUG_RUN
+    (lines,) = re.findall(r"lines (\d+); imported \[\]\n$", out)
+    assert 5000 < int(lines) <= LINES_OF_A_DEBUG_RUN
+
+
+def test_a_rank_of_many_techniques_imports_only_what_it_uses(folder):
+    (folder / "script.py").write_text(COUNT_IMPORTS)
+    parallel = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    compiled = ["--compile.enable", "--compile.backend=aot_eager", "--float8.enable", "--float8.emulate"]
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(folder / "script.py")
+    arguments = [*parallel, *compiled, "--checkpoint.enable", "--checkpoint.async_mode=async", "--training.steps=2"]
+    command = [sys.executable, *launcher, str(folder / "small.toml"), *arguments]
+    status, out, error = finish(start(*command, PYTHONPATH=str(ROOT)))
+    assert status == 0, error
+    counts = re.findall(r"lines (\d+); imported \['torchao'\]", out)
+    assert len(counts) == 4
+    assert 5000 < max(map(int, counts)) <= LINES_OF_A_RANK_OF_MANY_TECHNIQUES
 
 
 def test_saving_and_loading_print_progress(folder):
