@@ -31,15 +31,16 @@ from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.config.errors import TrainingError
+from titanlite.config.schema import Training
 from titanlite.data.loader import Loader
 from titanlite.launch import progress
 from titanlite.launch.process import Signals, children
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import summary
 from titanlite.parallel import mesh
-from titanlite.step_guard import LossScale
+from titanlite.step_guard import LossScale, StepGuard
 from titanlite.tools.parity.training_run import TrainingRun
-from titanlite.train_step import TrainStep
+from titanlite.train_step import Totals, TrainStep
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -362,6 +363,17 @@ def test_loss_scale():
     fixed.load([8.0, 0])
     fixed.update(overflowed=True)
     assert fixed.value == 1
+
+
+def test_an_update_is_taken_if_the_loss_and_the_norm_are_finite():
+    guard = StepGuard(Training(nonfinite_steps_allowed=2), torch.device("cpu"))
+    rows = [(1.0, 2.0), (math.nan, 2.0), (1.0, math.inf), (math.inf, math.nan)]
+    totals = [Totals(torch.tensor([*row, 0, 0], dtype=torch.float64)) for row in rows]
+    assert [guard.taken(each).item() for each in totals] == [True, False, False, False]
+    guard.n_nonfinite = 1
+    resumed = StepGuard(Training(nonfinite_steps_allowed=2), torch.device("cpu"))
+    resumed.load(json.loads(json.dumps(guard.state())))
+    assert resumed.n_nonfinite == 1
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
