@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data_helpers import some_texts, write
+from tests.test_parity import resolve
 from tests.test_train import computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import build
+from titanlite.config import Config
+from titanlite.tools.parity.training_run import TrainingRun
 from titanlite.train_step import Observer, TrainStep
 
 
@@ -54,6 +57,13 @@ def differences(folder: Path, first: str, second: str) -> list[str]:  # noqa: F8
 
 OBSERVED = {
     "mixture with the loss of each dataset": (1, ["--training.datasets=MIXTURE"]),
+    "mixture, compiled pipeline": (
+        2,
+        [
+            *("--training.datasets=MIXTURE", "--parallelism.pipeline_parallel_degree=2"),
+            *("--compile.enable", "--compile.backend=aot_eager"),
+        ],
+    ),
     "silent data corruption check": (2, ["--debug.sdc_check_freq=2"]),
     "samples": (
         1,
@@ -75,6 +85,27 @@ def test_a_run_with_observers_has_the_numbers_of_one_without(runs, folder, name:
         argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / run}", *options]
         assert runs.ranks(n).run(train, argv=argv) == [""] * n
     assert differences(folder, "with", "without") == []
+
+
+def calls_of_a_step(job: Config) -> list[str]:
+    """Return what a step calls, in order."""
+    run, calls = TrainingRun(job, torch.device("cpu")), mock.Mock()
+    runner, observer = run.train_step.runner, mock.Mock(spec=Observer)
+    run.train_step.observers.append(observer)
+    for name in ("prepare", "forward_backward"):
+        patched = mock.patch.object(runner, name, wraps=getattr(runner, name))
+        calls.attach_mock(patched.start(), name)
+    for name in ("before_backward", "after_backward"):
+        calls.attach_mock(getattr(observer, name), name)
+    run.gradients(run.loader.next())
+    run.loader.close()
+    return [name for name, *_ in calls.mock_calls]
+
+
+def test_no_observer_sees_what_precedes_the_first_step(ranks, tmp_path):
+    """A pipeline compiles its stages by a microbatch, whose losses are of no step."""
+    (calls,) = ranks(1).run(calls_of_a_step, job=resolve(tmp_path, 1, {}))
+    assert calls == ["prepare", "before_backward", "forward_backward", "after_backward"]
 
 
 def test_an_observer_that_changes_a_number_is_found(runs, folder):  # noqa: F811

@@ -24,6 +24,9 @@ from titanlite.parallel import fsdp
 class Runner(Protocol):
     """Runs a model, or the stages of a pipeline: a SingleStageRunner or a PipelineRunner."""
 
+    def prepare(self, batch: Batch) -> None:
+        """Do what must precede the first step, with one of its batches. Later calls do nothing."""
+
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
 
@@ -36,6 +39,9 @@ class SingleStageRunner:
 
     def __init__(self, model: nn.Module):
         self.model = model
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: a model that is not split compiles in its first step."""
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
@@ -192,6 +198,7 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor]:
         """Compute a step's gradients, and show them to the observers. Arguments and result are those of
         `forward_backward`; `is_test`: see Observer."""
+        self.runner.prepare(batches[0])  # no observer sees what it computes
         for observer in self.observers:
             observer.before_backward()
         loss_sum, valid = self.forward_backward(batches, loss_scale)

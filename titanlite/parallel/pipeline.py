@@ -60,7 +60,7 @@ class PipelineRunner:
     dtype: torch.dtype
     device: torch.device
     compiles: bool = False
-    """Whether the first `forward_backward` begins with `warm_up`."""
+    """Whether `prepare` calls `warm_up`."""
     validates: bool = False
     """Whether `forward` will be called: then `warm_up` compiles it too."""
 
@@ -87,12 +87,15 @@ class PipelineRunner:
         self._loss_sum += loss.detach()
         return loss / self._valid
 
+    def prepare(self, batch: Batch) -> None:
+        """Compile all stages before the first step."""
+        if self.compiles:
+            self.warm_up(batch.to(self.device))
+            self.compiles = False
+
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters of all stages. Return the
         sum in float64 on the rank with the last stage, 0 on the others. All ranks of a pipeline need the same batch."""
-        if self.compiles:
-            self.warm_up(batch)
-            self.compiles = False
         self._valid, self._loss_sum = valid, torch.zeros_like(valid)
         self._schedule.step(
             *((batch.tokens,) if 0 in self.stages else ()),
