@@ -1,6 +1,7 @@
 """Pools of ranks: real processes on gloo, started once per world size, which run many test cases."""
 
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,11 @@ def patterns(text: str) -> list[tuple[bool, re.Pattern[str]]]:
 def is_nightly(name: str, lines: list[tuple[bool, re.Pattern[str]]]) -> bool:
     """Return what the last line that matches a test says."""
     return next((nightly for nightly, pattern in reversed(lines) if pattern.fullmatch(name)), False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
