@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(BENCHMARKS.glob("*.py"))
 LOGS = sorted((BENCHMARKS / "logs").iterdir())
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), BENCHMARKS / "NOTEBOOK.md"]
 FILES = {"debug.toml", "metrics.jsonl"}  # that look like options
 ONLY_IN_TORCHTITAN = {"job.config_file", "metrics.disable_color_printing"}
 
