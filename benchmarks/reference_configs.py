@@ -1,4 +1,4 @@
-"""Plan every config for GPUs, and variants of it, and write the tables of docs/reference_configs.md.
+"""Plan every config for GPUs, and variants of it, and write their tables in docs/plan.md and benchmarks/NOTEBOOK.md.
 
     python benchmarks/reference_configs.py            (about five minutes on two idle cores)
 
@@ -42,7 +42,7 @@ VARIANTS = (
     ("deepseek_v3_671b", *SELECTIVE),
     ("deepseek_v3_671b", *UNBALANCED),
 )
-PAGE = ROOT / "docs" / "reference_configs.md"
+PAGE, NOTEBOOK = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "NOTEBOOK.md"
 RESULTS = "GiB, worst rank | spare | tokens/s per device | MFU | pipeline bubble |"
 HEAD = f"| config | devices | layout | AC | float8 | {RESULTS}"
 HEAD_VARIANTS = f"| config | variant | {RESULTS}"
@@ -91,22 +91,22 @@ def lines_of_the_page() -> dict[str, str]:
     return {line.split("]")[0].removeprefix("| ["): line for line in lines}
 
 
-def write(head: str, table: Iterable[str]) -> None:
-    """Replace the lines below a table's head."""
+def write(page: Path, head: str, table: Iterable[str]) -> None:
+    """Replace the lines below a table's head on a page."""
     lines = []
     for text in table:
         print(text, flush=True)
         lines.append(text)
-    before, _, rest = PAGE.read_text().partition(head)
+    before, _, rest = page.read_text().partition(head)
     after = rest[rest.index("\n\n") :]
     rule = "|" + " --- |" * (head.count("|") - 1)
-    PAGE.write_text("\n".join([before + head, rule, *lines]) + after)
+    page.write_text("\n".join([before + head, rule, *lines]) + after)
 
 
 def main() -> None:
-    write(HEAD, map(config_line, NAMES))
+    write(PAGE, HEAD, map(config_line, NAMES))
     variants = (table_line([name, label, *results(planned(name, *options))]) for name, label, *options in VARIANTS)
-    write(HEAD_VARIANTS, variants)
+    write(NOTEBOOK, HEAD_VARIANTS, variants)
 
 
 if __name__ == "__main__":

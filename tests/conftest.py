@@ -102,7 +102,7 @@ class Retrying:
     """This class runs a call of a pool again, once and with a warning, if a rank's process died in it.
 
     Under heavy load, a process of a long-lived pool has died of a corrupted heap in a thread of gloo
-    (docs/support.md). A wrong result or an exception never leads to a retry.
+    (benchmarks/NOTEBOOK.md). A wrong result or an exception never leads to a retry.
     """
 
     def __init__(self, pools: RankPools, world_size: int):

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(BENCHMARKS.glob("*.py"))
 LOGS = sorted((BENCHMARKS / "logs").iterdir())
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FILES = {"debug.toml", "metrics.jsonl"}  # that look like options
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), BENCHMARKS / "NOTEBOOK.md"]
+FILES = {"debug.toml", "metrics.jsonl", "plan.md"}  # that look like options
 ONLY_IN_TORCHTITAN = {"job.config_file", "metrics.disable_color_printing"}
 
 
@@ -145,7 +145,8 @@ def test_each_log_is_quoted_by_a_page(log):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_each_script_is_named_by_a_page_or_used_by_a_script(path):
     used = any(path.stem in other.read_text() for other in SCRIPTS if other != path)
-    assert used or any(f"benchmarks/{path.name}" in page.read_text() for page in PAGES)
+    named = re.compile(rf"(?:benchmarks/|\]\(){path.name}\b")  # from a page, or from one beside it
+    assert used or any(named.search(page.read_text()) for page in PAGES)
 
 
 def test_these_checks_can_fail(load_script):

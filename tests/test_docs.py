@@ -5,6 +5,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from titanlite.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md"))]
 PROSE_COLUMNS, README_LINES = 100, 200
+MOST_PAGES, MOST_LINES = 16, 3500
+"""Of pages in docs/ that are written by hand. Commands write docs/reference/."""
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -25,8 +29,9 @@ OPTION = re.compile(rf"(?<![\w./])(?:--)?({'|'.join(SECTIONS)})\.(\w+)(?![\w./*]
 GROUP = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.\{{([\w,\s]+)\}}")
 FILE = re.compile(r"(?<![\w./*{}<$-])((?:[\w.-]+/)*[\w-]+\.(?:py|toml|sh))(?![\w/])")
 SHIPPED = re.compile(r"titanlite (?:train|plan|parity|config) ([\w./]+)")
-EXAMPLES = {"training.seqlen", "optimizer.amsgrad"}
-"""Options that do not exist: one in examples of error messages, one in the example of adding an option."""
+EXAMPLES = {"training.seqlen", "optimizer.amsgrad", "training.key"}
+"""Options that do not exist: one in examples of error messages, one in the example of adding an option, and the
+placeholder in the usage of `titanlite eval`."""
 OTHER_PROJECTS = ("kempnerforge/", "litgpt/")
 """Packages of other projects whose files docs/comparison.md names."""
 SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json", "safetensors"}
@@ -210,6 +215,50 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) < README_LINES
 
 
+def pages_by_hand(pages: dict[str, str]) -> tuple[int, int]:
+    """Return the number of the pages that are written by hand, and of their lines, of pages by their path in docs/."""
+    by_hand = [text for path, text in pages.items() if not path.startswith("reference/")]
+    return len(by_hand), sum(text.count("\n") for text in by_hand)
+
+
+def test_the_pages_are_few_and_short():
+    n_pages, n_lines = pages_by_hand({path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in DOCS})
+    assert n_pages <= MOST_PAGES
+    assert n_lines <= MOST_LINES
+
+
+def test_pages_and_lines_by_hand_are_counted():
+    pages = {"data.md": "a\nb\n", "tutorials/a.md": "a\n", "reference/config.md": "a\n"}
+    assert pages_by_hand(pages) == (2, 3)
+
+
+# What commands write
+
+
+@pytest.fixture(scope="module")
+def written() -> types.ModuleType:
+    """Return the script that writes parts of pages. It imports the tables of many tests, which takes seconds."""
+    from tests import pages
+
+    return pages
+
+
+def test_the_reading_order_is_that_of_the_code(written):
+    assert README.read_text() == written.readme(README.read_text()), "run `python -m tests.pages`"
+
+
+def test_a_wrong_reading_order_is_found(written):
+    text = README.read_text()
+    number = re.search(r"\| ([\d,]+) \|", text.partition(written.BEGIN)[2])[1]
+    assert written.readme(text.replace(f"| {number} |", "| 7 |")) == text
+
+
+@pytest.mark.parametrize("name", ["commands", "support"])
+def test_a_page_that_a_command_writes_is_up_to_date(written, name):
+    page = (ROOT / "docs" / "reference" / f"{name}.md").read_text()
+    assert page == getattr(written, f"{name}_page")(), "run `python -m tests.pages`"
+
+
 # The site
 
 
@@ -221,6 +270,29 @@ def build_site(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
 needs_mkdocs = pytest.mark.skipif(
     not importlib.util.find_spec("mkdocs") or not importlib.util.find_spec("material"), reason="needs mkdocs-material"
 )
+
+
+@pytest.fixture(scope="module")
+def small_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the site's settings and one page, whose site has been built, in `site`."""
+    folder = tmp_path_factory.mktemp("small_site")
+    docs = folder / "docs"
+    docs.mkdir()
+    (docs / "hooks.py").write_text((ROOT / "docs" / "hooks.py").read_text())
+    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:")[0]
+    (folder / "mkdocs.yml").write_text(f"{settings}nav:\n  - Home: index.md\n")
+    (docs / "index.md").write_text("# Home\n\nSee [the loop](../titanlite/train.py).\n")
+    done = build_site(folder, folder / "site")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wrong_site(small_site: Path) -> subprocess.CompletedProcess[str]:
+    """Return the build of a site with three wrong pages. Each of their warnings ends a strict build."""
+    (small_site / "docs" / "index.md").write_text("# Home\n\n[a](no.md)\n\n[a](index.md#no)\n")
+    (small_site / "docs" / "other.md").write_text("# Other\n")
+    return build_site(small_site, small_site / "wrong")
 
 
 @needs_mkdocs
@@ -235,20 +307,24 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path):
 
 
 @needs_mkdocs
-@pytest.mark.parametrize("page", ["[a](no.md)", "[a](index.md#no)", "a page that the navigation lacks"])
-def test_a_wrong_page_breaks_the_site(page: str, tmp_path: Path):
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "hooks.py").write_text((ROOT / "docs" / "hooks.py").read_text())
-    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:")[0]
-    (tmp_path / "mkdocs.yml").write_text(f"{settings}nav:\n  - Home: index.md\n")
-    (docs / "index.md").write_text("# Home\n\nSee [the loop](../titanlite/train.py).\n")
-    done = build_site(tmp_path, tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    assert "<code>titanlite/train.py</code>" in (tmp_path / "site" / "index.html").read_text()
-    file = "index.md" if page.startswith("[") else "other.md"
-    (docs / file).write_text(f"# Home\n\n{page}\n")
-    assert build_site(tmp_path, tmp_path / "site").returncode != 0
+def test_a_link_to_a_file_outside_the_site_is_its_path(small_site: Path):
+    assert "<code>titanlite/train.py</code>" in (small_site / "site" / "index.html").read_text()
+
+
+@needs_mkdocs
+@pytest.mark.parametrize(
+    "warning",
+    [
+        r"link 'no\.md'.* not found",
+        r"link 'index\.md#no'.* no (?:such )?anchor",
+        r"not included in the \"nav\" configuration:\s*- other\.md",
+    ],
+    ids=["[a](no.md)", "[a](index.md#no)", "a page that the navigation lacks"],
+)
+def test_a_wrong_page_breaks_the_site(warning: str, wrong_site: subprocess.CompletedProcess[str]):
+    assert re.search(rf"WARNING\s+-.*{warning}", wrong_site.stderr), wrong_site.stderr
+    assert "Aborted with 3 warnings in strict mode" in wrong_site.stdout + wrong_site.stderr
+    assert wrong_site.returncode != 0
 
 
 # Hostile input

@@ -230,7 +230,7 @@ UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output h
     ],
 )
 def test_collectives_of_three_accumulation_steps(ranks, tmp_path, layout, gathers, scatters, reduces):
-    """As in the table of docs/data_parallel.md; one more all-reduce counts the valid tokens."""
+    """As in the table of docs/parallelism.md; one more all-reduce counts the valid tokens."""
     job = resolve(tmp_path, 2, LAYOUTS[layout](2) | {"training__global_batch_size": 12})
     expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
     for counts in ranks(2).run(collectives, job=job):

@@ -1,4 +1,4 @@
-"""Every config for GPUs is planned, fits its device, and is as docs/reference_configs.md says."""
+"""Every config for GPUs is planned, fits its device, and is as docs/plan.md says."""
 
 import re
 import sys

@@ -1,5 +1,5 @@
 """What a step costs a device that a CPU lacks, counted: bytes moved besides the work, waits for the device, compiles,
-collectives that overlap. docs/speed.md has the table."""
+collectives that overlap. benchmarks/NOTEBOOK.md has the table."""
 
 import contextlib
 import copy

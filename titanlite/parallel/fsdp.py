@@ -1,6 +1,6 @@
 """Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
 
-docs/data_parallel.md has the table from those names to the options. One rank takes the same path, which also carries
+docs/parallelism.md has the table from those names to the options. One rank takes the same path, which also carries
 the mixed precision.
 """
 

@@ -247,7 +247,7 @@ class Replicas(OneGroup):
         if not problem:
             return sums[: len(values)]
         if not self._is_member:
-            raise ConfigError([f"{problem}; see docs/fault_tolerance.md"])
+            raise ConfigError([f"{problem}; see docs/reliability.md"])
         if n_members == n and self.section.replica_id > self.living[0]:
             raise TrainingError(f"{problem}; group {self.living[0]} goes on, and this one can be started again")
         self.manager.report_error(RuntimeError(problem))
