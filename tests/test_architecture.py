@@ -30,7 +30,8 @@ LINES_OF_THE_LOOP, COMPLEXITY_OF_THE_LOOP = 100, 20
 HEART = (
     *("train", "train_step", "step_guard", "validation", "build", "model", "loss", "init", "optimizer"),
     *("parallel/mesh", "parallel/parallelize", "parallel/tensor", "parallel/fsdp", "parallel/pipeline"),
-    *("parallel/activation_checkpoint", "parallel/compile", "parallel/attention", "parallel/context"),
+    *("parallel/activation_checkpoint", "parallel/compile", "parallel/attention"),
+    *("parallel/tiled_attention", "parallel/tiles", "parallel/ring", "parallel/ulysses"),
     *("parallel/shards",),
     *("data/packing", "data/loader"),
 )

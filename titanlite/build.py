@@ -39,9 +39,9 @@ from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance
 from titanlite.model import Llama, flops_per_token
 from titanlite.optimizer import build_adam, parameter_groups
-from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.tiles import local_positions
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import Balance, OneGroup, Runner, SingleStageRunner, TrainStep
 from titanlite.validation import Validator
