@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.build_llama import build_llama
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
@@ -67,8 +68,7 @@ def set_seed(debug: Debug, rank: int) -> None:
 
 def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
     """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
-    with torch.device("meta"):
-        model = Llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
+    model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
     return model.to(getattr(torch, config.training.dtype))
 
 

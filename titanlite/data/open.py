@@ -12,7 +12,7 @@ from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.loader import Sequences, Validated
 from titanlite.data.packing import PackedSequences, ValidationSequences
-from titanlite.data.source import Source
+from titanlite.data.source import Source, Template
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
@@ -59,7 +59,7 @@ def open_sequences(
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     caches: Caches = []
     for each in token_caches(training, validation):
-        caches.append((each, open_token_cache(each.source, tokenizer, each.fraction, **options)))
+        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
     sequences: Sequences
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -104,6 +104,16 @@ def pack_once(
     from titanlite.techniques.data.best_fit import BestFitValidation, open_best_fit
 
     return BestFitValidation(open_best_fit(cache, split, training, builds_cache=builds_cache))
+
+
+def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
+    """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
+    template: type[Template] | None = None
+    if source.training.dataset_format != "text":
+        from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+
+        template = ChatTemplate
+    return open_token_cache(source, tokenizer, fraction, template=template, **options)
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
