@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.model import Documents, ScaledDotProductAttention
@@ -21,7 +20,7 @@ from titanlite.parallel import attention as attention_backends
 from titanlite.parallel import ring as ring_attention
 from titanlite.parallel import tiled_attention, tiles
 from titanlite.parallel.attention import ATTENTION_BACKENDS
-from titanlite.parallel.tiled_attention import TiledAttention, apply_tiled_attention
+from titanlite.parallel.tiled_attention import TiledAttention
 from titanlite.parallel.tiles import local_positions
 
 TOLERANCE = 1e-13
@@ -598,13 +597,12 @@ def test_injected_bug_fails(ranks, bug, kind, window, first):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_models_own_attention(kind):
-    block = SimpleNamespace(attention=nn.Module())
-    apply_tiled_attention(SimpleNamespace(layers={"0": block}), ring_group=None, ulysses_group=None, backend="cpu")
+    tiled = TiledAttention(ring_group=None, ulysses_group=None, backend="cpu")
     documents = Documents(document_positions_of(kind)) if kind else None
     inputs = draw(3, 4, 2)
     actual, expected = (
         gradients(lambda *qkv, attend=attend: attend(*qkv, documents), *inputs)
-        for attend in (block.attention.inner_attention, ScaledDotProductAttention())
+        for attend in (tiled, ScaledDotProductAttention())
     )
     assert not wrong([worst(actual, expected)])
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.model import Documents, Llama
+from titanlite.model import Documents
 from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
 from titanlite.parallel.ring import ring_backward, ring_forward
 from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
@@ -61,18 +61,6 @@ class TiledAttention(nn.Module):
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
         window = self.window if self.window < sequence * self.ring_size else 0  # which is the same
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend, window)[0]
-
-
-def apply_tiled_attention(
-    model: Llama,
-    ring_group: dist.ProcessGroup | None,
-    ulysses_group: dist.ProcessGroup | None,
-    backend: str,
-    window: int = 0,
-) -> None:
-    """Replace the inner attention of every block of a model or a stage. The arguments are TiledAttention's."""
-    for block in model.layers.values():
-        block.attention.inner_attention = TiledAttention(ring_group, ulysses_group, backend, window)
 
 
 _GROUPS: dict[str, dist.ProcessGroup | None] = {
