@@ -291,7 +291,8 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
-    """Run the first, a middle and the last gradient accumulation step of TrainStep."""
+    """Run the first, a middle and the last accumulation step as TrainStep.forward_backward does. It cannot be called
+    itself, since it reads how many tokens are valid, and fake tensors have no values."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
