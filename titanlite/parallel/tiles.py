@@ -38,7 +38,7 @@ def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tens
 
     `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if it does not exist, or the split is not even.
     """
-    n_chunks = len(chunk_numbers(0, ring))
+    n_chunks = 2 * ring if ring > 1 else 1
     if seq_len % n_chunks or seq_len // ring % ulysses:
         raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
     if not 0 <= rank < ring * ulysses:
