@@ -21,7 +21,7 @@ import xxhash
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import MixedDataset
-from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
+from titanlite.data.packing import PackedSequences, Sequence, ShardState, ValidationSequences
 from titanlite.data.shuffle import permuted
 
 MIXTURE_BLOCK = 1024
@@ -109,7 +109,7 @@ class MixedSequences:
         """Equal for two mixtures only if their global indices name the same sequences."""
         return "; ".join(map(str, self.components))
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+    def read(self, first: int, stride: int, shard_states: dict[int, ShardState]) -> Iterator[tuple[Sequence, None]]:
         """Yield the sequences first, first + stride, ..., as PackedSequences.read does."""
         block = self.start
         while True:
