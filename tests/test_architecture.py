@@ -38,7 +38,7 @@ HEART = (
 )
 """The files of the loop, the step, the model, every parallelism and the data's order, without their endings."""
 # What a run with checkpoints imports, and with a token cache to build, is counted in tests/test_train.py.
-LINES_OF_THE_HEART, LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 3680, 11_770, 25_910
+LINES_OF_THE_HEART, LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 3680, 11_770, 25_935
 DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 130, 12
 
 
