@@ -28,10 +28,9 @@ from tokenize_speed import make_text, make_tokenizer
 
 from titanlite.config.schema import Training
 from titanlite.data.documents import open_stream
-from titanlite.data.open import build_tokenizer
+from titanlite.data.open import build_tokenizer, open_cache
 from titanlite.data.packing import PackedSequences
 from titanlite.data.source import Source
-from titanlite.data.token_cache import open_token_cache
 from titanlite.techniques.data.best_fit import pack, split_documents
 from titanlite.techniques.data.mixture import MIXTURE_BLOCK, Component, MixedSequences
 from titanlite.techniques.data.streaming import StreamingSequences
@@ -84,7 +83,7 @@ def main() -> None:
         make_tokenizer("bpe", assets, text / "0.jsonl")
         tokenizer = build_tokenizer(str(assets))
         training = Training(dataset="json", dataset_path=str(text), seq_len=SEQ_LEN, streaming_shards=1)
-        cache = open_token_cache(
+        cache = open_cache(
             Source(training), tokenizer, 0.0, cache_folder=str(Path(temporary) / "cache"), builds_cache=True
         )
         for _ in range(options.rounds):

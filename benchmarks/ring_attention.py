@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.parallel.context import ContextAttention
 from titanlite.parallel.mesh import retain_freed_memory
+from titanlite.parallel.tiled_attention import TiledAttention
 from titanlite.tools.parity.process_pool import ProcessPool
 
 CUDA_BACKENDS = {
@@ -85,7 +85,7 @@ def prepared(length: int, shape: Shape) -> tuple[Attention, list[Tensor]]:
     """Build the attention and its inputs once per rank and length, so that a sample times nothing but the step."""
     retain_freed_memory()  # as train.py does
     size = dist.get_world_size()
-    ring = ContextAttention(ring_group=dist.group.WORLD, ulysses_group=None, backend="cpu")
+    ring = TiledAttention(ring_group=dist.group.WORLD, ulysses_group=None, backend="cpu")
     return (ring if size > 1 else reference), tensors(length // size, shape, "cpu")
 
 
@@ -137,7 +137,7 @@ def seconds_of(call: Callable[[], None], device: str) -> float:
 
 def compare_backend(backend: str, length: int, backward: bool, shape: Shape, device: str, repeats: int) -> str:
     """Print the samples of one case, and return its line of the table."""
-    ours = ContextAttention(ring_group=None, ulysses_group=None, backend=backend)
+    ours = TiledAttention(ring_group=None, ulysses_group=None, backend=backend)
     torchs = functools.partial(reference, repeat=backend == "efficient")
     inputs = tensors(length, shape, device)
     calls = [functools.partial(step, attention, *inputs, backward) for attention in (ours, torchs)]

@@ -29,9 +29,8 @@ from tokenize_speed import make_text, make_tokenizer
 
 from titanlite.config.schema import Training
 from titanlite.data.files import LARGEST_ROW
-from titanlite.data.open import build_tokenizer
+from titanlite.data.open import build_tokenizer, open_cache
 from titanlite.data.source import Source
-from titanlite.data.token_cache import open_token_cache
 
 CASES = ("line", "line, wide", "array", "document", "parquet", "parquet, long")
 
@@ -66,7 +65,7 @@ def work(kind: str, folder: str, assets: str) -> None:
     tokenizer = build_tokenizer(assets)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     source = Source(Training(dataset=kind, dataset_path=folder))  # type: ignore[arg-type]
-    cache = open_token_cache(source, tokenizer, 0.0, cache_folder=f"{folder}-cache-{len(assets)}", builds_cache=True)
+    cache = open_cache(source, tokenizer, 0.0, cache_folder=f"{folder}-cache-{len(assets)}", builds_cache=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(json.dumps({"tokens": len(cache.tokens("train")), "before MiB": before, "peak MiB": peak}))
 

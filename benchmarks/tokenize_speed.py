@@ -7,7 +7,7 @@ JSON lines in four files. The tokenizers are trained on some of it: `cheap` spli
 byte-level BPE with 32,000 tokens, as Llama 3 and GPT-2 have, and `costly` the same behind a Unicode normalization and a
 regular expression. Each program is a process of its own; in each round all take turns:
 
-    titanlite       open_token_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies
+    titanlite       open_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies
     encode_batch    tokenizers.Tokenizer.encode_batch_fast of 1,000 texts at a time, which are in memory
     datasets.map    load_dataset("json") and map(batched=True, num_proc=the number of cores), which write Arrow files
     datatrove       JsonlReader and DocumentTokenizer on as many workers as cores; left out if it is not installed
@@ -91,13 +91,12 @@ def work(program: str, text: Path, assets: Path, folder: Path) -> dict[str, floa
     """Tokenize the text with one program."""
     if program == "titanlite":
         from titanlite.config.schema import Training
-        from titanlite.data.open import build_tokenizer
+        from titanlite.data.open import build_tokenizer, open_cache
         from titanlite.data.source import Source
-        from titanlite.data.token_cache import open_token_cache
 
         own, source = build_tokenizer(str(assets)), Source(Training(dataset="json", dataset_path=str(text)))
         begin = time.perf_counter()
-        cache = open_token_cache(source, own, 0.0, cache_folder=str(folder), builds_cache=True)
+        cache = open_cache(source, own, 0.0, cache_folder=str(folder), builds_cache=True)
         return {"seconds": time.perf_counter() - begin, "tokens": len(cache.tokens("train"))}
     from tokenizers import Tokenizer
 

@@ -16,8 +16,8 @@ from titanlite.config.schema import Training
 from titanlite.data import documents, packing
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
-from titanlite.data.loader import Batch, Loader, Sequences, SequenceShard
-from titanlite.data.packing import PackedSequences
+from titanlite.data.loader import Batch, Loader, SequenceShard
+from titanlite.data.packing import PackedSequences, Sequences
 from titanlite.data.source import Source
 from titanlite.data.tokenizer import ByteTokenizer, encode_documents
 from titanlite.techniques.data.streaming import StreamingSequences

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.test_model import draw_weights
+from titanlite.build_llama import build_llama
 from titanlite.config.schema import Model
 from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_names, named_weights, to_hf
 from titanlite.model import Llama
@@ -159,8 +160,7 @@ def save_hf(folder: Path, family: str = "llama", **arguments: Any) -> Any:
 
 def empty_model(options: Model, dtype: torch.dtype = torch.float32) -> Llama:
     """Return our model in this process, its weights and the biases that balance experts NaN."""
-    with torch.device("meta"):
-        model = Llama(options, max_seq_len=SEQ_LEN).to(dtype)
+    model = build_llama(options, max_seq_len=SEQ_LEN).to(dtype)
     model.materialize(CPU)
     with torch.no_grad():
         for tensor in named_weights(model).values():

@@ -16,7 +16,7 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening
 from titanlite.data import token_cache
-from titanlite.data.token_cache import open_token_cache
+from titanlite.data.open import open_cache
 from titanlite.loss import IGNORED
 from titanlite.techniques.data import best_fit
 from titanlite.techniques.data.best_fit import (
@@ -241,7 +241,7 @@ def test_documents_of_one_token_only_are_rejected(tmp_path, options, assets):
 
 def best_fit_of(options: dict[str, Any], **changed: Any) -> BestFit:
     own = training(**options)
-    cache = open_token_cache(
+    cache = open_cache(
         source(**{"dataset": "json", "path": options["dataset_path"]}),
         BYTES,
         0.0,

@@ -28,9 +28,10 @@ from tests.checkpoint_helpers import (
 )
 from titanlite.checkpoint.files import BLOCK_BYTES, write_file
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Slice, Stored, build_manifest
+from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Stored, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import ConfigError
+from titanlite.parallel.shards import Slice
 from titanlite.tools import checkpoint as command
 
 FIRST, SECOND = FILES

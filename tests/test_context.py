@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.model import Documents, ScaledDotProductAttention
 from titanlite.parallel import attention as attention_backends
-from titanlite.parallel import context
+from titanlite.parallel import ring as ring_attention
+from titanlite.parallel import tiled_attention, tiles
 from titanlite.parallel.attention import ATTENTION_BACKENDS
-from titanlite.parallel.context import ContextAttention, apply_context_parallel, local_positions
+from titanlite.parallel.tiled_attention import TiledAttention
+from titanlite.parallel.tiles import local_positions
 
 TOLERANCE = 1e-13
 """Of the largest value: float64 has 1.1e-16, and sums have some dozens of terms."""
@@ -88,7 +89,7 @@ def wrong(errors: list[dict[str, float]]) -> set[str]:
 
 
 def groups(ring: int, ulysses: int) -> dict[str, Any]:
-    """Return ContextAttention's process groups, of a mesh over all ranks."""
+    """Return TiledAttention's process groups, of a mesh over all ranks."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     sizes = {"ring": ring, "ulysses": ulysses}
     return {f"{name}_group": mesh.get_group(name) if size > 1 else None for name, size in sizes.items()}
@@ -109,10 +110,10 @@ def differences(
     inputs = draw(3 if kind else 2, *heads)
     expected = gradients(lambda *qkv: attention(*qkv, mask(document_positions, window)), *inputs)
     with INJECTED_BUGS[bug]():
-        own = context.local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
-        of_ring_rank = context.local_positions(TOKENS, ring=ring, ulysses=1, rank=dist.get_rank() // ulysses)
+        own = tiles.local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
+        of_ring_rank = tiles.local_positions(TOKENS, ring=ring, ulysses=1, rank=dist.get_rank() // ulysses)
         documents = Documents(document_positions[:, of_ring_rank]) if kind else None
-        attend = ContextAttention(**groups(ring, ulysses), backend=backend, window=window)
+        attend = TiledAttention(**groups(ring, ulysses), backend=backend, window=window)
         call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
         actual = gradients(lambda *qkv: call(*qkv, documents), *(x[:, own] for x in inputs))
     return worst(actual, [x[:, own] for x in expected])
@@ -129,7 +130,7 @@ def _neighbouring_chunks() -> Any:
     """Give ranks chunks in order, and attend as if in zig-zag."""
     chunks = {0: [0, 1], 1: [2, 3]}
     return mock.patch.object(
-        context,
+        tiles,
         "local_positions",
         lambda n, *, ring, ulysses, rank: torch.arange(n).view(4, -1)[chunks[rank]].flatten(),
     )
@@ -137,7 +138,7 @@ def _neighbouring_chunks() -> Any:
 
 def _chunks_swapped() -> Any:
     """Take the other chunk of the queries or keys, where only one attends."""
-    real = context._tiles
+    real = tiles.tiles_of_step
 
     def swapped(documents: Any, tokens: int, *ranks: int) -> Any:
         def swap(index: tuple[slice, slice]) -> tuple[slice, slice]:
@@ -146,49 +147,49 @@ def _chunks_swapped() -> Any:
             return index if chunk == slice(0, tokens) else (sequences, other)
 
         for tile in real(documents, tokens, *ranks):
-            yield context._Tile(swap(tile.queries), swap(tile.keys), tile.causal)
+            yield tiles.Tile(swap(tile.queries), swap(tile.keys), tile.causal)
 
-    return mock.patch.object(context, "_tiles", swapped)
+    return mock.patch.object(ring_attention, "tiles_of_step", swapped)
 
 
 def _mean_of_tiles() -> Any:
     """Merge tiles of the softmax without their weights."""
-    return mock.patch.object(context, "_merge", lambda out, lse, tile, tile_lse: out.add_(tile).div_(2))
+    return mock.patch.object(ring_attention, "_merge", lambda out, lse, tile, tile_lse: out.add_(tile).div_(2))
 
 
 def _last_ring_step_left_out() -> Any:
     """Leave the gradients of keys and values with the rank before their owner."""
-    real, sent = context._send_ahead, []
+    real, sent = ring_attention._send_ahead, []
 
-    def send_ahead(ring: str, hop: int, *buffers: Tensor) -> Any:
+    def send_ahead(ring: Any, hop: int, *buffers: Tensor) -> Any:
         sent.append(len(buffers))
         return (lambda: buffers) if sent.count(2) == dist.get_world_size() else real(ring, hop, *buffers)
 
-    return mock.patch.object(context, "_send_ahead", send_ahead)
+    return mock.patch.object(ring_attention, "_send_ahead", send_ahead)
 
 
 def _documents_too_long() -> Any:
     """End a document that began in another chunk one token too late."""
-    real = context._documents
+    real = tiles.chunks_of
 
     def late(bounds: list[int]) -> list[int]:
         return [0, min(bounds[1] + 1, bounds[-1]), *bounds[2:]]
 
-    def documents(*arguments: Any) -> Any:
-        return [[(position, late(bounds)) for position, bounds in chunks] for chunks in real(*arguments)]
+    def chunks_of(*arguments: Any) -> Any:
+        return [[tiles.Chunk(position, late(bounds)) for position, bounds in chunks] for chunks in real(*arguments)]
 
-    return mock.patch.object(context, "_documents", documents)
+    return mock.patch.object(ring_attention, "chunks_of", chunks_of)
 
 
 def _window_too_long() -> Any:
     """Let queries see one key too many of another block."""
-    real = context._rectangle
-    return mock.patch.object(context, "_rectangle", lambda queries, keys, window: real(queries, keys, window + 1))
+    real = tiles._rectangle
+    return mock.patch.object(tiles, "_rectangle", lambda queries, keys, window: real(queries, keys, window + 1))
 
 
 def _not_flipped_back() -> Any:
     """Return results of flipped tiles as they come."""
-    return mock.patch.object(context, "_tokens_first", lambda _, *tensors: [x.transpose(1, 2) for x in tensors])
+    return mock.patch.object(ring_attention, "_tokens_first", lambda _, *tensors: [x.transpose(1, 2) for x in tensors])
 
 
 INJECTED_BUGS: dict[str, Callable[[], Any]] = {
@@ -218,7 +219,7 @@ def errors_in_bfloat16(ring: int, ulysses: int, window: int) -> tuple[list[float
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
     exact = gradients(lambda *qkv: attention(*qkv, mask(None, window)), *(x.double() for x in inputs))
     torchs = gradients(lambda *qkv: torchs_attention(*qkv, window), *inputs)
-    attend = ContextAttention(**groups(ring, ulysses), backend="cpu", window=window)
+    attend = TiledAttention(**groups(ring, ulysses), backend="cpu", window=window)
     ours = gradients(attend, *(x[:, own] for x in inputs))
 
     def squares(actual: list[Tensor]) -> list[float]:
@@ -244,7 +245,7 @@ def message_sizes(
 
     own = local_positions(TOKENS, ring=ring, ulysses=ulysses, rank=dist.get_rank())
     q, k, v, grad = (x[:, own].requires_grad_() for x in draw(batch, heads, kv_heads))
-    attend = ContextAttention(**groups(ring, ulysses), backend="cpu", window=window)
+    attend = TiledAttention(**groups(ring, ulysses), backend="cpu", window=window)
     with mock.patch.multiple(dist, batch_isend_irecv=count_p2p, all_to_all_single=count_all_to_all):
         phase = "forward"
         sent[phase] = []
@@ -303,7 +304,7 @@ def emulated_packed_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *qkv, bounds, longest, window = arguments
     assert bounds.dtype == torch.int32
     assert longest == bounds.diff().max()
-    results = [context._ring_forward(*each, None, "", "math", window) for each in _one_by_one(qkv, bounds)]
+    results = [ring_attention.ring_forward(*each, None, None, "math", window) for each in _one_by_one(qkv, bounds)]
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=1)[0], torch.cat(lses, dim=2)[0]
 
@@ -312,7 +313,8 @@ def emulated_packed_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, lse_HN, bounds, _, window = arguments
     documents = _one_by_one([*tensors, lse_HN.T], bounds)
     grads = [
-        context._ring_backward([*each[:-1], each[-1].transpose(1, 2)], None, "", "math", window) for each in documents
+        ring_attention.ring_backward([*each[:-1], each[-1].transpose(1, 2)], None, None, "math", window)
+        for each in documents
     ]
     return tuple(torch.cat(x, dim=1)[0] for x in zip(*grads, strict=True))
 
@@ -333,7 +335,7 @@ def test_varlen_attention_in_one_call(kind, window):
         return emulated_packed_forward(*arguments)
 
     emulated = attention_backends.PackedAttention(forward, emulated_packed_backward)
-    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
+    attend = TiledAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
     expected = gradients(lambda *qkv: attention(*qkv, mask(positions, window)), *inputs)
     with mock.patch.dict(attention_backends.PACKED_ATTENTION, {"cpu": emulated}):
         assert not wrong([worst(gradients(lambda *qkv: attend(*qkv, documents), *inputs), expected)])
@@ -388,7 +390,7 @@ def test_work_of_a_ring_step_is_the_same_on_every_rank(size):
     for step in range(size):
         work = []
         for rank in range(size):
-            (tile,) = context._tiles(None, tokens, rank, (rank - step) % size, size)
+            (tile,) = tiles.tiles_of_step(None, tokens, rank, (rank - step) % size, size)
             (_, queries), (_, keys) = tile.queries, tile.keys
             area = (queries.stop - queries.start) * (keys.stop - keys.start)
             work.append(tokens * (tokens + 1) // 2 if tile.causal else area)
@@ -403,10 +405,10 @@ def covered(tokens: int, size: int, document_positions: Tensor | None, window: i
     count = np.zeros((batch, tokens, tokens), np.int64)
     for rank in range(size):
         local = None if document_positions is None else document_positions[:, positions[rank]]
-        documents = context._documents(local, size)
-        for step in context._steps(tokens // size, size, window):
+        documents = tiles.chunks_of(local, size)
+        for step in tiles.ring_steps(tokens // size, size, window):
             source = (rank - step) % size
-            for tile in context._tiles(documents, tokens // size, rank, source, size, window):
+            for tile in tiles.tiles_of_step(documents, tokens // size, rank, source, size, window):
                 (b, queries), (_, keys) = tile.queries, tile.keys
                 queries, keys = positions[rank][queries], positions[source][keys]
                 for own in (queries, keys) if step == 0 else ():
@@ -442,10 +444,13 @@ def test_ring_steps_are_those_in_which_a_query_sees_a_key(size):
         steps = [
             step
             for step in range(size)
-            if any(list(context._tiles(None, tokens, rank, (rank - step) % size, size, window)) for rank in range(size))
+            if any(
+                list(tiles.tiles_of_step(None, tokens, rank, (rank - step) % size, size, window))
+                for rank in range(size)
+            )
         ]
-        assert context._steps(tokens, size, window) == steps
-    assert context._steps(tokens, size, 0) == list(range(size))
+        assert tiles.ring_steps(tokens, size, window) == steps
+    assert tiles.ring_steps(tokens, size, 0) == list(range(size))
 
 
 @pytest.mark.parametrize("kind", ["", *DOCUMENTS])
@@ -454,20 +459,20 @@ def test_a_window_that_does_not_bind_leaves_tiles_as_they_are(size, kind):
     tokens, equal = TOKENS // size, 0
     for rank in range(size):
         own = local_positions(TOKENS, ring=size, ulysses=1, rank=rank)
-        documents = context._documents(document_positions_of(kind)[:, own], size) if kind else None
+        documents = tiles.chunks_of(document_positions_of(kind)[:, own], size) if kind else None
         for source in range(size):
             pair = documents, tokens, rank, source, size
-            tiles = list(context._tiles(*pair))
+            without = list(tiles.tiles_of_step(*pair))
             keys = local_positions(TOKENS, ring=size, ulysses=1, rank=source)
             farthest = int(own.max() - keys.min())
             for window in range(1, TOKENS + 2):
                 if window > farthest:
-                    assert list(context._tiles(*pair, window)) == tiles
+                    assert list(tiles.tiles_of_step(*pair, window)) == without
                     equal += window < TOKENS
     assert equal or size == 1
     if kind:
         longest = max(length for lengths in DOCUMENTS[kind] for length in lengths)
-        assert list(context._tiles(*pair, longest)) == tiles
+        assert list(tiles.tiles_of_step(*pair, longest)) == without
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8, 16, 31])
@@ -486,7 +491,7 @@ def test_number_of_calls_of_a_window(kind, window):
         return backward(grad, q, k, *rest)
 
     counting = attention_backends.AttentionBackend(count_forward, count_backward)
-    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
+    attend = TiledAttention(ring_group=None, ulysses_group=None, backend="cpu", window=window)
     with mock.patch.dict(ATTENTION_BACKENDS, {"cpu": counting}):
         gradients(lambda *qkv: attend(*qkv, documents), *draw(3, 4, 2))
     assert shapes["forward"] == shapes["backward"]
@@ -507,7 +512,7 @@ def test_positions_that_are_rejected(seq_len, ring, ulysses, rank):
 
 
 def test_inputs_that_are_rejected():
-    attend = ContextAttention(ring_group=None, ulysses_group=None, backend="cpu")
+    attend = TiledAttention(ring_group=None, ulysses_group=None, backend="cpu")
     q, k, v, _ = draw(2, 4, 2)
     with pytest.raises(
         ValueError, match=r"document_positions: expected \[2, 32\] in host memory, got \[2, 31\] on cpu"
@@ -592,13 +597,12 @@ def test_injected_bug_fails(ranks, bug, kind, window, first):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_models_own_attention(kind):
-    block = SimpleNamespace(attention=nn.Module())
-    apply_context_parallel(SimpleNamespace(layers={"0": block}), ring_group=None, ulysses_group=None, backend="cpu")
+    tiled = TiledAttention(ring_group=None, ulysses_group=None, backend="cpu")
     documents = Documents(document_positions_of(kind)) if kind else None
     inputs = draw(3, 4, 2)
     actual, expected = (
         gradients(lambda *qkv, attend=attend: attend(*qkv, documents), *inputs)
-        for attend in (block.attention.inner_attention, ScaledDotProductAttention())
+        for attend in (tiled, ScaledDotProductAttention())
     )
     assert not wrong([worst(actual, expected)])
 
@@ -609,7 +613,7 @@ def test_operator(kind, window):
     """Run torch's own checks of schema, fake tensors, autograd and functionalization."""
     q, k, v, _ = (x.requires_grad_() for x in draw(3, 4, 2))
     positions = document_positions_of(kind) if kind else None
-    torch.library.opcheck(context._attention, (q, k, v, positions, "", "", "cpu", window))
+    torch.library.opcheck(tiled_attention._attention, (q, k, v, positions, "", "", "cpu", window))
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -16,8 +16,7 @@ from titanlite import build, config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening
-from titanlite.data.loader import Sequences
-from titanlite.data.packing import ValidationSequences
+from titanlite.data.packing import Sequences, ValidationSequences
 from titanlite.techniques.data.streaming import StreamingSequences
 
 pytestmark = pytest.mark.usefixtures("offline")

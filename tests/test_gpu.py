@@ -19,7 +19,7 @@ from titanlite.metrics.logger import PeakFlops
 from titanlite.model import Documents
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION
-from titanlite.parallel.context import ContextAttention
+from titanlite.parallel.tiled_attention import TiledAttention
 from titanlite.techniques.low_precision import PRODUCTS
 from titanlite.techniques.replicas.diloco import OuterOptimizer
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences
@@ -320,7 +320,7 @@ def test_documents_in_one_call_of_flash_attention(kv_heads, window):
     outputs = []
     for backend in ("flash", "math"):
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = ContextAttention(None, None, backend, window)(*leaves, Documents(positions))
+        out = TiledAttention(None, None, backend, window)(*leaves, Documents(positions))
         outputs.append([out, *torch.autograd.grad(out, leaves, grad)])
     for name, actual, expected in zip(NAMES, *outputs, strict=True):
         assert (actual - expected).float().norm() < 2**-7 * expected.float().norm(), name
@@ -337,7 +337,7 @@ def test_window(monkeypatch, backend, kv_heads, window):
     t = torch.arange(256, device=DEVICE)
     allowed = (t <= t[:, None]) & (t > t[:, None] - window)
     leaves = [x.detach().requires_grad_() for x in qkv]
-    out = ContextAttention(None, None, backend.split(",")[0], window)(*leaves)
+    out = TiledAttention(None, None, backend.split(",")[0], window)(*leaves)
     results = [out, *torch.autograd.grad(out, leaves, grad)]
     exact = [x.detach().double().requires_grad_() for x in qkv]
     q, k, v = (x.repeat_interleave(8 // x.shape[2], dim=2).transpose(1, 2) for x in exact)

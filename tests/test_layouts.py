@@ -470,11 +470,11 @@ def _vocabulary_shard_taken_for_full(rank: int) -> Any:
 
 def _norm_missing_in_plan(rank: int) -> Any:
     """The norm gets a sharded sequence, and each rank keeps the gradient of its shard."""
-    return mock.patch.dict(tensor.BLOCK, {"ffn_norm": tensor.PrepareModuleInput()})
+    return mock.patch.dict(tensor.BLOCK_STYLES, {"ffn_norm": tensor.PrepareModuleInput()})
 
 
 def _colwise_instead_of_rowwise(rank: int) -> Any:
-    return mock.patch.dict(tensor.BLOCK, {"feed_forward.w2": ColwiseParallel()})
+    return mock.patch.dict(tensor.BLOCK_STYLES, {"feed_forward.w2": ColwiseParallel()})
 
 
 def _zig_zag_off_by_one(rank: int) -> Any:
@@ -643,8 +643,8 @@ def test_plan_covers_every_parameter_of_a_block():
     job = config.Config().replace(model__qk_norm=True)
     (block, *_) = build.meta_model(job).layers.values()
     modules = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
-    assert modules <= set(tensor.BLOCK)
-    assert set(tensor.BLOCK) - modules == {"attention", "feed_forward"}, "the other entries gather the sequence"
+    assert modules <= set(tensor.BLOCK_STYLES)
+    assert set(tensor.BLOCK_STYLES) - modules == {"attention", "feed_forward"}, "the other entries gather the sequence"
     ends = {name for name, _ in build.meta_model(job).named_children()} - {"layers"}
     assert ends == set(tensor.ENDS)
 

@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
 from titanlite import init, model
+from titanlite.build_llama import build_llama
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
@@ -59,8 +60,7 @@ def section(size: dict[str, Any]) -> Model:
 
 def on_meta(**options: Any) -> Llama:
     size = {**SMALL, **options}
-    with torch.device("meta"):
-        return Llama(section(size), max_seq_len=size["max_seq_len"])
+    return build_llama(section(size), max_seq_len=size["max_seq_len"])
 
 
 def build(dtype: torch.dtype = torch.float64, **options: Any) -> Llama:
@@ -130,8 +130,7 @@ PARAMETERS = {
 
 
 def parameter_sizes(section: Model) -> dict[str, int]:
-    with torch.device("meta"):
-        return {name: p.numel() for name, p in Llama(section, max_seq_len=8).named_parameters()}
+    return {name: p.numel() for name, p in build_llama(section, max_seq_len=8).named_parameters()}
 
 
 def count_parameters(flavor: str) -> int:
@@ -456,22 +455,20 @@ def distributed_uses(source: str) -> Iterator[str]:
 
 
 def test_model_knows_no_parallelism():
-    """Its section of the config, its layers of experts and its latent attention are all of titanlite that it imports,
-    and these import no more."""
+    """Its section of the config is all of titanlite that it imports. Layers of experts and latent attention import that
+    and the model."""
     section, experts = "titanlite.config.schema.Model", Path(moe.__file__).parent
-    mixture, router, latent = (
-        f"titanlite.techniques.{name}"
-        for name in ("moe.layer.MixtureOfExperts", "moe.router.Router", "latent_attention.LatentAttention")
-    )
-    assert sorted(distributed_uses(Path(model.__file__).read_text())) == sorted([section, mixture, latent])
+    assert list(distributed_uses(Path(model.__file__).read_text())) == [section]
     assert list(distributed_uses((experts / "layer.py").read_text())) == [
         section,
+        "titanlite.model.FeedForward",
         "titanlite.techniques.moe.counts",
-        router,
+        "titanlite.techniques.moe.router.Router",
     ]
     assert list(distributed_uses((experts / "counts.py").read_text())) == []
     assert list(distributed_uses((experts / "router.py").read_text())) == [section]
-    assert list(distributed_uses(Path(latent_attention.__file__).read_text())) == [section]
+    of_model = [f"titanlite.model.{name}" for name in ("Documents", "ScaledDotProductAttention", "apply_rotary_emb")]
+    assert list(distributed_uses(Path(latent_attention.__file__).read_text())) == [section, *of_model]
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ from tests.test_layouts import (
 )
 from tests.test_parity import CPU, CountCalls, compare, forward_backward, resolve
 from titanlite import build
+from titanlite.build_llama import build_llama
 from titanlite.config import Config
 from titanlite.config.schema import Model
 from titanlite.init import init_weights
-from titanlite.model import FeedForward, Llama, flops_per_token
+from titanlite.model import Llama, flops_per_token
 from titanlite.parallel import fsdp, mesh
 from titanlite.techniques.moe import layer, parallel
 from titanlite.techniques.moe.balance import LoadBalance
@@ -62,8 +63,7 @@ def mixture(dtype: torch.dtype, **options: Any) -> MixtureOfExperts:
     """Return a mixture of 8 experts of width 16 with random weights."""
     moe = {"n_experts": 8, "n_experts_per_token": 3, "expert_dim": 16, **options}
     section = Model(flavor="debug", dim=DIM, moe=moe)
-    n_shared = section.moe.n_shared_experts
-    module = MixtureOfExperts(section, FeedForward(DIM, n_shared * 16) if n_shared else None).to(dtype)
+    module = MixtureOfExperts(section).to(dtype)
     for index, parameter in enumerate(module.parameters()):
         nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(index))
     return module
@@ -311,8 +311,7 @@ SMALL = Model(flavor="debug", n_layers=4, moe={"n_experts": 4, "n_experts_per_to
 
 def llama(**moe: Any) -> Llama:
     section = Model(flavor="debug", n_layers=4, moe={"n_experts": 4, "expert_dim": 64, **moe})
-    with torch.device("meta"):
-        return Llama(section, max_seq_len=8)
+    return build_llama(section, max_seq_len=8)
 
 
 def layers_with_experts(model: Llama) -> list[int]:
@@ -343,8 +342,7 @@ def test_the_initial_weights_of_an_expert_do_not_depend_on_how_many_there_are():
 def test_operations_count_the_experts_of_a_token():
     """The published active weights of Qwen3-30B-A3B are 3.3 billion, embedding included."""
     section = Model(flavor="qwen3_30b_a3b")
-    with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in Llama(section, max_seq_len=8).named_parameters()}
+    sizes = {name: p.numel() for name, p in build_llama(section, max_seq_len=8).named_parameters()}
     attention = 12 * section.n_layers * section.n_heads * section.head_dim * 1000
     active = (flops_per_token(sizes, section, 1000) - attention) / 6 + section.dim * section.vocab_size
     assert active == pytest.approx(3.35e9, rel=0.01)

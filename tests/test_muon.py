@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from titanlite.config.schema import Optimizer
 from titanlite.optimizer import clipped_step
+from titanlite.parallel.shards import Slice
 from titanlite.techniques import muon
-from titanlite.techniques.muon import Pieces, Unit, assign, build_muon, newton_schulz
+from titanlite.techniques.muon import Slices, Unit, assign, build_muon, newton_schulz
 
 LR, DECAY = 0.01, 0.1
 
@@ -144,13 +145,13 @@ def test_each_matrix_is_assigned_once_and_a_round_has_units_of_about_the_same_wo
 
 
 def test_of_several_replicas_one_sends():
-    halves = [((0, 0), (2, 4)), ((2, 0), (2, 4))]
-    pieces = Pieces(Unit(0, (4, 4), 0), halves * 3)  # three replicas of two shards
+    halves = [Slice((0, 0), (2, 4)), Slice((2, 0), (2, 4))]
+    slices = Slices(Unit(0, (4, 4), 0), halves * 3)  # three replicas of two shards
     for owner in range(6):
-        sent = [pieces.sent(rank, owner) for rank in range(6)]
+        sent = [slices.sent(rank, owner) for rank in range(6)]
         assert sum(sent) == 16
         assert sent[owner] == 8, "the owner has its own"
-    others = [next(r for r in range(1, 6, 2) if pieces.sent(r, owner)) for owner in (0, 2, 4)]
+    others = [next(r for r in range(1, 6, 2) if slices.sent(r, owner)) for owner in (0, 2, 4)]
     assert len(set(others)) == 3, "each replica sends to another owner"
 
 

@@ -24,9 +24,10 @@ from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import cache_builder, shard_builder, shard_files, token_cache, token_shards
+from titanlite.data.open import open_cache
 from titanlite.data.shard_builder import is_validation_document
 from titanlite.data.source import Source
-from titanlite.data.token_cache import open_token_cache, segments_of_shards
+from titanlite.data.token_cache import segments_of_shards
 from titanlite.data.token_shards import TokenCache
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.worker import Worker
@@ -65,7 +66,7 @@ def cached(
     verifies: bool = False,
 ) -> TokenCache:
     options: Any = {"cache_folder": str(cache), "builds_cache": builds_cache, "verifies": verifies}
-    return open_token_cache(dataset, tokenizer, fraction, **options)
+    return open_cache(dataset, tokenizer, fraction, **options)
 
 
 def tokens_of(cache: TokenCache) -> tuple[list[int], list[int]]:
@@ -283,7 +284,7 @@ def build_in_rank(folder: Path, broken: bool) -> str:
     files = folder / "files" if dist.get_rank() == 0 and not broken else folder / "nowhere"
     options = {"cache_folder": str(folder / "cache"), "builds_cache": dist.get_rank() == 0}
     try:
-        return open_token_cache(source("json", files), BYTES, 0.0, **options).identity
+        return open_cache(source("json", files), BYTES, 0.0, **options).identity
     except ConfigError as error:
         return "\n".join(error.problems)
 

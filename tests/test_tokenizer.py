@@ -11,8 +11,7 @@ import pytest
 from tests.data_helpers import BYTES, built_in_texts, flat, open_stream, rejection, source, write
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
-from titanlite.data.open import build_tokenizer
-from titanlite.data.token_cache import open_token_cache
+from titanlite.data.open import build_tokenizer, open_cache
 from titanlite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["Hello, world", "", "naïve — 東京 🎉", "line\nline\r\n\ttab\0", "\ud800 broken"]
@@ -165,7 +164,7 @@ def test_a_tokenizer_that_multiplies_text_ends_its_process_only(assets, tmp_path
     assert tokenizer.encode(["hello"])[0].tolist() == [104, 101, 108, 108, 111]
     file = write(tmp_path / "a.jsonl", ["hello", "banana"])
     dataset, how = source("json", file), {"cache_folder": str(tmp_path / "cache"), "builds_cache": True}
-    line = rejection(lambda: open_token_cache(dataset, tokenizer, 0.0, **how))
+    line = rejection(lambda: open_cache(dataset, tokenizer, 0.0, **how))
     assert line == f"{assets.folder}: {TOO_LARGE} at {file}, line 1, or shortly after it; correct it"
     stream = open_stream("json", file)
     stream.tokenizer = build_tokenizer(str(assets.folder))

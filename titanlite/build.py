@@ -15,21 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.build_llama import build_llama
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
 from titanlite.config.schema import Debug, Optimizer, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
-from titanlite.data.loader import (
-    Batch,
-    Loader,
-    Sequences,
-    SequenceShard,
-    Validated,
-    n_validation_batches,
-    validation_batches,
-)
+from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
 from titanlite.data.open import build_tokenizer, open_sequences
+from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
 from titanlite.launch.progress import mark
@@ -39,9 +33,9 @@ from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance
 from titanlite.model import Llama, flops_per_token
 from titanlite.optimizer import build_adam, parameter_groups
-from titanlite.parallel.context import local_positions
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.tiles import local_positions
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import Balance, OneGroup, Runner, SingleStageRunner, TrainStep
 from titanlite.validation import Validator
@@ -50,8 +44,9 @@ from titanlite.validation import Validator
 class Data(NamedTuple):
     """The packed sequences of a run."""
 
-    train: Sequences
-    validation: Validated | None
+    train: Sequences | Mixture
+    """A mixture if there are training.datasets."""
+    validation: SplitSequences | None
     """None where validation is not enabled."""
     identity: str
     """Of the datasets and the tokenizer: the same for the same sequences."""
@@ -67,8 +62,7 @@ def set_seed(debug: Debug, rank: int) -> None:
 
 def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
     """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
-    with torch.device("meta"):
-        model = Llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
+    model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
     return model.to(getattr(torch, config.training.dtype))
 
 
@@ -285,7 +279,7 @@ def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
 def build_loader(
     config: Config,
     layout: Layout,
-    sequences: Sequences,
+    sequences: Sequences | Mixture,
     *,
     device: torch.device,
     state: dict[str, Any] | None,
@@ -302,7 +296,7 @@ def build_loader(
     return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
 
 
-def build_validation_batches(config: Config, layout: Layout, sequences: Validated) -> tuple[Iterator[Batch], int]:
+def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:
     """Return this rank's batches of one validation, and how many they are."""
     training, validation, share = config.training, config.validation, sequence_share(config, layout)
     degree = config.parallelism.data_parallel_degree

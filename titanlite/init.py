@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.model import Llama
-from titanlite.parallel.shards import local_shard, shard_slice
+from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
 # GPT-2's initialization (Radford et al. 2019, section 2.3; Megatron-LM, arXiv:1909.08053, section 3): a normal of
 # standard deviation 0.02. The two layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that the
@@ -41,11 +41,11 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
         std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
         if parameter.dim() > 2:  # experts: what one draws does not depend on how many there are
             (first, *offsets), (n_local, *sizes) = shard_slice(parameter)
-            part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            of_expert = Slice(tuple(offsets), tuple(sizes)).indices
             for index in range(n_local):
                 full = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
                 full.normal_(0.0, std, generator=_generator(seed, f"{name}.{first + index}", device))
-                local_shard(parameter)[index].copy_(full[part])
+                local_shard(parameter)[index].copy_(full[of_expert])
             continue
         start = 0.0 if name.endswith(".bias") else 1.0  # the scale of a norm
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)

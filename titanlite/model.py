@@ -158,15 +158,6 @@ class Attention(nn.Module):
         return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))
 
 
-def attention(model: Model) -> nn.Module:
-    """Return the attention of a block, which may be latent."""
-    if not model.mla.kv_lora_rank:
-        return Attention(model)
-    from titanlite.techniques.latent_attention import LatentAttention  # here, since few models need it
-
-    return LatentAttention(model, ScaledDotProductAttention(model.sliding_window), apply_rotary_emb)
-
-
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x)."""
 
@@ -180,23 +171,15 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x_ND)) * self.w3(x_ND))
 
 
-def feed_forward(model: Model, layer: int) -> nn.Module:
-    """Return the feed-forward layer of a block, which may be a mixture of experts."""
-    if not model.has_experts(layer):
-        return FeedForward(model.dim, model.ffn_dim, bias=model.mlp_bias)
-    from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
-
-    n_shared = model.moe.n_shared_experts
-    return MixtureOfExperts(model, FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None)
-
-
 class Block(nn.Module):
-    def __init__(self, model: Model, layer: int):
+    """A layer: `attention` is an Attention or does what it does, `feed_forward` a FeedForward or what does the same."""
+
+    def __init__(self, model: Model, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.attention = attention(model)
+        self.attention = attention
         self.ffn_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.feed_forward = feed_forward(model, layer)
+        self.feed_forward = feed_forward
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
         x_ND = self.attend(x_ND, rope_TK2, documents)
@@ -220,12 +203,20 @@ class Output(nn.Linear):
 class Llama(nn.Module):
     """The full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
 
-    Build it under `torch.device("meta")`, then `materialize` it and fill it with `titanlite.init.init_weights`: the
-    constructor itself draws no weights. The rotary table has `max_seq_len` positions. `modules` are the names of the
-    modules to build (tok_embeddings, layers.N, norm, output); None: all.
+    build_llama.py builds it on the meta device. Then `materialize` it and fill it with `titanlite.init.init_weights`:
+    the constructor itself draws no weights. The rotary table has `max_seq_len` positions. `build_block` returns the
+    block of a layer by its number. `modules` are the names of the modules to build (tok_embeddings, layers.N, norm,
+    output); None: all.
     """
 
-    def __init__(self, model: Model, *, max_seq_len: int, modules: Collection[str] | None = None):
+    def __init__(
+        self,
+        model: Model,
+        build_block: Callable[[Model, int], Block],
+        *,
+        max_seq_len: int,
+        modules: Collection[str] | None = None,
+    ):
         super().__init__()
 
         def has(name: str) -> bool:
@@ -238,7 +229,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
         # Keyed by number, so that a layer keeps its name when the model is split into stages.
         numbers = [layer for layer in range(model.n_layers) if has(f"layers.{layer}")]
-        self.layers = nn.ModuleDict({str(layer): Block(model, layer) for layer in numbers})
+        self.layers = nn.ModuleDict({str(layer): build_block(model, layer) for layer in numbers})
         self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps) if has("norm") else None
         self.output = Output(model.dim, model.vocab_size, bias=False) if has("output") else None
         self.tie()

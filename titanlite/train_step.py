@@ -77,6 +77,16 @@ def sum_over_ranks(loss_sum: Tensor, signals: Signals) -> Tensor:
     return sums
 
 
+class SavedState(Protocol):
+    """What a checkpoint has of a run beside tensors: a RunState."""
+
+    def save(self) -> dict[str, Any]:
+        """Return the state as plain JSON. Every rank must call it."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of another replica group."""
+
+
 class OneGroup:
     """Which steps there are, and what is summed over whom: all ranks are one group. A run whose groups may die has
     Replicas or DiLoCo instead (techniques/replicas/)."""
@@ -88,12 +98,14 @@ class OneGroup:
         """Return what a checkpoint has beside the model and the optimizer, by name."""
         return {}
 
-    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+    def begin(
+        self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
+    ) -> None:
         """Begin after a step, before `steps`.
 
         Args:
             saved: the state of the checkpoint of that step; empty without one.
-            state: the RunState, which another group may need.
+            state: what another group may need.
             abandon: removes what was logged of later steps than one, before the group gets another's state.
         """
 

@@ -34,7 +34,6 @@ from titanlite.config.schema import Model
 from titanlite.data import cache_builder, token_shards
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
-from titanlite.data.token_cache import open_token_cache
 from titanlite.files.durable import checksum
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
@@ -228,7 +227,7 @@ def token_cache(folder: Path) -> Any:
 
     @mock.patch.object(cache_builder, "FolderLock", fast)
     def open_cache() -> tuple[token_shards.TokenCache, list[Any]]:
-        cache = open_token_cache(dataset, BYTES, 0.25, cache_folder=str(folder / "cache"), builds_cache=True)
+        cache = open_cache(dataset, BYTES, 0.25, cache_folder=str(folder / "cache"), builds_cache=True)
         return cache, [cache.tokens(split)[:].tolist() for split in ("train", "validation")]
 
     cache, expected = open_cache()

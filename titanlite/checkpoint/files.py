@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Slice, Stored
+from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Stored
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_file
 from titanlite.files.durable import cannot_read, checksum, safetensors_header, sync
+from titanlite.parallel.shards import Slice
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""

@@ -19,6 +19,7 @@ from pydantic import PrivateAttr
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, parse
+from titanlite.parallel.shards import Slice
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "titanlite checkpoint", 1
@@ -35,25 +36,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_MANIFEST = 2**27  # bytes
 LARGEST_GRID = 10_000_000
 """Cells of the grid in which slices are checked; 4096 ranks need at most 4096 of them."""
-
-
-class Slice(NamedTuple):
-    """A box of a tensor: the index of its first element, and its size, in each dimension."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def overlap(self, other: "Slice") -> "Slice | None":
-        """Return the part that both have; None if it is empty."""
-        starts = tuple(map(max, self.offset, other.offset))
-        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True))
-        size = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Slice(starts, size) if all(n > 0 for n in size) else None
-
-    def inside(self, other: "Slice") -> tuple[slice, ...]:
-        """Return the indices with which a tensor that is the other slice gives this one."""
-        starts = (a - b for a, b in zip(self.offset, other.offset, strict=True))
-        return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
 
 class FileEntry(Record):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from titanlite.checkpoint.files import CheckedFile
 from titanlite.checkpoint.folder import state_of
-from titanlite.checkpoint.manifest import DTYPES, STATE, Slice, read_json, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, STATE, read_json, read_manifest
 from titanlite.config.loader import ConfigError
 from titanlite.files.durable import Int63, Record, parse
-from titanlite.parallel.shards import local_shard, shard_slice
+from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
 
 class _Outliers(Record):
@@ -123,7 +123,7 @@ class CheckpointReader:
         """Fill the shards of these tensors on this rank, converted to their data types. Only files that have some of
         their elements are opened. Nothing is filled unless all of it exists."""
         self.check(tensors)
-        shards = {name: (plain_shard(tensor), Slice(*shard_slice(tensor))) for name, tensor in tensors.items()}
+        shards = {name: (plain_shard(tensor), shard_slice(tensor)) for name, tensor in tensors.items()}
         for name, (_, wanted) in shards.items():
             self._open(name, wanted)
         for name, (local, wanted) in shards.items():

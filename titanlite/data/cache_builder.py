@@ -21,7 +21,7 @@ from typing import Any
 from titanlite.config.loader import ConfigError
 from titanlite.data import shard_builder, shard_files, token_shards
 from titanlite.data.files import Segment
-from titanlite.data.shard_builder import Work
+from titanlite.data.shard_builder import CacheOptions
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import THREADS, TokenizerProcess, Worker
@@ -39,11 +39,17 @@ class CacheBuilder:
         folder: Path,
         dtype: DType,
         segments: list[list[Segment]],
-        work: Work,
+        options: CacheOptions,
         tokenizer: Tokenizer,
         option: str,
     ):
-        self.folder, self.dtype, self.segments, self.work, self.tokenizer = folder, dtype, segments, work, tokenizer
+        self.folder, self.dtype, self.segments, self.options, self.tokenizer = (
+            folder,
+            dtype,
+            segments,
+            options,
+            tokenizer,
+        )
         self.option = option
         self.shards: dict[int, Shard] = {}
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -88,7 +94,7 @@ class CacheBuilder:
         ):
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
             stack.push(self._stop_workers)
-            workers = [Worker(self.work.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []
+            workers = [Worker(self.options.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []
             for worker in workers:
                 stack.callback(worker.close)
             begin, n_tokens = time.monotonic(), 0
@@ -155,7 +161,7 @@ class CacheBuilder:
             removals = [functools.partial(temporary.unlink, missing_ok=True), lock.release]
             self._unfinished += removals
             try:
-                shard = build(temporary, self.dtype, number, self.segments[number], self.work, self._report)
+                shard = build(temporary, self.dtype, number, self.segments[number], self.options, self._report)
                 if lock.is_held():  # else another run took over while this process was suspended
                     os.rename(temporary, self.folder / shard_name(number))
                     sync_folder(self.folder)

@@ -13,13 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import Sequence
+from titanlite.data.packing import Mixture, Sequence, Sequences, ShardState, SplitSequences
 from titanlite.model import Documents
 
-Sequences = Any
-"""PackedSequences, BestFitSequences, StreamingSequences or MixedSequences."""
-Validated = Any
-"""ValidationSequences, BestFitValidation or MixedValidation."""
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
 
 
@@ -49,9 +45,9 @@ class Batch(NamedTuple):
 class SequenceShard(NamedTuple):
     """The tokens of every sequence that a context-parallel rank takes, as indices into the sequence."""
 
-    own: Any = slice(None)
+    own: slice | np.ndarray = slice(None)
     """Tokens of this rank."""
-    ring: Any = slice(None)
+    ring: slice | np.ndarray = slice(None)
     """Tokens of this rank and its Ulysses group together."""
 
 
@@ -76,7 +72,7 @@ class Loader:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Sequences | Mixture,
         training: Training,
         *,
         data_rank: int,
@@ -97,14 +93,14 @@ class Loader:
         state = state or {"next_sequence": 0}
         self.position, self._again = state["next_sequence"], list[Batch]()
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
-        self._shard_states: dict[int, Any] = {int(n): saved for n, saved in state.get("streaming_shards", {}).items()}
+        self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=PREFETCH_STEPS)
+        self._ready = queue.Queue[tuple[list[Batch], dict[int, ShardState]] | Exception](maxsize=PREFETCH_STEPS)
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
 
-    def _prefetch(self, reader: Iterator[Any]) -> None:
+    def _prefetch(self, reader: Iterator[tuple[Sequence, tuple[int, ShardState] | None]]) -> None:
         size, document_mask = self.training.local_batch_size, self.training.document_mask
         accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
         try:
@@ -162,7 +158,7 @@ class Loader:
 
 
 def n_validation_batches(
-    sequences: Validated, training: Training, validation: Validation, *, data_parallel_degree: int
+    sequences: SplitSequences, training: Training, validation: Validation, *, data_parallel_degree: int
 ) -> int:
     """Return how many batches each rank reads in a validation: of the full split, or of validation.steps global batches
     if that is less. Which sequences these are does not depend on the layout."""
@@ -171,7 +167,7 @@ def n_validation_batches(
 
 
 def validation_batches(
-    sequences: Validated,
+    sequences: SplitSequences,
     training: Training,
     validation: Validation,
     *,

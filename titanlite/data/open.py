@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
-from titanlite.data.loader import Sequences, Validated
-from titanlite.data.packing import PackedSequences, ValidationSequences
-from titanlite.data.source import Source
+from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
+from titanlite.data.source import Source, Template
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from titanlite.techniques.data.best_fit import BestFitSequences
     from titanlite.techniques.data.mixture import MixedSequences
 
 
@@ -48,7 +48,7 @@ Caches = list[tuple[CacheOfRun, TokenCache]]
 
 def open_sequences(
     tokenizer: Tokenizer, training: Training, validation: Validation, *, seed: int, builds_cache: bool
-) -> tuple[Sequences, Validated | None, str]:
+) -> tuple[Sequences | Mixture, SplitSequences | None, str]:
     """Open the training split and, where validation is enabled, the validation split. Also return the identity of the
     training data: equal for two runs only if their global indices name the same sequences (of two mixtures, if their
     own identities are equal too).
@@ -59,8 +59,8 @@ def open_sequences(
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     caches: Caches = []
     for each in token_caches(training, validation):
-        caches.append((each, open_token_cache(each.source, tokenizer, each.fraction, **options)))
-    sequences: Sequences
+        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
+    sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
 
@@ -85,7 +85,7 @@ def open_sequences(
 
 def _pack(
     cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int, builds_cache: bool
-) -> tuple[Any, str]:
+) -> tuple[PackedSequences | BestFitSequences, str]:
     """Return the packed sequences of a cache's training split, and what identifies their packing beside the cache."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
@@ -97,13 +97,23 @@ def _pack(
 
 def pack_once(
     cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training, *, builds_cache: bool
-) -> Validated:
+) -> SplitSequences:
     """Return the packed sequences of a split that is read once, in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
     from titanlite.techniques.data.best_fit import BestFitValidation, open_best_fit
 
     return BestFitValidation(open_best_fit(cache, split, training, builds_cache=builds_cache))
+
+
+def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
+    """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
+    template: type[Template] | None = None
+    if source.training.dataset_format != "text":
+        from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+
+        template = ChatTemplate
+    return open_token_cache(source, tokenizer, fraction, template=template, **options)
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
@@ -178,7 +188,9 @@ def open_mixture(
     return mixture.MixedSequences(components, seed=seed)
 
 
-def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool) -> Validated:
+def _open_validation(
+    tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
+) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
     opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
     splits = []

@@ -5,7 +5,7 @@ where a run stands in its data.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from titanlite.data.token_shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
+ShardState = dict[str, Any]
+"""Where a streaming shard is to be read next, as plain JSON."""
+
 
 class Sequence(NamedTuple):
     """A packed sequence holds T tokens and their targets; each array is int64 [T]."""
@@ -25,6 +28,42 @@ class Sequence(NamedTuple):
     """The token that follows each input, or IGNORED where there is nothing to predict."""
     document_positions: np.ndarray
     """Position of each token in its document, or in the part of the document that this sequence holds."""
+
+
+class Sequences(Protocol):
+    """The training split as an endless order of packed sequences: PackedSequences, BestFitSequences, StreamingSequences
+    or a Mixture."""
+
+    def read(
+        self, first: int, stride: int, shard_states: dict[int, ShardState]
+    ) -> Iterator[tuple[Sequence, tuple[int, ShardState] | None]]:
+        """Yield the sequences first, first + stride, ..., without end, each with the index of its streaming shard and
+        the shard's state after it, or with None where the index of a sequence is all the state there is."""
+
+
+class Mixture(Sequences, Protocol):
+    """Sequences of several datasets (techniques/data/mixture.py). States are those of a loader, None at the start."""
+
+    identity: str
+
+    def check(self, loader_state: dict[str, Any] | None, n: int) -> None:
+        """Raise ConfigError if a state is none of this mixture, or `n` more sequences are not there."""
+
+    def resumed(self, loader_state: dict[str, Any] | None) -> "Mixture":
+        """Return the mixture to read from a state on."""
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the mixture's own part of a state, once `position` sequences were read, as plain JSON."""
+
+
+class SplitSequences(Protocol):
+    """A validation split, read once and in order: ValidationSequences, BestFitValidation or MixedValidation."""
+
+    n_sequences: int
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Return the sequence with this index; past the end, one of padding only, so that all ranks can take the same
+        number of batches."""
 
 
 def split_sequence(tokens: np.ndarray, tokenizer: Tokenizer) -> Sequence:
@@ -76,9 +115,8 @@ class PackedSequences:
         start = position * self.seq_len
         return split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
-        """Yield the sequences first, first + stride, ..., without end. The None beside each stands for the state of a
-        streaming shard (see StreamingSequences.read): here the index is all the state there is."""
+    def read(self, first: int, stride: int, shard_states: dict[int, ShardState]) -> Iterator[tuple[Sequence, None]]:
+        """Yield the sequences first, first + stride, ..., as Sequences.read does."""
         while True:
             yield self[first], None
             first += stride
@@ -95,8 +133,7 @@ class ValidationSequences:
         return f"{self.n_sequences:,} packed sequences"
 
     def __getitem__(self, index: int) -> Sequence:
-        """Return the sequence with this index; past the end, one of padding only, so that all ranks can take the same
-        number of batches. Padding continues the last document."""
+        """Return a sequence, or one of padding past the end, which continues the last document."""
         start = index * self.seq_len
         sequence = split_sequence(self.tokens[start : start + self.seq_len + 1], self.tokenizer)
         n_padded = self.seq_len - len(sequence.inputs)

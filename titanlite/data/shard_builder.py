@@ -14,7 +14,7 @@ from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
 from titanlite.data.shard_files import write_shard
-from titanlite.data.source import Source
+from titanlite.data.source import Source, Template
 from titanlite.data.token_shards import DType, Shard, Split
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
@@ -23,13 +23,15 @@ Report = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class CacheOptions:
     """What the shards of a token cache are made of."""
 
     training: Training
     path_option: str
     hf_assets_path: str
     validation_fraction: float
+    template: type[Template] | None
+    """None: documents are plain text."""
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -40,33 +42,25 @@ def is_validation_document(shard: int, document: int, fraction: float) -> bool:
     return int(phase + (document + 1) * fraction) > int(phase + document * fraction)
 
 
-def chat_template_of(training: Training, tokenizer: Tokenizer) -> Any:
-    """Return the ChatTemplate of fine-tuning data, None for text. Raises ConfigError if the tokenizer has none."""
-    if training.dataset_format == "text":
-        return None
-    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
-
-    return ChatTemplate(tokenizer)
-
-
 def build_shard(
     path: Path,
     dtype: DType,
     number: int,
     segments: list[Segment],
-    work: Work,
+    options: CacheOptions,
     report: Report,
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    source, template = Source(work.training, work.path_option), chat_template_of(work.training, tokenizer)
+    source = Source(options.training, options.path_option)
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
     document_of: Callable[[dict[str, Any]], str] | None = None
-    if template:
+    if options.template:
+        template = options.template(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, work.training)
+        document_of = functools.partial(template.document, options.training)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
@@ -85,7 +79,7 @@ def build_shard(
         document = 0
         for texts, tokens, n_bytes in encoded():
             for text, own in zip(texts, tokens, strict=True):
-                is_validation = is_validation_document(number, document, work.validation_fraction)
+                is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
                 document += 1

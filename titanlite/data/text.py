@@ -15,18 +15,6 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return prompts
 
 
-def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of each text as a user's message in the tokenizer's chat template, up to where the answer
-    begins. Raises ConfigError if there is no template, or it cannot render a message."""
-    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since other prompts need none
-
-    template = ChatTemplate(tokenizer)
-    try:
-        return [template.prompt(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError([f"--chat: {error}"]) from None
-
-
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     """Return the text of the tokens that follow a prompt. They are decoded behind it, since some decoders drop the
     space that a text begins with."""

@@ -14,7 +14,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.source import Source
+from titanlite.data.source import Source, Template
 from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
@@ -57,6 +57,7 @@ def open_token_cache(
     tokenizer: Tokenizer,
     validation_fraction: float,
     *,
+    template: type[Template] | None,
     cache_folder: str,
     builds_cache: bool,
     verifies: bool = False,
@@ -77,26 +78,23 @@ def open_token_cache(
         """Return the name of the cache's folder, and find the segments of the dataset."""
         nonlocal segments
         segments, fingerprint = open_dataset(source)
-        if source.training.dataset_format != "text":
-            from titanlite.techniques.data.chat_template import identity_of  # here, since text needs none
-
-            fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(identity_of)}"
+        if template:
+            fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(template.identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
     folder = Path(cache_folder).expanduser() / _of_builder(find, builds_cache)
-    has_targets = source.training.dataset_format != "text"
-    dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=has_targets)
+    dtype = token_shards.dtype_for(tokenizer.vocab_size, has_targets=template is not None)
     mark("the token cache", limited=builds_cache)  # its builder reports progress, and the others wait
     if not builds_cache:
         cache = TokenCache(folder, _wait(folder, dtype))
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
         from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
-        from titanlite.data.shard_builder import Work
+        from titanlite.data.shard_builder import CacheOptions
 
-        work = Work(source.training, source.path_option, tokenizer.path, validation_fraction)
-        CacheBuilder(folder, dtype, segments_of_shards(segments), work, tokenizer, option).build()
+        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, template)
+        CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")
     if not any(shard.train_documents or shard.validation_documents for shard in cache.index.shards):

@@ -80,7 +80,7 @@ class Worker:
 
     def build(self, path: Path, *arguments: Any) -> Shard:
         """Build a shard, as shard_builder.build_shard does."""
-        *of_shard, work, report = arguments
+        *of_shard, options, report = arguments
         at = "", 0
 
         def received(kind: str, *content: Any) -> None:
@@ -92,9 +92,9 @@ class Worker:
 
         def where() -> str:
             file, begin = at
-            return f" at {place(work.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+            return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
 
-        return self.call(_build_shard, path, *of_shard, work, where=where, received=received)
+        return self.call(_build_shard, path, *of_shard, options, where=where, received=received)
 
     def close(self) -> None:
         """End the process."""

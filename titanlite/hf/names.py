@@ -9,8 +9,8 @@ files of DeepSeek-V3 have neighbouring channels, as here, so rows of latent atte
 import torch
 from torch import Tensor, nn
 
+from titanlite.build_llama import build_llama
 from titanlite.config.schema import Model
-from titanlite.model import Llama
 
 Q_NORM, Q_LATENT_NORM = "self_attn.q_norm", "self_attn.q_a_layernorm"
 """attention.q_norm in transformers, and what it is there with latent attention."""
@@ -59,8 +59,7 @@ OUTPUT_HEAD = "lm_head.weight"
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
     """Return the shape of each tensor of the full model that a folder has: its parameters, of which tied embeddings are
     one, the embedding's, and the biases that balance experts."""
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in named_weights(Llama(model, max_seq_len=1)).items()}
+    return {name: tensor.shape for name, tensor in named_weights(build_llama(model, max_seq_len=1)).items()}
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -4,14 +4,14 @@ import torch
 
 from titanlite.config import Config
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
-from titanlite.data.loader import Sequences, Validated
+from titanlite.data.packing import Sequences, SplitSequences
 
 
 def run_summary(
     config: Config,
     n_parameters: int,
     sequences: Sequences,
-    validation: Validated | None,
+    validation: SplitSequences | None,
     peak_flops_source: str,
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
@@ -127,7 +127,7 @@ def expert_summary(config: Config) -> list[str]:
     return [f"experts    {experts}"]
 
 
-def validation_summary(config: Config, validation: Validated | None) -> str:
+def validation_summary(config: Config, validation: SplitSequences | None) -> str:
     """Return the size of the validation split, and how much of it validation.steps reads."""
     if validation is None:
         return "none"

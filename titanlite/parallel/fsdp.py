@@ -6,6 +6,7 @@ the mixed precision.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class NothingToReduce:
 
     buffer: Tensor | None = None
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.buffer is None:
             self.buffer = torch.empty(*size, dtype=dtype, device=device)
             return self.buffer

@@ -6,9 +6,9 @@ from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, 
 from titanlite.model import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import Layout
+from titanlite.parallel.tiled_attention import TiledAttention
 
 
 def parallelize(
@@ -37,8 +37,9 @@ def parallelize(
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":
-        groups, window = (layout.ring_group, layout.ulysses_group), stage.sliding_window
-        apply_context_parallel(stage, *groups, training.attention_backend, window=window)
+        options = layout.ring_group, layout.ulysses_group, training.attention_backend, stage.sliding_window
+        for block in stage.layers.values():
+            block.attention.inner_attention = TiledAttention(*options)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         is_async = tensor_mesh is not None and parallelism.enable_async_tensor_parallel

@@ -1,22 +1,45 @@
 """What a rank has of a tensor that may be sharded."""
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def shard_slice(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return which slice of the full tensor this rank has: the index of its first element, and its size, in each
-    dimension. A plain tensor is its own slice.
+class Slice(NamedTuple):
+    """A box of a tensor: the index of its first element, and its size, in each dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def indices(self) -> tuple[slice, ...]:
+        """The indices with which the full tensor gives this slice."""
+        return tuple(slice(start, start + n) for start, n in zip(self.offset, self.size, strict=True))
+
+    def overlap(self, other: "Slice") -> "Slice | None":
+        """Return the part that both have; None if it is empty."""
+        starts = tuple(map(max, self.offset, other.offset))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True))
+        size = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Slice(starts, size) if all(n > 0 for n in size) else None
+
+    def inside(self, other: "Slice") -> tuple[slice, ...]:
+        """Return the indices with which a tensor that is the other slice gives this one."""
+        return Slice(tuple(a - b for a, b in zip(self.offset, other.offset, strict=True)), self.size).indices
+
+
+def shard_slice(tensor: Tensor) -> Slice:
+    """Return which slice of the full tensor this rank has. A plain tensor is its own slice.
 
     Private: compute_local_shape_and_global_offset (tried on torch 2.11, 2.13 and 2.15).
     """
     if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
+        return Slice((0,) * tensor.dim(), tuple(tensor.shape))
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset), tuple(size)
+    return Slice(tuple(offset), tuple(size))
 
 
 def n_replicas(tensor: Tensor) -> int:

@@ -90,7 +90,7 @@ class NormOverHeads(ParallelStyle):
 # A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
 # adds it on one of them, before the sum.
 # fmt: off
-BLOCK: dict[str, ParallelStyle] = {
+BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention_norm":   SequenceParallel(sequence_dim=0),
     # (x, rope, documents): the sequence is gathered, the rest are full tensors on every rank.
     "attention":        PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
@@ -131,11 +131,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         modules = dict(block.named_modules())  # q_norm and k_norm may be missing
         if "feed_forward.experts" in modules:
             del modules["feed_forward"]
-        styles = BLOCK
+        styles = BLOCK_STYLES
         if "attention.wkv_a" in modules:
             modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
         elif block.attention.norms_all_heads:
-            styles = BLOCK | NORMS_OF_ALL_HEADS
+            styles = BLOCK_STYLES | NORMS_OF_ALL_HEADS
         parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
     model.tie()
     if model.tok_embeddings is not None:

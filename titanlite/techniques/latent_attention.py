@@ -9,29 +9,25 @@ queries and keys, P channels without and R with rotary embedding, K = P + R; V c
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import Model
-
-Rotate = Callable[[Tensor, Tensor], Tensor]
-"""model.apply_rotary_emb"""
+from titanlite.model import Documents, ScaledDotProductAttention, apply_rotary_emb
 
 
 class LatentAttention(nn.Module):
     """Computes what model.Attention does, from latents. `inner_attention` attends with heads of one width K, which
     torch's fused kernels want: values are padded with zeros, and so is what it returns."""
 
-    def __init__(self, model: Model, inner_attention: nn.Module, rotate: Rotate):
+    def __init__(self, model: Model):
         super().__init__()
         mla = model.mla
         self.head_dim, self.v_head_dim = mla.qk_head_dim, mla.v_head_dim
         self.nope_dim, self.rope_dim, self.kv_rank = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
-        self.query_scale, self.rotate = query_scale(model), rotate
+        self.query_scale = query_scale(model)
         q_dim = model.n_heads * self.head_dim
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -46,7 +42,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(self.kv_rank, eps=model.norm_eps)
         self.wkv_b = linear(self.kv_rank, model.n_heads * (self.nope_dim + self.v_head_dim))
         self.wo = linear(model.n_heads * self.v_head_dim, model.dim)
-        self.inner_attention = inner_attention
+        self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def latents(self, x_ND: Tensor) -> list[Tensor]:
         """Return what is the same for all heads: the latent of queries, if there is one, [N, Q], that of keys and
@@ -55,7 +51,7 @@ class LatentAttention(nn.Module):
         q_latent = [self.q_norm(self.wq_a(x_ND))] if self.wq is None else []
         return [*q_latent, self.kv_norm(kv_NL), k_NR]
 
-    def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Any) -> Tensor:
+    def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
         """Return [N, D]. The arguments are model.Attention's."""
         sizes = -1, rope_TK2.shape[-3]  # -1 sequences, and below -1 heads: a rank may have only some of them
         *q_latent, kv_NL, k_NR = self.latents(x_ND)
@@ -63,8 +59,8 @@ class LatentAttention(nn.Module):
         q_BTHP, q_BTHR = q_NHK.unflatten(0, sizes).split((self.nope_dim, self.rope_dim), dim=-1)
         kv_NHC = self.wkv_b(kv_NL).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
         k_BTHP, v_BTHV = kv_NHC.unflatten(0, sizes).split((self.nope_dim, self.v_head_dim), dim=-1)
-        k_BT1R = self.rotate(k_NR.unflatten(0, sizes).unsqueeze(2), rope_TK2)
-        q_BTHK = torch.cat((q_BTHP, self.rotate(q_BTHR, rope_TK2)), dim=-1)
+        k_BT1R = apply_rotary_emb(k_NR.unflatten(0, sizes).unsqueeze(2), rope_TK2)
+        q_BTHK = torch.cat((q_BTHP, apply_rotary_emb(q_BTHR, rope_TK2)), dim=-1)
         k_BTHK = torch.cat((k_BTHP, k_BT1R.expand_as(q_BTHR)), dim=-1)
         v_BTHK = F.pad(v_BTHV, (0, self.head_dim - self.v_head_dim))
         if self.query_scale != 1:

@@ -21,15 +21,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanlite.config.schema import Optimizer
 from titanlite.optimizer import build_adam, parameter_groups
-from titanlite.parallel.shards import local_shard, shard_slice
+from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the odd polynomial that moves singular values towards 1, to between about 0.7 and 1.2 (Keller Jordan)."""
 RMS = 0.2
 """Root mean square of an update relative to the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
-
-Slice = tuple[tuple[int, ...], tuple[int, ...]]
-"""Index of the first element, and size, in each dimension."""
 
 
 class Unit(NamedTuple):
@@ -89,37 +86,33 @@ def work_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape) * min(shape[-2:])
 
 
-class Pieces:
-    """The pieces of a unit that the ranks of a mesh have. The ranks of a replica have the same ones.
-
-    Attributes:
-        slices: of the unit, in order of the ranks; of size 0 where a rank has none of it.
-        holders: the ranks that have a slice.
-    """
+class Slices:
+    """The slices of a unit that the ranks of a mesh have, in order of the ranks; of size 0 where a rank has none of it.
+    The ranks of a replica have the same one."""
 
     def __init__(self, unit: Unit, of_weight: Iterable[Slice]):
-        self.slices = [_within(unit, part) for part in of_weight]
-        self.elements = [math.prod(size) for _, size in self.slices]
-        self.holders: dict[Slice, list[int]] = {}
-        for rank, part in enumerate(self.slices):
-            self.holders.setdefault(part, []).append(rank)
+        self.of_ranks = [_of_unit(unit, each) for each in of_weight]
+        self.elements = [math.prod(each.size) for each in self.of_ranks]
+        self._ranks: dict[Slice, list[int]] = {}
+        for rank, each in enumerate(self.of_ranks):
+            self._ranks.setdefault(each, []).append(rank)
 
     def sent(self, rank: int, owner: int) -> int:
         """Return how many elements a rank sends to the unit's owner. Of several replicas one sends: the owner's own, or
         another one for each owner."""
-        part = self.slices[rank]
-        ranks = self.holders[part]
-        sender = owner if self.slices[owner] == part else ranks[owner % len(ranks)]
+        own = self.of_ranks[rank]
+        replicas = self._ranks[own]
+        sender = owner if self.of_ranks[owner] == own else replicas[owner % len(replicas)]
         return self.elements[rank] if rank == sender else 0
 
 
-def _within(unit: Unit, part: Slice) -> Slice:
+def _of_unit(unit: Unit, of_weight: Slice) -> Slice:
     """Return the slice of a unit that is in a slice of its weight."""
     if len(unit.shape) == 2:
-        return part
-    (first, *offset), (n, *size) = part
+        return of_weight
+    (first, *offset), (n, *size) = of_weight
     begin, end = max(first, unit.first), min(first + n, unit.first + unit.shape[0])
-    return (max(begin - unit.first, 0), *offset), (max(end - begin, 0), *size)
+    return Slice((max(begin - unit.first, 0), *offset), (max(end - begin, 0), *size))
 
 
 def slices_of_ranks(
@@ -137,16 +130,16 @@ def slices_of_ranks(
                 chunk = math.ceil(size[dim] / mesh_shape[axis])
                 begin = min(coordinate[axis] * chunk, size[dim])
                 offset[dim], size[dim] = offset[dim] + begin, min(chunk, size[dim] - begin)
-        slices.append((tuple(offset), tuple(size)))
+        slices.append(Slice(tuple(offset), tuple(size)))
     return slices
 
 
-class Shards(NamedTuple):
-    """A unit, the rank of the group that orthogonalizes it, and the pieces of it that the ranks have."""
+class Assignment(NamedTuple):
+    """A unit, the rank of the group that orthogonalizes it, and the slices of it that the ranks have."""
 
     unit: Unit
     owner: int
-    pieces: Pieces
+    slices: Slices
 
 
 class Muon(torch.optim.Optimizer):
@@ -176,18 +169,18 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, adamw.defaults | {"is_muon": False})
 
     @functools.cached_property
-    def _rounds(self) -> list[list[Shards]]:
-        """Rounds of units and their pieces. It is computed in the first step, because fake tensors cannot."""
-        pieces: dict[Any, Pieces] = {}
-        rounds: list[list[Shards]] = []
+    def _rounds(self) -> list[list[Assignment]]:
+        """The assignments of each round. They are computed in the first step, because fake tensors cannot."""
+        slices: dict[Any, Slices] = {}
+        rounds: list[list[Assignment]] = []
         for units in assign([tuple(weight.shape) for weight in self.matrices], self._n_ranks):
             rounds.append([])
             for owner, unit in enumerate(units):
                 key = unit._replace(number=0), _placement(self.matrices[unit.number])
-                if key not in pieces:
+                if key not in slices:
                     of_weight = _slices(self.matrices[unit.number], self._rank, self._n_ranks)
-                    pieces[key] = Pieces(unit, of_weight)
-                rounds[-1].append(Shards(unit, owner, pieces[key]))
+                    slices[key] = Slices(unit, of_weight)
+                rounds[-1].append(Assignment(unit, owner, slices[key]))
         return rounds
 
     @torch.no_grad()
@@ -209,13 +202,13 @@ class Muon(torch.optim.Optimizer):
         for weight in self.matrices:
             self._add_to_momentum(weight, scaling)
             local_shard(weight).mul_(1 - own["lr"] * own["weight_decay"] * takes)
-        gathered = [self._gather(shards, scaling) for shards in self._rounds[:1]]
-        for number, shards in enumerate(self._rounds):
-            full = self._receive(shards, *gathered.pop())
+        gathered = [self._gather(first, scaling) for first in self._rounds[:1]]
+        for number, assignments in enumerate(self._rounds):
+            full = self._receive(assignments, *gathered.pop())
             gathered += [self._gather(later, scaling) for later in self._rounds[number + 1 : number + 2]]
             if full is not None:
                 full = newton_schulz(full, self.options.muon_newton_schulz_steps)
-            self._update(shards, full, own["lr"] * RMS)
+            self._update(assignments, full, own["lr"] * RMS)
 
     def _add_to_momentum(self, weight: Tensor, scaling: dict[str, Tensor]) -> None:
         state = self.state[weight]
@@ -228,78 +221,74 @@ class Muon(torch.optim.Optimizer):
         new = buffer.lerp(gradient / scaling["grad_scale"], 1 - self.options.muon_momentum)
         buffer.copy_(buffer.where(scaling["found_inf"].bool(), new))
 
-    def _gather(self, shards: Sequence[Shards], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    def _gather(self, assignments: Sequence[Assignment], scaling: dict[str, Tensor]) -> tuple[Tensor, Any]:
         """Start to send this rank's shards of Nesterov's momentum to the owners of a round. Return the buffer of what
         it receives, and what to wait for."""
-        sizes = [x.pieces.sent(self._rank, x.owner) for x in shards]
-        sent = [self._nesterov(x, scaling) for x, size in zip(shards, sizes, strict=True) if size]
+        sizes = [x.slices.sent(self._rank, x.owner) for x in assignments]
+        sent = [self._nesterov(x, scaling) for x, size in zip(assignments, sizes, strict=True) if size]
         flat = torch.cat(sent) if sent else self._empty(0)
         if self._group is None:
             return flat, None
-        n, received = self._n_ranks, self._received(shards)
-        buffer, sizes = self._empty(sum(received)), sizes + [0] * (n - len(shards))
+        n, received = self._n_ranks, self._received(assignments)
+        buffer, sizes = self._empty(sum(received)), sizes + [0] * (n - len(assignments))
         return buffer, dist.all_to_all_single(buffer, flat, received, sizes, self._group, async_op=True)
 
-    def _received(self, shards: Sequence[Shards]) -> list[int]:
+    def _received(self, assignments: Sequence[Assignment]) -> list[int]:
         """Return how many elements of its unit in a round this rank gets from each rank."""
-        if self._rank >= len(shards):
+        if self._rank >= len(assignments):
             return [0] * self._n_ranks
-        pieces = shards[self._rank].pieces
-        return [pieces.sent(rank, self._rank) for rank in range(len(pieces.slices))]
+        slices = assignments[self._rank].slices
+        return [slices.sent(rank, self._rank) for rank in range(len(slices.of_ranks))]
 
-    def _nesterov(self, shards: Shards, scaling: dict[str, Tensor]) -> Tensor:
+    def _nesterov(self, assigned: Assignment, scaling: dict[str, Tensor]) -> Tensor:
         """Return this rank's shard of a unit's momentum, looking one gradient ahead, in the type of the iteration."""
-        weight = self.matrices[shards.unit.number]
-        gradient, buffer = (self._local_part(shards, x) for x in (weight.grad, self.state[weight]["momentum_buffer"]))
+        weight = self.matrices[assigned.unit.number]
+        momentum = self.state[weight]["momentum_buffer"]
+        gradient, buffer = self._local_slice(assigned, weight.grad), self._local_slice(assigned, momentum)
         if not scaling:
             return gradient.lerp(buffer, self.options.muon_momentum).to(self.dtype).flatten()
         ahead = (gradient / scaling["grad_scale"]).lerp(buffer, self.options.muon_momentum)
         return ahead.masked_fill(scaling["found_inf"].bool(), 0).to(self.dtype).flatten()
 
-    def _local_part(self, shards: Shards, tensor: Tensor) -> Tensor:
-        """Return a view of what this rank's shard of a weight, a gradient or a state has of a unit."""
-        local, (offset, size) = local_shard(tensor), shards.pieces.slices[self._rank]
+    def _local_slice(self, assigned: Assignment, tensor: Tensor) -> Tensor:
+        """Return a view of this rank's slice of a unit in its shard of a weight, a gradient or a state."""
+        local, (offset, size) = local_shard(tensor), assigned.slices.of_ranks[self._rank]
         if local.dim() == 2:
             return local
-        begin = offset[0] + shards.unit.first - shard_slice(tensor)[0][0]
+        begin = offset[0] + assigned.unit.first - shard_slice(tensor).offset[0]
         return local[begin : begin + size[0]] if size[0] else local[:0]
 
-    def _receive(self, shards: Sequence[Shards], buffer: Tensor, work: Any) -> Tensor | None:
+    def _receive(self, assignments: Sequence[Assignment], buffer: Tensor, work: Any) -> Tensor | None:
         """Return the full unit of this rank in a round; None if it has none."""
         if work is not None:
             work.wait()
-        if self._rank >= len(shards):
+        if self._rank >= len(assignments):
             return None
-        unit, _, pieces = shards[self._rank]
-        full, sizes = self._empty(*unit.shape), self._received(shards) if self._group else [len(buffer)]
-        for part, values in zip(pieces.slices, buffer.split(sizes), strict=True):
+        unit, _, slices = assignments[self._rank]
+        full, sizes = self._empty(*unit.shape), self._received(assignments) if self._group else [len(buffer)]
+        for each, values in zip(slices.of_ranks, buffer.split(sizes), strict=True):
             if len(values):
-                _part(full, part).copy_(values.view(part[1]))
+                full[each.indices].copy_(values.view(each.size))
         return full
 
-    def _update(self, shards: Sequence[Shards], full: Tensor | None, lr: float) -> None:
+    def _update(self, assignments: Sequence[Assignment], full: Tensor | None, lr: float) -> None:
         """Send the shards of a round's results from the owners to all ranks, and update the weights."""
         if self._group is None:
             results = [full.flatten()]
         else:
-            n, pieces = self._n_ranks, shards[self._rank].pieces if full is not None else None
-            sent = [_part(full, part).flatten() for part in pieces.slices] if pieces else [self._empty(0)]
-            received = [x.pieces.elements[self._rank] for x in shards]
+            n, slices = self._n_ranks, assignments[self._rank].slices if full is not None else None
+            sent = [full[each.indices].flatten() for each in slices.of_ranks] if slices else [self._empty(0)]
+            received = [x.slices.elements[self._rank] for x in assignments]
             buffer = self._empty(sum(received))
-            sizes = received + [0] * (n - len(shards)), pieces.elements if pieces else [0] * n
+            sizes = received + [0] * (n - len(assignments)), slices.elements if slices else [0] * n
             dist.all_to_all_single(buffer, torch.cat(sent), *sizes, self._group)
             results = buffer.split(received)
-        for x, result in zip(shards, results, strict=True):
-            part = self._local_part(x, self.matrices[x.unit.number])
-            part.sub_(result.view(part.shape) * (lr * math.sqrt(max(x.unit.shape[-2:]))))
+        for x, result in zip(assignments, results, strict=True):
+            local = self._local_slice(x, self.matrices[x.unit.number])
+            local.sub_(result.view(local.shape) * (lr * math.sqrt(max(x.unit.shape[-2:]))))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=local_shard(self.matrices[0]).device)
-
-
-def _part(full: Tensor, part: Slice) -> Tensor:
-    """Return a view of a slice of a tensor."""
-    return full[tuple(slice(begin, begin + n) for begin, n in zip(*part, strict=True))]
 
 
 def _placement(weight: Tensor) -> Any:
@@ -317,7 +306,7 @@ def _slices(weight: Tensor, rank: int, n_ranks: int) -> list[Slice]:
         raise RuntimeError(f"expected a matrix on {n_ranks} ranks, got one on {weight.device_mesh}")
     mesh = weight.device_mesh
     slices = slices_of_ranks(tuple(weight.shape), mesh.shape, weight.placements)
-    if math.prod(slices[rank][1]) and slices[rank] != shard_slice(weight):
+    if math.prod(slices[rank].size) and slices[rank] != shard_slice(weight):
         raise RuntimeError(
             f"expected the shard {slices[rank]} of a matrix {tuple(weight.shape)}, got {shard_slice(weight)}"
         )

@@ -125,12 +125,11 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
 def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) -> Any:
     """Return all documents of a dataset, in their order, as packed sequences to be read once. `builds_cache` is as for
     training. Raises ConfigError if they cannot be read."""
-    from titanlite.data.open import pack_once
+    from titanlite.data.open import open_cache, pack_once
     from titanlite.data.source import Source
-    from titanlite.data.token_cache import open_token_cache
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    cache = open_token_cache(source, tokenizer, 0.0, **options)
+    cache = open_cache(source, tokenizer, 0.0, **options)
     sequences = pack_once(cache, "train", tokenizer, training, builds_cache=builds_cache)
     if not sequences.n_sequences:
         raise ConfigError([f"{source}: has no text"])

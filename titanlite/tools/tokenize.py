@@ -53,9 +53,8 @@ def main(argv: list[str]) -> int:
 
 
 def tokenize(argv: list[str]) -> None:
-    """Build the token caches of a config. Raises ConfigError and TrainingError as `open_token_cache` does."""
-    from titanlite.data.open import build_tokenizer, open_mixture, token_caches
-    from titanlite.data.token_cache import open_token_cache
+    """Build the token caches of a config. Raises ConfigError and TrainingError as `open_cache` does."""
+    from titanlite.data.open import build_tokenizer, open_cache, open_mixture, token_caches
 
     loaded = load([argument for argument in argv if argument != "--verify"]).config
     # The tokens do not depend on the ranks. Steps may: if the config leaves both open, those of one shard are printed.
@@ -69,7 +68,7 @@ def tokenize(argv: list[str]) -> None:
     folder, caches = config.training.cache_folder, []
     options: Any = {"cache_folder": folder, "builds_cache": True, "verifies": "--verify" in argv}
     for each in token_caches(config.training, config.validation):
-        cache = open_token_cache(each.source, tokenizer, each.fraction, **options)
+        cache = open_cache(each.source, tokenizer, each.fraction, **options)
         caches.append((each, cache))
         dataset = f" of {each.name}" if each.name else ""
         print(f"{cache.folder}: shards: {len(cache.index.shards):,}")

@@ -145,7 +145,7 @@ class Table(Record):
         return 8 * (self.sequences + 1 + 2 * self.chunks)
 
 
-class Index(RecordWithChecksum):
+class PackingIndex(RecordWithChecksum):
     """The content of packing.json."""
 
     tables: list[Table]
@@ -181,10 +181,10 @@ def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds
     return BestFit(cache, split, folder, index, training.seq_len, long, not_trained)
 
 
-def _read_index(cache: TokenCache, folder: Path, *, check_tables: bool) -> Index:
+def _read_index(cache: TokenCache, folder: Path, *, check_tables: bool) -> PackingIndex:
     """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not of
     this cache."""
-    index = token_shards.read_record(folder / INDEX, Index)
+    index = token_shards.read_record(folder / INDEX, PackingIndex)
     if len(index.tables) != len(cache.index.shards):
         raise DamagedShardError(f"{INDEX}: the number of shards differs")
     for number, table in enumerate(index.tables if check_tables else []):
@@ -198,7 +198,7 @@ def _table_name(number: int) -> str:
 
 def _write_tables(
     cache: TokenCache, split: Split, folder: Path, seq_len: int, long: LongDocuments, not_trained: int
-) -> Index:
+) -> PackingIndex:
     """Pack the documents of each shard, and publish the tables and, when all are there, their index."""
     folder.mkdir(mode=0o755, exist_ok=True)
     token_shards.check_trusted(folder)
@@ -223,7 +223,7 @@ def _write_tables(
         problem = f'training.long_conversations = "reject": {n_long:,} of {n_documents:,} conversations have more than '
         problem += f"the {seq_len + 1:,} tokens of a sequence, and the longest has {longest:,}; set a larger "
         raise ConfigError([problem + 'training.seq_len, or "drop" or "truncate"'])
-    index = Index(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
+    index = PackingIndex(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
     index.publish(folder / INDEX)
     return index
 
@@ -248,7 +248,7 @@ class BestFit:
         cache: TokenCache,
         split: Split,
         folder: Path,
-        index: Index,
+        index: PackingIndex,
         seq_len: int,
         long: LongDocuments,
         not_trained: int,

@@ -127,6 +127,11 @@ class ChatTemplate:
         identity = json.dumps([source, self.special_tokens, self.escaped])
         self.identity = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
 
+    @staticmethod
+    def identity_of(tokenizer: Tokenizer) -> str:
+        """Return the identity of a tokenizer's chat template."""
+        return ChatTemplate(tokenizer).identity
+
     def document(self, training: Training, values: dict[str, Any]) -> Conversation:
         """Return the conversation of a row, by its columns. Raises ValueError if it is none, or cannot be rendered."""
         restart_time_limit()
@@ -218,9 +223,14 @@ class ChatTemplate:
             yield Span(region[end:], is_trained, False)
 
 
-def identity_of(tokenizer: Tokenizer) -> str:
-    """Return the identity of a tokenizer's chat template. Raises ConfigError as ChatTemplate does."""
-    return ChatTemplate(tokenizer).identity
+def encode_questions(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of each text as a user's message in the tokenizer's chat template, up to where the answer
+    begins. Raises ConfigError if there is no template, or it cannot render a message."""
+    template = ChatTemplate(tokenizer)
+    try:
+        return [template.prompt(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError([f"--chat: {error}"]) from None
 
 
 def _marked_regions(text: str) -> Iterator[tuple[str, bool]]:

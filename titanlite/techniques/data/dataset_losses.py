@@ -1,7 +1,8 @@
 """The loss of each dataset of a mixture, from the token losses that training steps compute anyway."""
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,18 @@ from titanlite.loss import IGNORED
 from titanlite.train_step import Observer, TrainStep
 
 
+class NamedDatasets(Protocol):
+    """The datasets of a mixture: MixedSequences."""
+
+    names: list[str]
+
+    def datasets_of(self, positions: Iterable[int]) -> list[int]:
+        """Return the number of the dataset of each sequence, by its global index."""
+
+    def metrics(self, position: int) -> dict[str, float]:
+        """Return values by tag, once `position` sequences were read."""
+
+
 class DatasetLosses(Observer):
     """Adds up the token losses of each dataset over training steps, on every rank for the tokens that it contributes.
 
@@ -21,19 +34,20 @@ class DatasetLosses(Observer):
     They are not read from the device before `totals` is called.
 
     Args:
-        mixture: has the `names` of the datasets, `datasets_of` and `metrics`, as MixedSequences do.
         loader: has the position in the data.
         data_rank: which of the data-parallel ranks this one is.
     """
 
-    def __init__(self, mixture: Any, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int):
+    def __init__(
+        self, mixture: NamedDatasets, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
+    ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree
         self.tokens = training.seq_len // train_step.parallelism.context_parallel_degree  # of a sequence, on this rank
         self._recorded: list[Tensor] | None = None
         self._totals = self._zeros()
         if train_step.contributes_loss:
-            output: Any = train_step.model.output
+            output = train_step.model.output
             output.loss = functools.partial(output.loss, record=self._record)
 
     def _zeros(self) -> Tensor:

@@ -21,7 +21,7 @@ import xxhash
 
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import MixedDataset
-from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences
+from titanlite.data.packing import PackedSequences, Sequence, ShardState, ValidationSequences
 from titanlite.data.shuffle import permuted
 
 MIXTURE_BLOCK = 1024
@@ -74,7 +74,7 @@ class Component:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class MixtureBlock:
     """One block of the order. Counts are sequences of each dataset that come before it, over all epochs."""
 
     first: int
@@ -91,10 +91,10 @@ class MixedSequences:
     which `check` rejects before a run, their limits no longer hold.
     """
 
-    def __init__(self, components: list[Component], *, seed: int, start: Block | None = None):
+    def __init__(self, components: list[Component], *, seed: int, start: MixtureBlock | None = None):
         self.components, self.seed = components, seed
         zeros = (0,) * len(components)
-        self.start = start or Block(0, zeros, zeros)
+        self.start = start or MixtureBlock(0, zeros, zeros)
         self.others: dict[str, int] = {}
         """Counts of datasets of an earlier mixture that this one has not."""
         self._recent = self.start
@@ -109,7 +109,7 @@ class MixedSequences:
         """Equal for two mixtures only if their global indices name the same sequences."""
         return "; ".join(map(str, self.components))
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
+    def read(self, first: int, stride: int, shard_states: dict[int, ShardState]) -> Iterator[tuple[Sequence, None]]:
         """Yield the sequences first, first + stride, ..., as PackedSequences.read does."""
         block = self.start
         while True:
@@ -132,7 +132,7 @@ class MixedSequences:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def _block_near(self, position: int) -> Block:
+    def _block_near(self, position: int) -> MixtureBlock:
         """Return the block that a position is in. It is fast where positions ascend."""
         self._recent = self._block_of(position, self._recent if position >= self._recent.first else self.start)
         return self._recent
@@ -168,10 +168,10 @@ class MixedSequences:
         names, read = self.names, state["read"]
         if state["identity"] == self.identity:
             counts, phase = (tuple(state[key][name] for name in names) for key in ("counts", "phase"))
-            start = Block(state["first"], counts, phase)
+            start = MixtureBlock(state["first"], counts, phase)
         else:
             counts = tuple(read.get(name, 0) for name in names)
-            start = Block(position, counts, counts)
+            start = MixtureBlock(position, counts, counts)
         resumed = MixedSequences(self.components, seed=self.seed, start=start)
         resumed.others = {name: count for name, count in read.items() if name not in names}
         return resumed
@@ -222,13 +222,13 @@ class MixedSequences:
         pairs = zip(self.components, counts, strict=True)
         return [i for i, (each, count) in enumerate(pairs) if each.limit is None or count < each.limit]
 
-    def _block_of(self, position: int, block: Block) -> Block:
+    def _block_of(self, position: int, block: MixtureBlock) -> MixtureBlock:
         """Return the block that a position is in, from an earlier block on."""
         while position >= block.first + MIXTURE_BLOCK:
             block = self._walk(block)[1]
         return block
 
-    def _walk_through(self, block: Block) -> tuple[list[tuple[int, int]], Block]:
+    def _walk_through(self, block: MixtureBlock) -> tuple[list[tuple[int, int]], MixtureBlock]:
         """Return the dataset of each sequence of a block and its index in that dataset's order; and the next block."""
         chosen, counts, phase = [], list(block.counts), block.phase
         end = MIXTURE_BLOCK  # where all datasets are used up: no sequence from behind it comes before it
@@ -237,7 +237,7 @@ class MixedSequences:
             if counts[chosen[-1]] == self.components[chosen[-1]].limit:  # it is used up
                 phase = tuple(counts)
                 end = end if self._active(counts) else len(chosen)
-        after = Block(block.first + MIXTURE_BLOCK, tuple(counts), phase)
+        after = MixtureBlock(block.first + MIXTURE_BLOCK, tuple(counts), phase)
         order, counts = [], list(block.counts)
         for number in range(MIXTURE_BLOCK):
             shuffled = permuted(number, end, self.seed, block.first) if number < end else number

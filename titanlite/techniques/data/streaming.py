@@ -15,13 +15,12 @@ from titanlite.config.loader import ConfigError
 from titanlite.data import hub
 from titanlite.data.documents import read_documents, text_of
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.packing import Sequence, split_sequence
+from titanlite.data.packing import Sequence, ShardState, split_sequence
 from titanlite.data.shuffle import permuted
 from titanlite.data.source import Source
 from titanlite.data.token_shards import dtype_for
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 
-ShardState = dict[str, Any]
 """Where a shard is resumed, as plain JSON: {"position": where the first document that is not used up begins, None at
 the beginning; "used": how many of its tokens are; "block": number of the shuffled block; "taken": how many of its
 sequences are}"""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import Model
+from titanlite.model import FeedForward
 from titanlite.techniques.moe import counts
 from titanlite.techniques.moe.router import Router
 
@@ -27,11 +28,12 @@ ROW_BYTES = 16
 class MixtureOfExperts(nn.Module):
     """Computes the sum over a token's experts of their outputs times their scores, and of the shared experts."""
 
-    def __init__(self, model: Model, shared: nn.Module | None):
+    def __init__(self, model: Model):
         super().__init__()
+        n_shared = model.moe.n_shared_experts
         self.router = Router(model)
         self.experts = Experts(model.moe.n_experts, model.dim, model.expert_dim)
-        self.shared = shared
+        self.shared = FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return [N, D]."""

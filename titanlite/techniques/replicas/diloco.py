@@ -17,7 +17,7 @@ from titanlite.config.schema import FaultTolerance
 from titanlite.launch.progress import mark
 from titanlite.parallel.shards import local_shard
 from titanlite.techniques.replicas.torchft import AskedToStop, Replicas
-from titanlite.train_step import OneGroup
+from titanlite.train_step import OneGroup, SavedState
 
 
 class OuterOptimizer:
@@ -93,7 +93,9 @@ class DiLoCo(Replicas):
         """Return the state of the outer optimizer, by name."""
         return self.outer.tensors()
 
-    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+    def begin(
+        self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
+    ) -> None:
         """Connect with the other groups, and begin after a step, which may be between two synchronizations."""
         super().begin(last_step, saved, state, abandon)
         self.step, self._synchronized, self._batches = last_step, last_step, self.manager.batches_committed()

@@ -35,7 +35,7 @@ from titanlite.parallel import mesh
 from titanlite.parallel.mesh import log_rank0
 from titanlite.parallel.shards import local_shard
 from titanlite.techniques.sdc import hash_of_bits
-from titanlite.train_step import OneGroup, Totals, sum_over_ranks
+from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
 
 BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are summed over the groups at a time."""
@@ -132,7 +132,9 @@ class Replicas(OneGroup):
             problem = f"environment: TORCHFT_LIGHTHOUSE = {where}: the lighthouse does not answer: {error}"
             raise ConfigError([problem]) from None
 
-    def begin(self, last_step: int, saved: Mapping[str, Any], state: Any, abandon: Callable[[int], None]) -> None:
+    def begin(
+        self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
+    ) -> None:
         """Connect with the other groups, and begin after a step; see OneGroup.
 
         Raises:

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from titanlite.build_llama import build_llama
 from titanlite.checkpoint.files import write_file
 from titanlite.config.schema import Model
 from titanlite.init import init_weights
-from titanlite.model import Llama
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.tools.calibrate.timing import Timer
 from titanlite.tools.plan.measured_rates import seconds_at
@@ -108,8 +108,7 @@ def _training_step(
     mesh: DeviceMesh, device: torch.device, eviction: Eviction, *, tensor_parallel: bool
 ) -> Callable[[], None]:
     """Return a call of the forward and backward of a tiny model on this rank alone."""
-    with torch.device("meta"):
-        model = Llama(Model(flavor="debug", **TINY), max_seq_len=8)
+    model = build_llama(Model(flavor="debug", **TINY), max_seq_len=8)
     if tensor_parallel:
         apply_tensor_parallel(model, mesh)
     for block in model.layers.values():

@@ -99,7 +99,7 @@ def run(arguments: Any, argv: list[str]) -> int:
 
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.data.text import continuation, encode_prompts, encode_questions
+    from titanlite.data.text import continuation, encode_prompts
     from titanlite.tools.generate.folder import open_folder
     from titanlite.tools.generate.generator import Generator
     from titanlite.tools.generate.sampling import Sampling, choose, prompt_generators
@@ -107,7 +107,12 @@ def run(arguments: Any, argv: list[str]) -> int:
     folder, degree = open_folder(arguments.folder), arguments.tensor_parallel_degree
     tokenizer = folder.tokenizer(arguments.tokenizer)
     stop = folder.stop_tokens(tokenizer)
-    prompts = tokenizer.call(encode_questions, texts) if arguments.chat else encode_prompts(tokenizer, texts)
+    if arguments.chat:
+        from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
+
+        prompts = tokenizer.call(encode_questions, texts)
+    else:
+        prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
     check_degree(folder.options, degree, launch, expert_parallel=arguments.expert_parallel)
     if launch.world_size < degree:

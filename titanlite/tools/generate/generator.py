@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.build_llama import build_llama
 from titanlite.config.loader import ConfigError
-from titanlite.model import Llama
 from titanlite.parallel.logits import logits_at
 from titanlite.parallel.parallelize import shard_weights
 from titanlite.tools.generate.cache import attach_cache
@@ -45,8 +45,7 @@ class Generator:
         self.path = folder.path
         self.degree = 1 if mesh is None else mesh.size()
         self.n_sequences, length = self._padded(batch_size), self._padded(longest + max_new_tokens)
-        with torch.device("meta"):
-            self.model = Llama(folder.options, max_seq_len=length).to(dtype)
+        self.model = build_llama(folder.options, max_seq_len=length).to(dtype)
         shard_weights(self.model, mesh, mesh if expert_parallel else None)
         self.model.materialize(device)
         folder.load(self.model)

@@ -26,7 +26,7 @@ from titanlite.tools.plan import expert_load
 from titanlite.tools.plan.fusion import fuse
 from titanlite.tools.plan.memory_timeline import Bytes
 from titanlite.tools.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
-from titanlite.tools.plan.segments import KINDS, FoldedStage, Phases, fold_layers, name_kinds, phases_of
+from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
 from titanlite.train_step import Balance, SingleStageRunner, TrainStep
 
 CPU = torch.device("cpu")
@@ -39,8 +39,9 @@ class DryRun(NamedTuple):
 
     Attributes:
         persistent: bytes that exist from step to step.
-        phases: forward and backward of the first, of a middle and of the last microbatch, by ("F", 0 to 2) and
-            ("B", 0 to 2); ("I", 3); ("W", 3), which has only the layers that were run; ("reduce",); ("update",);
+        phases: forward and backward of the first, of a middle and of the last microbatch, by
+            (Pass.FORWARD, 0 to 2) and (Pass.BACKWARD, 0 to 2); the halves of a split backward with SPLIT, of which
+            WEIGHT_GRADIENT has only the layers that were run; ("reduce",); ("update",);
             ("muon", number, times), which is run so many times.
         axes: axis and ranks of each process group, by the group's name.
         gradients: bytes of a rank's reduced gradients, as many as of its weights.
@@ -291,11 +292,12 @@ def _batch(config: Config, n_sequences: int) -> Batch:
 
 
 def _run_accumulation_steps(config: Config, trace: OpTrace, model: Llama) -> None:
-    """Run the first, a middle and the last gradient accumulation step of TrainStep."""
+    """Run the first, a middle and the last accumulation step as TrainStep.forward_backward does. It cannot be called
+    itself, since it reads how many tokens are valid, and fake tensors have no values."""
     runner, valid = SingleStageRunner(model), torch.ones((), dtype=torch.float64)
     numbers = dry_run_accumulation_steps(config.gradient_accumulation_steps)
     for accumulation_step in numbers:
-        trace.mark("F", accumulation_step)
+        trace.mark(Pass.FORWARD, accumulation_step)
         fsdp.prepare_accumulation_step(model, config.parallelism, last=accumulation_step == max(numbers))
         runner.forward_backward(_batch(config, config.training.local_batch_size), valid)
 
@@ -327,23 +329,23 @@ def _run_microbatches(config: Config, trace: OpTrace, model: Llama, number: int,
 
     in_flight: list[tuple[Tensor, Tensor]] = []
     for microbatch in range(3):
-        trace.mark("F", microbatch)
+        trace.mark(Pass.FORWARD, microbatch)
         in_flight.append(forward())
     for microbatch in range(3):
-        trace.mark("B", microbatch)
+        trace.mark(Pass.BACKWARD, microbatch)
         hidden, output = in_flight.pop(0)
         arguments = backward_arguments(hidden, output if last else (output,))
         del hidden, output
         stage.backward_maybe_with_nosync("full", arguments)
         del arguments
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD and not first:
-        trace.mark("F", SPLIT)
+        trace.mark(Pass.FORWARD, SPLIT)
         hidden, output = forward()
-        trace.mark("I", SPLIT)
+        trace.mark(Pass.INPUT_GRADIENT, SPLIT)
         arguments = backward_arguments(hidden, (output,))
         input_grads, groups = stage.backward_maybe_with_nosync("input", arguments)
         del input_grads, hidden  # they are sent
-        trace.mark("W", SPLIT)
+        trace.mark(Pass.WEIGHT_GRADIENT, SPLIT)
         stage.backward_maybe_with_nosync("weight", {"stage_output": (output,), "param_groups": groups})
         del arguments, output, groups
     trace.mark("reduce")

@@ -23,6 +23,7 @@ from rich.console import Console
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
 from titanlite.tools.plan.result import Plan, RankPlan
+from titanlite.tools.plan.segments import Pass
 
 # The lowest kinds are the persistent ones, so that the others change above a flat area. Neighbours differ in lightness
 # too, so that they can be told apart in a greyscale print.
@@ -33,10 +34,10 @@ KIND_COLOURS = {
 }
 # fmt: on
 ACTIONS = {
-    "F": ("#8fbce6", "forward"),
-    "B": ("#c8553d", "backward"),
-    "I": ("#e8a33d", "input gradient (dgrad)"),
-    "W": ("#3f8f5f", "weight gradient (wgrad)"),
+    Pass.FORWARD: ("#8fbce6", "forward"),
+    Pass.BACKWARD: ("#c8553d", "backward"),
+    Pass.INPUT_GRADIENT: ("#e8a33d", "input gradient (dgrad)"),
+    Pass.WEIGHT_GRADIENT: ("#3f8f5f", "weight gradient (wgrad)"),
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}

@@ -18,7 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titanlite.parallel import context
+from titanlite.parallel import tiled_attention
 
 
 @contextlib.contextmanager
@@ -265,8 +265,8 @@ class OpTrace(TorchDispatchMode):
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "titanlite.context_attention": context._attention._init_fn,
-    "titanlite.context_attention_backward": context._attention_backward._init_fn,
+    "titanlite.tiled_attention": tiled_attention._attention._init_fn,
+    "titanlite.tiled_attention_backward": tiled_attention._attention_backward._init_fn,
 }
 """Custom operators of titanlite, which are recorded as the operators that they call."""
 

@@ -15,13 +15,13 @@ from titanlite.config.schema import Parallelism
 from titanlite.config.stage_split import ONE_STAGE, Schedule, rank_of_stage
 from titanlite.parallel.pipeline import PipelineRunner
 from titanlite.tools.plan.op_trace import fake_world
+from titanlite.tools.plan.segments import Pass
 
 
 class Action(NamedTuple):
-    """One forward or backward of a microbatch through a stage."""
+    """One pass of a microbatch through a stage."""
 
-    kind: str
-    """F: forward; B: full backward; of a split backward, I: input gradient (dgrad) and W: weight gradient (wgrad)."""
+    kind: Pass
     stage: int
     microbatch: int
 
@@ -36,13 +36,14 @@ def own_actions(
     """Return a rank's actions in order, from the schedule's pipeline_order."""
     if schedule in ONE_STAGE:
         ahead = n_microbatches if schedule == "GPipe" else min(n_ranks - rank, n_microbatches)
-        forwards, backwards = ([Action(kind, rank, i) for i in range(n_microbatches)] for kind in "FB")
+        forwards = [Action(Pass.FORWARD, rank, i) for i in range(n_microbatches)]
+        backwards = [Action(Pass.BACKWARD, rank, i) for i in range(n_microbatches)]
         actions = forwards[:ahead]
         for i, backward in enumerate(backwards):
             actions += [backward, *forwards[ahead + i : ahead + i + 1]]
         return [[action] for action in actions]
     return [
-        [Action(sub.computation_type.value, sub.stage_index, sub.microbatch_index) for sub in subs]
+        [Action(Pass(sub.computation_type.value), sub.stage_index, sub.microbatch_index) for sub in subs]
         for subs in (action.sub_actions or (action,) for action in order[rank] if action is not None)
     ]
 
@@ -100,14 +101,15 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in actions]
 
     def dependency(action: Action) -> tuple[bool, int, int] | None:
-        if action.kind == "F":
+        if action.kind == Pass.FORWARD:
             return (True, action.stage - 1, action.microbatch) if action.stage > 0 else None
-        if action.kind in "BI":
+        if action.kind in (Pass.BACKWARD, Pass.INPUT_GRADIENT):
             return (False, action.stage + 1, action.microbatch) if action.stage < n_stages - 1 else None
         return None
 
     def can_run(group: Group) -> bool:
-        own = {(action.kind == "F", action.stage, action.microbatch) for action in group if action.kind != "W"}
+        results = [action for action in group if action.kind != Pass.WEIGHT_GRADIENT]
+        own = {(action.kind == Pass.FORWARD, action.stage, action.microbatch) for action in results}
         return all(dependency(action) in {None, *own} or dependency(action) in ready for action in group)
 
     while any(number < len(groups) for number, groups in zip(next_group, actions, strict=True)):
@@ -121,9 +123,9 @@ def simulate(
                     free[rank] = start + seconds(action)
                     spans[rank].append(Span(action, start, free[rank]))
                 for kind, stage, microbatch in group:
-                    if kind != "W":
-                        ready[kind == "F", stage, microbatch] = free[rank], rank
-                        if sends_block and 0 <= stage + (1 if kind == "F" else -1) < n_stages:
+                    if kind != Pass.WEIGHT_GRADIENT:
+                        ready[kind == Pass.FORWARD, stage, microbatch] = free[rank], rank
+                        if sends_block and 0 <= stage + (1 if kind == Pass.FORWARD else -1) < n_stages:
                             free[rank] += message_seconds
                 next_group[rank] += 1
                 progress = True

@@ -1,13 +1,13 @@
 """Segments of a training step's op trace: what each allocation is for, the phases of the step, and the folding of
 repeated layers.
 
-Marks split the trace into segments. ("F", m) begins the forward of microbatch m and ("B", m) its backward. ("I", m) and
-("W", m) begin the input gradient and the weight gradient of a split backward. Within them ("layer F", n) and
+Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it ("layer F", n) and
 ("layer B", n) begin block n, and ("layer head", -1) begins what follows the last block, together with the head's own
 backward where there is no pipeline. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
 gradient norm, clipping and the optimizer.
 """
 
+import enum
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +15,17 @@ from titanlite.tools.plan.op_trace import Allocation, Memory, Segment
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 """Kinds of memory; see memory_timeline.py."""
+
+
+class Pass(str, enum.Enum):
+    """A pass of a microbatch through a stage. The letters are those of torch's schedules."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    """The first half of a split backward (dgrad)."""
+    WEIGHT_GRADIENT = "W"
+    """The second half (wgrad)."""
 
 
 Phases = dict[tuple[Any, ...], list[Segment]]
@@ -67,8 +78,8 @@ def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
     phase, microbatch, born, freed = "", "", {}, {}
     for segment in segments:
         name, *number = segment.mark
-        if name in ("F", "B", "I", "W"):  # a split backward is one phase
-            phase, microbatch = ("F" if name == "F" else "B") + str(number[0]), str(number[0])
+        if isinstance(name, Pass):  # a split backward is one phase
+            phase, microbatch = ("F" if name == Pass.FORWARD else "B") + str(number[0]), str(number[0])
         elif name == "layer B":
             phase = "B" + microbatch
         elif not name.startswith("layer"):
@@ -109,8 +120,9 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
         if not name.startswith("layer"):
             current, kind = phases.setdefault(segment.mark, []), name
             microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
-        elif name == "layer B" and kind == "F":  # without a pipeline a backward begins with that of its first layer
-            current, kind = phases.setdefault(("B", microbatch), []), "B"
+        # Without a pipeline a backward begins with that of its first layer.
+        elif name == "layer B" and kind == Pass.FORWARD:
+            current, kind = phases.setdefault((Pass.BACKWARD, microbatch), []), Pass.BACKWARD
         current.append(segment)
     return {mark: _unfold(phase, folded) for mark, phase in phases.items()}
 

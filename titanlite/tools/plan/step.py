@@ -12,10 +12,11 @@ from titanlite.tools.plan.dry_run import SPLIT, DryRun, dry_run_accumulation_ste
 from titanlite.tools.plan.memory_timeline import Bytes, MemoryTimeline, Point
 from titanlite.tools.plan.op_trace import Communication, Work
 from titanlite.tools.plan.schedule import Action, Group, Span, simulate
-from titanlite.tools.plan.segments import KINDS
+from titanlite.tools.plan.segments import KINDS, Pass
 from titanlite.tools.plan.streams import Streams
 
-ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+WITH_INPUT_GRADIENT = Pass.BACKWARD, Pass.INPUT_GRADIENT
+WITH_WEIGHT_GRADIENT = Pass.BACKWARD, Pass.WEIGHT_GRADIENT
 
 
 class StageCost:
@@ -37,21 +38,21 @@ class StageCost:
     def after(self, streams: Streams | None, key: tuple) -> Cost:
         """Return the cost of a phase after what is in flight; None: on an idle device."""
         segments = self.dry_run.phases.get(key, [])
-        kind, accumulates = key[0], key[0] == "B" and key[1] > 0
+        kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
         events = (segment.events for segment in segments)
-        return self.cost_model.cost(events, streams, forward=kind == "F", accumulates=accumulates)
+        return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
 
     def of_action(self, action: Action) -> Cost:
         """Return the cost of a pipeline's action. The weight gradient of a split backward takes as long as the
         forward's matmuls, and the input gradient the rest of the backward. A first stage has no input gradient."""
-        if action.kind == "F":
-            return self.of_phase(("F", 0 if self.exposed_gather and action.microbatch == 0 else 1))
-        backward = self.of_phase(("B", min(action.microbatch, 1)))
-        if action.kind == "B":
+        if action.kind == Pass.FORWARD:
+            return self.of_phase((Pass.FORWARD, 0 if self.exposed_gather and action.microbatch == 0 else 1))
+        backward = self.of_phase((Pass.BACKWARD, min(action.microbatch, 1)))
+        if action.kind == Pass.BACKWARD:
             return backward
-        weight = self.of_phase(("F", 1)).seconds["matmul"] / backward.elapsed if action.stage else 1.0
+        weight = self.of_phase((Pass.FORWARD, 1)).seconds["matmul"] / backward.elapsed if action.stage else 1.0
         cost = Cost()
-        cost.add(backward, weight if action.kind == "W" else 1 - weight)
+        cost.add(backward, weight if action.kind == Pass.WEIGHT_GRADIENT else 1 - weight)
         return cost
 
     def of_reduce(self) -> Cost:
@@ -100,7 +101,7 @@ def step_time(config: Config, stages: list[StageCost], ranks: list[int], actions
     (stage,) = stages
     cost, streams = Cost(), stage.cost_model.streams()
     for number, times in dry_run_accumulation_steps(config.gradient_accumulation_steps).items():
-        for kind in "FB":
+        for kind in (Pass.FORWARD, Pass.BACKWARD):
             cost.add(stage.after(streams, (kind, number)), times)
     before = streams.computed
     streams.join()
@@ -119,8 +120,8 @@ def memory_points(
         (run,) = dry_runs
         timeline = MemoryTimeline(config, run.persistent)
         for number in dry_run_accumulation_steps(config.gradient_accumulation_steps):
-            timeline.replay(run.phases["F", number], "forward")
-            timeline.replay(run.phases["B", number], "backward")
+            timeline.replay(run.phases[Pass.FORWARD, number], "forward")
+            timeline.replay(run.phases[Pass.BACKWARD, number], "backward")
         for key in _update_phases(run):
             timeline.replay(run.phases[key], "update")
         return [timeline.points]
@@ -152,8 +153,9 @@ def _time_with_pipeline(
         cost, n_messages = Cost(), 0
         for action in (action for group in groups for action in group):
             cost.add(own[action.stage].of_action(action), n_steps)
-            neighbour = action.stage + (1 if action.kind == "F" else -1)
-            n_messages += n_steps * (action.kind in "FBI" and 0 <= neighbour < n_stages and neighbour not in own)
+            neighbour = action.stage + (1 if action.kind == Pass.FORWARD else -1)
+            sends = action.kind != Pass.WEIGHT_GRADIENT and 0 <= neighbour < n_stages and neighbour not in own
+            n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
             reduce.add(stage.of_reduce())
@@ -203,7 +205,7 @@ class _PipelineRank:
             with_gradients: set[int] = set()
             for action in actions:
                 self._replay(action, first_backward=action.stage not in with_gradients)
-                if action.kind in "BW":
+                if action.kind in WITH_WEIGHT_GRADIENT:
                     with_gradients.add(action.stage)
                 timeline.current_bytes["communication"] += self._unsent(action) * self.message
             for stage in stages.values():
@@ -220,27 +222,30 @@ class _PipelineRank:
         schedule = self.config.parallelism.pipeline_parallel_schedule
         if schedule == "1F1B":
             return 0
-        output = action.kind in "BW" and action.stage < self.last_stage and action.stage + 1 not in self.stages
-        gradient = action.kind in "BI" and action.stage > 0 and action.stage - 1 not in self.stages
+        output = action.kind in WITH_WEIGHT_GRADIENT and action.stage < self.last_stage
+        output = output and action.stage + 1 not in self.stages
+        gradient = action.kind in WITH_INPUT_GRADIENT and action.stage > 0
+        gradient = gradient and action.stage - 1 not in self.stages
         return (output and schedule != "GPipe") + gradient
 
     def _replay(self, action: Action, *, first_backward: bool) -> None:
         """Replay an action's memory. The first backward of a stage allocates the gradients of its weights."""
         timeline, phases, kind = self.timeline, self.stages[action.stage].phases, action.kind
-        label = f"{ACTION_NAMES[kind]} of stage {action.stage}"
-        if action.stage == 0 and kind in "IW":  # a first stage takes its full backward with the weight gradient
-            if kind == "I":
+        label = f"{kind.name.lower().replace('_', ' ')} of stage {action.stage}"
+        if action.stage == 0:  # a first stage takes its full backward with the weight gradient
+            if kind == Pass.INPUT_GRADIENT:
                 return
-            kind = "B"
-        if kind == "I":
-            timeline.replay(phases[("I", SPLIT)], label, without="message")
-        elif kind == "W":
+            kind = Pass.BACKWARD if kind == Pass.WEIGHT_GRADIENT else kind
+        if kind == Pass.INPUT_GRADIENT:
+            timeline.replay(phases[Pass.INPUT_GRADIENT, SPLIT], label, without="message")
+        elif kind == Pass.WEIGHT_GRADIENT:
             # It frees what the forward and the input gradient left. Its own phase lacks the folded layers.
-            nets = [timeline.net(phases[key, SPLIT], without="message") for key in "FI"]
+            before = Pass.FORWARD, Pass.INPUT_GRADIENT
+            nets = [timeline.net(phases[key, SPLIT], without="message") for key in before]
             after = {name: timeline.current_bytes[name] - sum(net[name] for net in nets) for name in KINDS}
             if first_backward:
-                after["gradients"] += timeline.net(phases[("B", 0)], without="message")["gradients"]
-            timeline.replay(phases[("W", SPLIT)], label, without="message")
+                after["gradients"] += timeline.net(phases[Pass.BACKWARD, 0], without="message")["gradients"]
+            timeline.replay(phases[Pass.WEIGHT_GRADIENT, SPLIT], label, without="message")
             timeline.set_current(after)
         else:
             number = 0 if action.microbatch == 0 else 2 if action.microbatch == self.last_microbatch else 1

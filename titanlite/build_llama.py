@@ -1,0 +1,35 @@
+"""Build the model that the [model] options ask for, where latent attention and experts are chosen.
+
+build.py does not have this, since what reads and writes weights builds a model too, to know their shapes, and build.py
+imports it.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from titanlite.config.schema import Model
+from titanlite.model import Attention, Block, FeedForward, Llama
+
+
+def build_llama(model: Model, *, max_seq_len: int, modules: Collection[str] | None = None) -> Llama:
+    """Return a model on the meta device: without memory for its weights. `modules`: see Llama."""
+    with torch.device("meta"):
+        return Llama(model, build_block, max_seq_len=max_seq_len, modules=modules)
+
+
+def build_block(model: Model, layer: int) -> Block:
+    """Return the block of a layer."""
+    attention: nn.Module
+    if model.mla.kv_lora_rank:
+        from titanlite.techniques.latent_attention import LatentAttention  # here, since few models need it
+
+        attention = LatentAttention(model)
+    else:
+        attention = Attention(model)
+    if model.has_experts(layer):
+        from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
+
+        return Block(model, attention, MixtureOfExperts(model))
+    return Block(model, attention, FeedForward(model.dim, model.ffn_dim, bias=model.mlp_bias))

@@ -1,0 +1,196 @@
+"""Attention in tiles: under context parallel (CP), a document mask, or a sliding window.
+
+Context parallel splits every sequence over ranks, and only attention communicates between its shards: ring x Ulysses
+(USP, arXiv:2405.07719). Ulysses ranks exchange sequence for heads (ulysses.py); ring ranks send keys and values around
+a ring (ring.py). Which queries attend to which keys is in tiles.py.
+
+Shapes: B batch, T tokens of this rank, S tokens of all its Ulysses ranks (two chunks, or one without a ring), H query
+heads, G KV heads, N heads of q, k and v, K head_dim. Where S stands, heads are those that a Ulysses rank attends with.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.model import Documents
+from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
+from titanlite.parallel.ring import ring_backward, ring_forward
+from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
+
+
+class TiledAttention(nn.Module):
+    """Computes model.ScaledDotProductAttention over sequences that tiles.local_positions splits.
+
+    The ranks of `ring_group` send keys and values around a ring, those of `ulysses_group` exchange sequence for heads;
+    None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS. With a `window` above 0, position t of a
+    sequence attends to positions t - window + 1 to t of its document only.
+    """
+
+    def __init__(
+        self,
+        ring_group: dist.ProcessGroup | None,
+        ulysses_group: dist.ProcessGroup | None,
+        backend: str,
+        window: int = 0,
+    ):
+        super().__init__()
+        self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
+        self.window = window
+        self.ring_size, self.ulysses_size = _size(self.ring), _size(self.ulysses)
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return [B, T, H, K]. Query head h attends to KV head h * G // H. Raise ValueError if heads or tokens cannot
+        be split evenly, or the positions in documents have another shape or device.
+
+        Args:
+            documents: of all tokens of this rank's Ulysses ranks, [B, S], not only of this rank's. None: a sequence is
+                one document.
+        """
+        batch, tokens, heads, _ = q_BTHK.shape
+        ranks, kv_heads = self.ulysses_size, k_BTGK.shape[2]
+        sequence = tokens * ranks
+        if heads % ranks or kv_heads % ranks:
+            raise ValueError(f"{heads} query heads and {kv_heads} KV heads cannot be split over {ranks} ranks")
+        if self.ring_size > 1 and sequence % 2:
+            raise ValueError(f"{sequence} tokens of a ring rank cannot be split into two chunks")
+        positions = None if documents is None else documents.positions_BT
+        if positions is not None and (positions.shape != (batch, sequence) or not positions.is_cpu):
+            actual = f"{list(positions.shape)} on {positions.device}"
+            raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
+        window = self.window if self.window < sequence * self.ring_size else 0  # which is the same
+        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend, window)[0]
+
+
+_GROUPS: dict[str, dist.ProcessGroup | None] = {
+    "": None
+}  # by name: arguments of operators are tensors, numbers and strings
+
+
+def _register(group: dist.ProcessGroup | None) -> str:
+    """Return the name by which operators find a process group; "" for this rank only."""
+    if group is None or group.size() == 1:
+        return ""
+    _GROUPS[group.group_name] = group
+    return group.group_name
+
+
+def _size(group: str) -> int:
+    return _GROUPS[group].size() if group else 1
+
+
+def _local_heads(q_BTHK: Tensor, k_BTGK: Tensor, ulysses: str) -> list[int]:
+    """Return the numbers of heads of q, k and v that a rank attends with."""
+    return [x.shape[2] // _size(ulysses) for x in (q_BTHK, k_BTGK, k_BTGK)]
+
+
+# The operators: opaque to torch.compile, so that it neither breaks its graph here nor moves the communication. --------
+@torch.library.custom_op("titanlite::tiled_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_positions: Tensor | None,
+    ring: str,
+    ulysses: str,
+    backend: str,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output [B, T, H, K] and, saved for backward, the log-sum-exp [B, H, S] and, with Ulysses only, the
+    inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
+    if not ulysses:
+        empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
+        return *_local_forward(q, k, v, document_positions, ring, backend, window), *empty
+    qkv_BSNK = sequence_to_heads([q, k, v], _GROUPS[ulysses])
+    qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
+    inner_BSHK, lse_BHS = _local_forward(*qkv, document_positions, ring, backend, window)
+    (out_BTHK,) = heads_to_sequence([inner_BSHK], _GROUPS[ulysses])
+    return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
+
+
+@_attention.register_fake
+def _(q, k, v, document_positions, ring, ulysses, backend, window):
+    batch, tokens, _, head_dim = q.shape
+    heads, sequence = _local_heads(q, k, ulysses), tokens * _size(ulysses)
+    lse = q.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q))
+    qkv, inner = (batch, sequence, sum(heads), head_dim), (batch, sequence, heads[0], head_dim)
+    return q.new_empty(q.shape), lse, q.new_empty(qkv if ulysses else 0), q.new_empty(inner if ulysses else 0)
+
+
+@torch.library.custom_op("titanlite::tiled_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    saved: list[Tensor],
+    document_positions: Tensor | None,
+    ring: str,
+    ulysses: str,
+    backend: str,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
+    grad_out = sequence_to_heads([grad_out], _GROUPS[ulysses]) if ulysses else grad_out.contiguous()
+    grads = _local_backward([grad_out, *saved], document_positions, ring, backend, window)
+    return tuple(heads_to_sequence(grads, _GROUPS[ulysses])) if ulysses else grads
+
+
+@_attention_backward.register_fake
+def _(grad_out, saved, document_positions, ring, ulysses, backend, window):
+    batch, tokens, _, head_dim = grad_out.shape
+    return tuple(x.new_empty(batch, tokens, x.shape[2] * _size(ulysses), head_dim) for x in saved[:3])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, document_positions, *ctx.options = inputs
+    out, lse, qkv, inner = output
+    ulysses = ctx.options[1]
+    ctx.set_materialize_grads(False)  # of the other outputs: they have none
+    ctx.mark_non_differentiable(lse, qkv, inner)
+    attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
+    ctx.save_for_backward(*attended, lse, document_positions)
+
+
+def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    *saved, document_positions = ctx.saved_tensors
+    return *_attention_backward(grad_out, saved, document_positions, *ctx.options), None, None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+# Between the all-to-alls: documents, or a window, in one call of a backend that can, if there is no ring --------------
+def _is_packed(document_positions: Tensor | None, ring: str, backend: str, window: int) -> bool:
+    return not ring and backend in PACKED_ATTENTION and (document_positions is not None or window > 0)
+
+
+def _local_forward(
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: str, backend: str, window: int
+) -> tuple[Tensor, Tensor]:
+    if not _is_packed(document_positions, ring, backend, window):
+        return ring_forward(q, k, v, document_positions, _GROUPS[ring], backend, window)
+    qkv, bounds = (x.flatten(0, 1) for x in (q, k, v)), _bounds(document_positions, q)
+    out_NHK, lse_HN = PACKED_ATTENTION[backend].forward(*qkv, *bounds, window)
+    return out_NHK.view(q.shape), lse_HN.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+
+
+def _local_backward(
+    saved: list[Tensor], document_positions: Tensor | None, ring: str, backend: str, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _is_packed(document_positions, ring, backend, window):
+        return ring_backward(saved, document_positions, _GROUPS[ring], backend, window)
+    *tensors, lse_BHS = saved
+    lse_HN, bounds = lse_BHS.transpose(0, 1).flatten(1), _bounds(document_positions, saved[1])
+    grads = PACKED_ATTENTION[backend].backward(*(x.flatten(0, 1) for x in tensors), lse_HN, *bounds, window)
+    return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
+
+
+def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:
+    """Return PackedAttention's bounds and longest. Those of documents are computed on the host, and copied without
+    waiting."""
+    batch, length = q_BSHK.shape[:2]
+    if document_positions_BS is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
+    begins = document_positions_BS == 0
+    begins[:, 0] = True  # also where a sequence begins in the middle of a document
+    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
+    return bounds.to(q_BSHK.device, non_blocking=True), int(bounds.diff().max())

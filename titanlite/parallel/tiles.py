@@ -1,0 +1,166 @@
+"""Which queries attend to which keys, as tiles of the attention matrix: plain geometry, without communication.
+
+Zig-zag load balancing: later queries attend to more keys. The sequence is split into 2 x ring chunks, and ring rank r
+has chunks r and 2 x ring - 1 - r (Llama 3, arXiv:2407.21783, section 3.3.2; ring-flash-attention). So each rank has the
+same work in each ring step, and after the first none of it is masked: of an earlier rank's keys all queries attend to
+the first chunk and none to the second; to a later rank's keys only the second chunk of queries attends. With two ranks,
+where c is a causal triangle of ring step 0, and a digit a full block of the ring step of that number:
+
+                  keys  0 1 2 3    chunk
+                        0 1 1 0    of rank
+    queries  0, rank 0  c
+             1, rank 1  1 c
+             2, rank 1  1 0 c
+             3, rank 0  0 1 1 c
+
+Documents need no mask either: of two chunks the pairs that share a document form a rectangle, and within a chunk each
+document is a causal triangle.
+
+Nor does a sliding window (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825), which bounds the keys of a query
+from the left: a triangle that is longer than the window becomes triangles of its length, and where the bound moves
+through a block of earlier keys, what a query sees of them is a triangle of the opposite kind. It is causal once queries
+and keys are in reverse order, so that every attention backend computes it. Of keys that no query sees nothing is
+computed, and ring steps in which no rank's queries see a key are skipped.
+
+B batch, S tokens of a ring rank (two chunks, or one without a ring).
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def local_positions(seq_len: int, *, ring: int, ulysses: int, rank: int) -> Tensor:
+    """Return the positions of a rank's tokens in their sequence of `seq_len`, int64 [seq_len / (ring * ulysses)].
+
+    `rank` is ring rank * ulysses + Ulysses rank. Raise ValueError if it does not exist, or the split is not even.
+    """
+    n_chunks = 2 * ring if ring > 1 else 1
+    if seq_len % n_chunks or seq_len // ring % ulysses:
+        raise ValueError(f"{seq_len} tokens cannot be split evenly over ring {ring} x ulysses {ulysses}")
+    if not 0 <= rank < ring * ulysses:
+        raise ValueError(f"rank {rank} is not one of ring {ring} x ulysses {ulysses}")
+    chunks = torch.arange(seq_len, device="cpu").view(n_chunks, -1)
+    return chunks[chunk_numbers(rank // ulysses, ring)].flatten().chunk(ulysses)[rank % ulysses]
+
+
+class Tile(NamedTuple):
+    """A tile is one call of an attention backend: indices of its queries and of its keys into [B, S, ...]."""
+
+    queries: tuple[slice, slice]
+    keys: tuple[slice, slice]
+    causal: bool
+    flipped: bool = False
+    """The backend gets queries and keys in reverse order: if `causal`, each of them attends to its own key and those
+    after it."""
+
+    @property
+    def on_diagonal(self) -> bool:
+        """Whether queries attend to their own keys. Each query has one such tile, and merges the others into it."""
+        return self.causal and not self.flipped
+
+
+def chunk_numbers(rank: int, size: int) -> list[int]:
+    """Return the chunks of the sequence that a ring rank has, in its order."""
+    return [rank, 2 * size - 1 - rank] if size > 1 else [0]
+
+
+class Chunk(NamedTuple):
+    """The documents of a chunk, in plain numbers, so that nothing waits for a device."""
+
+    position: int
+    """Position of the chunk's first token in its document."""
+    bounds: list[int]
+    """Where documents begin in the chunk, and where the last one ends."""
+
+
+def chunks_of(document_positions_BS: Tensor | None, size: int) -> list[list[Chunk]] | None:
+    """Return the chunks of a ring rank, of each sequence. None: a sequence is one document."""
+    if document_positions_BS is None:
+        return None
+
+    def chunk_of(positions_C: Tensor) -> Chunk:
+        starts = (positions_C[1:] == 0).nonzero().flatten() + 1
+        return Chunk(int(positions_C[0]), [0, *starts.tolist(), len(positions_C)])
+
+    n_chunks = len(chunk_numbers(0, size))
+    return [[chunk_of(chunk) for chunk in positions.chunk(n_chunks)] for positions in document_positions_BS]
+
+
+def ring_steps(tokens: int, size: int, window: int) -> list[int]:
+    """Return the ring steps in which a query of any rank sees a key. They are the same on every rank.
+
+    In step s, some ranks have keys of chunks that are s before theirs, and the others, by zig-zag, of chunks that are
+    size - s before theirs; all other pairs of chunks are farther from each other.
+    """
+    length, window = tokens // len(chunk_numbers(0, size)), window or tokens * size
+    return [step for step in range(size) if step == 0 or (min(step, size - step) - 1) * length + 1 < window]
+
+
+def tiles_of_step(
+    documents: list[list[Chunk]] | None, tokens: int, rank: int, source: int, size: int, window: int = 0
+) -> Iterator[Tile]:
+    """Yield tiles of all pairs that attend, of queries of ring rank `rank` and keys of `source`, `tokens` (S) each. If
+    both are one rank, those on the diagonal cover each query and key once, before other tiles that have them."""
+    own, others = chunk_numbers(rank, size), chunk_numbers(source, size)
+    length, window = tokens // len(own), window or tokens * size
+    if documents is None and window >= (own[-1] + 1 - others[0]) * length:  # from the first key to the last query
+        queries = slice(None), slice(length if source > rank else 0, tokens)
+        keys = slice(None), slice(0, length if source < rank else tokens)
+        yield Tile(queries, keys, causal=source == rank)
+        return
+    if documents is None:
+        sequences = [(slice(None), [Chunk(chunk * length, [0, length]) for chunk in own])]
+    else:
+        sequences = [(slice(b, b + 1), chunks) for b, chunks in enumerate(documents)]
+    for b, chunks in sequences:
+        for i, (chunk, (position, bounds)) in enumerate(zip(own, chunks, strict=True)):
+            for j, other in reversed(list(enumerate(others))):
+                distance = (chunk - other) * length
+                for queries, keys, *kind in _band(position, bounds, distance, length, window):
+                    yield Tile((b, _slice(queries, i * length)), (b, _slice(keys, j * length + distance)), *kind)
+
+
+_Part = tuple[range, range, bool, bool]  # queries and keys, counted from a chunk's first token; causal, flipped
+
+
+def _band(position: int, bounds: list[int], distance: int, length: int, window: int) -> Iterator[_Part]:
+    """Yield what queries of a chunk, which `chunks_of` describes, see of the keys of the one `distance` before it."""
+    if distance == 0:
+        for begin, end in pairwise(bounds):
+            yield from _triangle(begin, end, window)
+    elif distance > 0:
+        # Only the document of this chunk's first token can have begun in the other one.
+        keys = range(max(-position, -distance), length - distance)
+        if keys:
+            yield from _rectangle(range(bounds[1]), keys, window)
+
+
+def _triangle(begin: int, end: int, window: int) -> Iterator[_Part]:
+    """Yield what tokens begin to end see of each other: blocks of the window's length, and of the block before each."""
+    for start in range(begin, end, window):
+        block = range(start, min(start + window, end))
+        yield block, block, True, False
+        if start > begin:
+            yield from _rectangle(block, range(start - window, start), window)
+
+
+def _rectangle(queries: range, keys: range, window: int) -> Iterator[_Part]:
+    """Yield what queries see of keys before them: the first ones all of them; those whose window begins within the keys
+    a triangle, and all keys to the right of it; and the last ones none."""
+    begin = min(max(keys.start + window, queries.start), queries.stop)
+    end = max(min(keys.stop + window - 1, queries.stop), begin)
+    if begin > queries.start:
+        yield range(queries.start, begin), keys, False, False
+    if end > begin:
+        partly, left = range(begin, end), range(begin - window + 1, end - window + 1)
+        if left.stop < keys.stop:
+            yield partly, range(left.stop, keys.stop), False, False
+        yield partly, left, True, True
+
+
+def _slice(tokens: range, shift: int) -> slice:
+    return slice(tokens.start + shift, tokens.stop + shift)
