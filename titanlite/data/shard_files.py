@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -88,18 +88,9 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
             checksums_xxh3_64=checksum(checksums),
         )
         file.seek(0)
-        file.write(header_of(shard, dtype))
+        file.write(shard.header(dtype))
         sync(file)
     return shard
-
-
-def header_of(shard: Shard, dtype: DType) -> bytes:
-    """Return the header of a shard's file, HEADER bytes."""
-    header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
-    for name, (kind, begin, end) in shard.tensors(dtype).items():
-        shape = [(end - begin) // {"U16": 2, "U32": 4, "U64": 8}[kind]]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    return (HEADER - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(HEADER - 8)
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
@@ -113,7 +104,7 @@ def read_shard(path: Path, dtype: DType) -> Shard:
         shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
         raise DamagedShardError(f"{path.name}: the header is damaged") from None
-    if header != header_of(shard, dtype):
+    if header != shard.header(dtype):
         raise DamagedShardError(f"{path.name}: the header is damaged")
     check_dataset(path, [shard])
     check_size(path, shard.file_size(dtype))

@@ -1,8 +1,12 @@
 """Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
 
+import contextlib
 import errno
 import json
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -87,12 +91,19 @@ def write_synced(path: Path, data: bytes) -> None:
         sync(file)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Only one process
-    may do so at a time. Raises OSError, and leaves the old content, if the new cannot be written."""
-    replacement = path.with_name(f"{path.name}.tmp")
+def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
+    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Raises OSError,
+    and leaves the old content, if the new cannot be written.
+
+    `by_one`: only one process may do so at a time, and what it has left when it was killed is overwritten. Else several
+    may, and only this user may write the file that they leave.
+    """
+    replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
+    mode = 0o666 if by_one else 0o644
     try:
-        write_synced(replacement, data)
+        with open(replacement, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
+            file.write(data)
+            sync(file)
         replacement.replace(path)
     except OSError:
         replacement.unlink(missing_ok=True)
@@ -100,9 +111,20 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def safetensors_header(entries: dict[str, Any]) -> bytes:
-    """Return the begin of a safetensors file: its header and the header's length. The tensors' bytes that follow begin
-    at a multiple of 8 (https://github.com/huggingface/safetensors)."""
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to write, which gets its name when the body is done and has all of its content on the disk; until
+    then .tmp is added to it. It is removed if the body raises. Raises ConfigError if there is one already."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    for each, advice in ((path, "choose another folder"), (unfinished, "left by a command that was ended; delete it")):
+        if os.path.lexists(each):
+            raise ConfigError([f"{each}: exists; {advice}"])
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        sync_folder(unfinished)
+        unfinished.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
