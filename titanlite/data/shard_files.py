@@ -50,7 +50,6 @@ class _Blocks:
 def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
     """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
     bytes of its text."""
-    counts = {"train": 0, "validation": 0}
     lengths: dict[str, list[int]] = {"train": [], "validation": []}
     text_bytes, train_hash = 0, xxhash.xxh3_64()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -68,7 +67,6 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
             else:
                 validation.write(encoded)
             lengths[split].append(len(tokens))
-            counts[split] += len(tokens)
             text_bytes += n_bytes
         validation.seek(0)
         while chunk := validation.read(2**24):
@@ -79,8 +77,8 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
         file.write(checksums)
         shard = Shard(
             dataset=path.parent.name,
-            train_tokens=counts["train"],
-            validation_tokens=counts["validation"],
+            train_tokens=sum(lengths["train"]),
+            validation_tokens=sum(lengths["validation"]),
             train_documents=len(lengths["train"]),
             validation_documents=len(lengths["validation"]),
             text_bytes=text_bytes,

@@ -1,12 +1,9 @@
 """Files that must survive a crash, JSON records of which nothing is believed before it is checked, and checksums."""
 
-import contextlib
 import errno
 import json
 import os
 import secrets
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -84,9 +81,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
-    with path.open("wb") as file:
+def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file, and wait until it is on the disk. A new one has this mode, but for the umask."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
         file.write(data)
         sync(file)
 
@@ -99,32 +96,10 @@ def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
     may, and only this user may write the file that they leave.
     """
     replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
-    mode = 0o666 if by_one else 0o644
     try:
-        with open(replacement, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
-            file.write(data)
-            sync(file)
+        write_synced(replacement, data, 0o666 if by_one else 0o644)
         replacement.replace(path)
     except OSError:
         replacement.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write, which gets its name when the body is done and has all of its content on the disk; until
-    then .tmp is added to it. It is removed if the body raises. Raises ConfigError if there is one already."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    for each, advice in ((path, "choose another folder"), (unfinished, "left by a command that was ended; delete it")):
-        if os.path.lexists(each):
-            raise ConfigError([f"{each}: exists; {advice}"])
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        sync_folder(unfinished)
-        unfinished.rename(path)
-        sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise

@@ -17,7 +17,8 @@ from titanlite.checkpoint.manifest import DTYPE_NAMES
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.files import safetensors
-from titanlite.files.durable import new_folder, write_synced
+from titanlite.files.durable import write_synced
+from titanlite.files.new_folder import new_folder
 from titanlite.hf.config_files import config_files
 from titanlite.hf.load import EXPERT_DIMS, HF_DTYPES, INDEX, SINGLE
 from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf

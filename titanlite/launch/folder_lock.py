@@ -169,7 +169,9 @@ class FolderLock:
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
-    def _content(self) -> bytes:
+    def _create(self) -> bool:
+        """Create the lock file; return False if there is one. For a moment it is empty, as it stays if this process
+        dies then: whoever reads it waits for it to change."""
         holder = Holder(
             beat=f"{self._beats:012}",
             node=platform.node()[:256],
@@ -179,15 +181,10 @@ class FolderLock:
             since=datetime.now().astimezone().isoformat(timespec="seconds"),
             token=self.token,
         )
-        return (json.dumps(holder.model_dump()) + "\n").encode()
-
-    def _create(self) -> bool:
-        """Create the lock file; return False if there is one. For a moment it is empty, as it stays if this process
-        dies then: whoever reads it waits for it to change."""
         try:
             with open(self.path, "xb", buffering=0) as file:
                 try:
-                    file.write(self._content())
+                    file.write((json.dumps(holder.model_dump()) + "\n").encode())
                 except OSError:
                     self.path.unlink()
                     raise

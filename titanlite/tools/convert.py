@@ -33,7 +33,8 @@ from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems, show
 from titanlite.config.regular_file import open_file, read_file
 from titanlite.config.schema import Model
-from titanlite.files.durable import new_folder, write_synced
+from titanlite.files.durable import write_synced
+from titanlite.files.new_folder import new_folder
 from titanlite.hf.export import partition
 from titanlite.hf.names import tensor_shapes
 from titanlite.launch.progress import progress
