@@ -127,10 +127,7 @@ def test_a_process_that_was_suspended_while_another_took_over_notices(tmp_path):
             assert lock.is_held()
 
 
-@pytest.mark.parametrize("hard_links", [True, False], ids=["hard links", "no hard links"])
-def test_of_many_that_take_over_one_succeeds(tmp_path, monkeypatch, hard_links):
-    if not hard_links:
-        monkeypatch.setattr(os, "link", no_links)
+def test_of_many_that_take_over_one_succeeds(tmp_path):
     for _ in range(3):
         (tmp_path / "run.lock").write_text("")
         locks = [open_lock(tmp_path) for _ in range(8)]
@@ -189,10 +186,6 @@ def test_a_lock_that_is_taken_away_while_it_is_taken_is_noticed(tmp_path, monkey
     assert "in use by" in rejection(late.acquire)
     assert third.is_held()
     third.release()
-
-
-def no_links(*arguments: object) -> None:
-    raise OSError(95, "Operation not supported")
 
 
 def test_a_damaged_lock_is_taken_over_if_nobody_changes_it(tmp_path, capsys):

@@ -30,10 +30,12 @@ from tests.test_parity import resolve
 from titanlite import build
 from titanlite.checkpoint import export as export_command
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.files import bytes_of
 from titanlite.config import Config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
-from titanlite.hf.export import export, partition, write_safetensors
+from titanlite.files import safetensors
+from titanlite.hf.export import export, partition
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import BALANCE_BIAS, named_weights, tensor_shapes
 from titanlite.parallel import mesh
@@ -155,10 +157,9 @@ def test_partition():
 
 def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path: Path):
     for n_names in range(1, 9):
-        shapes = {f"layers.{10**n}.ffn_norm.weight": torch.Size([3]) for n in range(n_names)}
+        tensors = {f"layers.{10**n}.ffn_norm.weight": ("F32", (3,)) for n in range(n_names)}
         file = tmp_path / f"{n_names}.safetensors"
-        dtypes = dict.fromkeys(shapes, torch.float32)
-        write_safetensors(file, shapes, {name: [name] for name in shapes}, dtypes, lambda name: torch.ones(3))
+        safetensors.write(file, tensors, (bytes_of(torch.ones(3)) for _ in tensors), {"format": "pt"})
         content = file.read_bytes()
         header = int.from_bytes(content[:8], "little")
         assert header % 8 == 0
@@ -201,7 +202,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path):
     (tmp_path / "out").mkdir()
     assert rejected(tmp_path / "out") == f"{tmp_path / 'out'}: exists; choose another folder"
     (tmp_path / "other.tmp").mkdir()
-    assert "other.tmp: exists; left by an export that was ended" in rejected(tmp_path / "other")
+    assert "other.tmp: exists; left by a command that was ended" in rejected(tmp_path / "other")
 
 
 @pytest.mark.parametrize("weight", [None, torch.ones(5)], ids=["missing", "another shape"])

@@ -16,8 +16,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch.distributed as dist
+from safetensors.numpy import load_file
 
 from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
@@ -31,6 +31,7 @@ from titanlite.data.token_cache import segments_of_shards
 from titanlite.data.token_shards import TokenCache
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.worker import Worker
+from titanlite.files import safetensors
 from titanlite.launch import process, progress
 from titanlite.launch.folder_lock import FolderLock
 
@@ -120,7 +121,7 @@ def test_a_shard_is_a_safetensors_file(dataset, tmp_path):
     cache, folder = cached(dataset, tmp_path / "cache"), folder_of(tmp_path / "cache")
     tokens = []
     for number, shard in enumerate(cache.index.shards):
-        tensors = safetensors.numpy.load_file(folder / token_shards.shard_name(number))
+        tensors = load_file(folder / token_shards.shard_name(number))
         assert set(tensors) == {"train", "validation", "train_documents", "validation_documents", "checksums"}
         assert tensors["train"].dtype == np.uint16
         for split in ("train", "validation"):
@@ -428,9 +429,9 @@ def test_damage_is_found_when_it_is_read_and_that_shard_is_built_again(dataset, 
     """Not when the cache is opened: it may have terabytes."""
     monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     built = cached(dataset, tmp_path / "cache")
-    tensors = built._tensors[2]
-    at = {"first token": 0, "last token": tensors["train"][2] - 1, "a length": tensors["train_documents"][1]}
-    at["a checksum"] = tensors["checksums"][1]
+    places = built._places[2]
+    at = {"first token": 0, "last token": places["train"][1] - 1, "a length": places["train_documents"][0]}
+    at["a checksum"] = places["checksums"][0]
     expected = tokens_of(built)
     flip_a_bit(built.folder / SHARD, token_shards.HEADER + at[place])
     opened = cached(dataset, tmp_path / "cache")
@@ -483,18 +484,18 @@ def test_verified_blocks_are_not_read_again(dataset, tmp_path, monkeypatch):
     """Of a small cache, which is verified when it is opened."""
     cached(dataset, tmp_path / "cache")
     opened = cached(dataset, tmp_path / "cache")
-    monkeypatch.setattr(token_shards.xxhash, "xxh3_64_intdigest", lambda data: pytest.fail("verifies again"))
+    monkeypatch.setattr(safetensors, "checksum", lambda data: pytest.fail("verifies again"))
     tokens_of(opened)
 
 
 def test_a_disk_that_damages_what_is_written_ends_the_build(dataset, tmp_path, monkeypatch):
-    real = token_shards.publish
+    real = token_shards.replace_file
 
-    def publish(path: Path, content: bytes) -> None:
-        real(path, content)
+    def replace_file(path: Path, content: bytes, **options: Any) -> None:
+        real(path, content, **options)
         flip_a_bit(path.parent / SHARD, 4096)
 
-    monkeypatch.setattr(token_shards, "publish", publish)
+    monkeypatch.setattr(token_shards, "replace_file", replace_file)
     with pytest.raises(TrainingError, match="is damaged right after it was built"):
         cached(dataset, tmp_path / "cache")
 

@@ -1,12 +1,5 @@
-"""Files of tensors in the safetensors format, with a checksum of every 4 MiB, written and read slice by slice.
+"""The files of a checkpoint: slices of tensors, written with checksums and read only where these are right."""
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: type, shape and place of each tensor, and
-in `__metadata__` the checksums), and the tensors' bytes (https://github.com/huggingface/safetensors). Any reader of
-that format reads these files; only this one verifies them.
-"""
-
-import io
-import itertools
 import json
 import math
 import os
@@ -20,17 +13,10 @@ from torch import Tensor
 from titanlite.checkpoint.manifest import DTYPE_NAMES, DTYPES, FileEntry, Stored
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_file
-from titanlite.files.durable import cannot_read, checksum, safetensors_header, sync
+from titanlite.files import safetensors
+from titanlite.files.durable import cannot_read, checksum
+from titanlite.files.safetensors import BLOCK_BYTES, CHECKSUMS
 from titanlite.parallel.shards import Slice
-
-BLOCK_BYTES = 4 * 2**20
-"""Bytes that share a checksum. A reader of some rows reads no more than the blocks that they are in."""
-CHECKSUMS = "xxh3_64 of every 4 MiB"
-SYNCED_BLOCKS = 8
-"""Blocks that are written before they are synced to the disk: the size of the file is then its true progress, and the
-last sync of a large file is short."""
-LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library has the same limit."""
 
 
 def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> Stored:
@@ -40,52 +26,19 @@ def write_file(path: Path, tensors: dict[str, tuple[Tensor, tuple[int, ...], tup
     Raises:
         OSError: if the file cannot be written, as when the disk is full.
     """
-    header: dict[str, Any] = {"__metadata__": {}}
-    checksums, slices, position = {}, {}, 0
+    entries, slices = {}, {}
     for name, (tensor, offset, shape) in tensors.items():
-        dtype, end = DTYPE_NAMES[tensor.dtype], position + tensor.nbytes
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
-        checksums[name] = ["0" * 16] * math.ceil(tensor.nbytes / BLOCK_BYTES)
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entries[name] = dtype, tuple(tensor.shape)
         slices.setdefault((dtype, shape, Slice(offset, tuple(tensor.shape))), []).append(name)
-        position = end
-    n_blocks = itertools.count(1)
-    placeholder = _encode(header, checksums)  # as long as the header, whose checksums are known after the data
-    with path.open("wb") as file:
-        file.write(placeholder)
-        for name, (tensor, *_) in tensors.items():
-            data = bytes_of(tensor.detach().cpu())
-            for i, start in enumerate(range(0, len(data), BLOCK_BYTES)):
-                block = data[start : start + BLOCK_BYTES]
-                checksums[name][i] = checksum(block)
-                file.write(block)
-                if next(n_blocks) % SYNCED_BLOCKS == 0:
-                    sync(file)
-        encoded = _encode(header, checksums)
-        file.seek(0)
-        file.write(encoded)
-        sync(file)
-    return Stored(FileEntry(bytes=len(encoded) + position, xxh3_64=checksum(encoded)), slices)
-
-
-def _encode(header: dict[str, Any], checksums: dict[str, list[str]]) -> bytes:
-    header["__metadata__"] = {CHECKSUMS: json.dumps(checksums)}
-    return safetensors_header(header)
+    contents = (bytes_of(tensor.detach().cpu()) for tensor, *_ in tensors.values())
+    n_bytes, header = safetensors.write(path, entries, contents)
+    return Stored(FileEntry(bytes=n_bytes, xxh3_64=checksum(header)), slices)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor in host memory; of one that is not contiguous, of a copy."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def read_fully(file: io.FileIO, data: memoryview) -> int:
-    """Read until the memory is full or the file ends. Return the bytes read: one call may read fewer than asked."""
-    n_read = 0
-    while n_read < len(data):
-        n = file.readinto(data[n_read:])
-        if not n:
-            break
-        n_read += n
-    return n_read
 
 
 class CheckedFile:
@@ -105,16 +58,14 @@ class CheckedFile:
                 if size != entry.bytes:
                     problem = f"{size} bytes, expected {entry.bytes}: truncated, or of another checkpoint"
                     raise ConfigError([f"{path}: {problem}"])
-                header = file.read(8)
-                length = int.from_bytes(header, "little")
-                if len(header) < 8 or length > min(size - 8, LARGEST_HEADER):
-                    raise ConfigError([f"{path}: no safetensors file: its header would be {length} bytes"])
-                header += file.read(length)
+                header = safetensors.read_header(file)
+        except safetensors.DamagedError as error:
+            raise ConfigError([f"{path}: {error}"]) from None
         except OSError as error:
             raise cannot_read(f"{path}", error) from None
         if checksum(header) != entry.xxh3_64:
             raise ConfigError([f"{path}: the header's checksum differs: damaged, or of another checkpoint"])
-        self._begin = 8 + length
+        self._begin = len(header)
         try:
             content = json.loads(header[8:])
             self._checksums = json.loads(content.pop("__metadata__")[CHECKSUMS])
@@ -163,16 +114,13 @@ class CheckedFile:
     def _read_blocks(self, name: str, blocks: range, data: memoryview) -> None:
         """Read blocks of a tensor's bytes, one behind the other, and check each. The last may be shorter."""
         begin = self._places[name][0] + blocks.start * BLOCK_BYTES
+        checksums = self._checksums[name][blocks.start : blocks.stop]
         try:
             with open_file(self.path, buffering=0) as file:
-                file.seek(begin)
-                for i, block in enumerate(blocks):
-                    piece = data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]
-                    if read_fully(file, piece) < len(piece):
-                        raise ConfigError([f"{self.path}: {name}: the file ends too early"])
-                    self.bytes_read += len(piece)
-                    if checksum(piece) != self._checksums[name][block]:
-                        raise ConfigError([f"{self.path}: {name}: a checksum differs: its bytes are damaged"])
+                for n_bytes in safetensors.read_blocks(file, begin, data, checksums):
+                    self.bytes_read += n_bytes
+        except safetensors.DamagedError as error:
+            raise ConfigError([f"{self.path}: {name}: {error}"]) from None
         except OSError as error:
             raise cannot_read(f"{self.path}: {name}", error) from None
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_file(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a regular file to read its bytes. Raises OSError for anything else, at once."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else opening a pipe waits for its writer
+def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
+    """Open a regular file to read its bytes, with further flags of open(2). Raises OSError for anything else, at
+    once."""
+    descriptor = os.open(
+        path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # else opening a pipe waits for its writer
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return open(descriptor, "rb", buffering)

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -50,7 +50,6 @@ class _Blocks:
 def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
     """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
     bytes of its text."""
-    counts = {"train": 0, "validation": 0}
     lengths: dict[str, list[int]] = {"train": [], "validation": []}
     text_bytes, train_hash = 0, xxhash.xxh3_64()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -68,7 +67,6 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
             else:
                 validation.write(encoded)
             lengths[split].append(len(tokens))
-            counts[split] += len(tokens)
             text_bytes += n_bytes
         validation.seek(0)
         while chunk := validation.read(2**24):
@@ -79,8 +77,8 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
         file.write(checksums)
         shard = Shard(
             dataset=path.parent.name,
-            train_tokens=counts["train"],
-            validation_tokens=counts["validation"],
+            train_tokens=sum(lengths["train"]),
+            validation_tokens=sum(lengths["validation"]),
             train_documents=len(lengths["train"]),
             validation_documents=len(lengths["validation"]),
             text_bytes=text_bytes,
@@ -88,18 +86,9 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
             checksums_xxh3_64=checksum(checksums),
         )
         file.seek(0)
-        file.write(header_of(shard, dtype))
+        file.write(shard.header(dtype))
         sync(file)
     return shard
-
-
-def header_of(shard: Shard, dtype: DType) -> bytes:
-    """Return the header of a shard's file, HEADER bytes."""
-    header: dict[str, Any] = {"__metadata__": {"shard": shard.model_dump_json()}}
-    for name, (kind, begin, end) in shard.tensors(dtype).items():
-        shape = [(end - begin) // {"U16": 2, "U32": 4, "U64": 8}[kind]]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    return (HEADER - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(HEADER - 8)
 
 
 def read_shard(path: Path, dtype: DType) -> Shard:
@@ -113,7 +102,7 @@ def read_shard(path: Path, dtype: DType) -> Shard:
         shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError):
         raise DamagedShardError(f"{path.name}: the header is damaged") from None
-    if header != header_of(shard, dtype):
+    if header != shard.header(dtype):
         raise DamagedShardError(f"{path.name}: the header is damaged")
     check_dataset(path, [shard])
     check_size(path, shard.file_size(dtype))

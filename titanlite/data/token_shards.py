@@ -17,9 +17,9 @@ import contextlib
 import functools
 import grp
 import json
+import math
 import os
 import pwd
-import secrets
 import shlex
 import stat
 from collections.abc import Callable
@@ -27,17 +27,19 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import numpy as np
-import xxhash
 from pydantic import Field, ValidationError
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import open_file, read_file
-from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, sync, sync_folder
+from titanlite.files import safetensors
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, first_problem, replace_file
 
 FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
+KINDS = {"uint16": "U16", "uint32": "U32"}
+"""Data types by their names in safetensors files."""
 LARGEST_INDEX = 2**28  # bytes
 OPEN_FILES = 64  # of a process
 UNKNOWN_USER = 65534
@@ -68,24 +70,23 @@ class Shard(Record):
     checksums_xxh3_64: Checksum
     """Of the checksums of the blocks."""
 
-    def tensors(self, dtype: DType) -> dict[str, tuple[str, int, int]]:
-        """Return the type of each tensor of the file, and where it begins and ends, in bytes after the header."""
-        size, kind = np.dtype(dtype).itemsize, {"uint16": "U16", "uint32": "U32"}[dtype]
-        sizes = {
-            "train": (kind, self.train_tokens * size),
-            "validation": (kind, self.validation_tokens * size),
-            "train_documents": ("U32", self.train_documents * 4),
-            "validation_documents": ("U32", self.validation_documents * 4),
+    def tensors(self, dtype: DType) -> safetensors.Tensors:
+        """Return the tensors of the file."""
+        tensors = {
+            "train": (KINDS[dtype], [self.train_tokens]),
+            "validation": (KINDS[dtype], [self.validation_tokens]),
+            "train_documents": ("U32", [self.train_documents]),
+            "validation_documents": ("U32", [self.validation_documents]),
         }
-        sizes["checksums"] = ("U64", -(-sum(n for _, n in sizes.values()) // CHECKSUM_BLOCK) * 8)
-        begin, tensors = 0, {}
-        for name, (kind, n_bytes) in sizes.items():
-            tensors[name] = kind, begin, begin + n_bytes
-            begin += n_bytes
-        return tensors
+        _, n_bytes = safetensors.places(tensors)["validation_documents"]
+        return {**tensors, "checksums": ("U64", [math.ceil(n_bytes / CHECKSUM_BLOCK)])}
+
+    def header(self, dtype: DType) -> bytes:
+        """Return the header of the file, HEADER bytes."""
+        return safetensors.encode_header(self.tensors(dtype), {"shard": self.model_dump_json()}, HEADER)
 
     def file_size(self, dtype: DType) -> int:
-        return HEADER + self.tensors(dtype)["checksums"][2]
+        return HEADER + safetensors.places(self.tensors(dtype))["checksums"][1]
 
 
 class RecordWithChecksum(Record):
@@ -100,7 +101,7 @@ class RecordWithChecksum(Record):
 
     def publish(self, path: Path) -> None:
         """Write the file, with its checksum."""
-        publish(path, json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode())
+        replace_file(path, json.dumps({**self.model_dump(), "xxh3_64": self.checksum()}).encode(), by_one=False)
 
 
 class Index(RecordWithChecksum):
@@ -193,19 +194,6 @@ def check_size(path: Path, expected: int) -> None:
         raise DamagedShardError(f"{path.name} has {size:,} bytes, not {expected:,}")
 
 
-def publish(path: Path, content: bytes) -> None:
-    """Write a file that has its full content as soon as it exists."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-            file.write(content)
-            sync(file)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_record(file: Path, kind: type[_Record]) -> _Record:
     """Return the record that a file has.
 
@@ -246,7 +234,7 @@ class TokenCache:
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_shard)
         self._checksums = functools.lru_cache(maxsize=OPEN_FILES)(self._read_checksums)
         self._verified: dict[int, np.ndarray] = {}
-        self._tensors = [shard.tensors(index.dtype) for shard in index.shards]
+        self._places = [safetensors.places(shard.tensors(index.dtype)) for shard in index.shards]
 
     @property
     def identity(self) -> str:
@@ -260,9 +248,10 @@ class TokenCache:
     def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
         """Return a slice of a tensor of a shard. Raises TrainingError if the shard is damaged, and removes it, so that
         the next start builds it again; or if it cannot be read now."""
-        kind, first, last = self._tensors[number][tensor]
-        dtype, path = np.dtype({"U16": "<u2", "U32": "<u4"}[kind]), self.folder / shard_name(number)
+        dtype = np.dtype("uint32" if tensor.endswith("_documents") else self.index.dtype).newbyteorder("<")
+        first, last = self._places[number][tensor]
         first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
+        path = self.folder / shard_name(number)
         try:
             return np.frombuffer(self._read(number, first, last), dtype)
         except DamagedShardError as error:
@@ -287,8 +276,8 @@ class TokenCache:
         """Verify all blocks of all shards, and remove the damaged shards. Return what is wrong with each. `advance` is
         called with the bytes that were read since the last call."""
         problems = []
-        for number, tensors in enumerate(self._tensors):
-            n_bytes = tensors["checksums"][1]
+        for number, places in enumerate(self._places):
+            n_bytes, _ = places["checksums"]
             try:
                 for begin in range(0, n_bytes, CHECKSUM_BLOCK):
                     self._read(number, begin, min(begin + CHECKSUM_BLOCK, n_bytes))
@@ -303,35 +292,34 @@ class TokenCache:
         check_size(path, self.index.shards[number].file_size(self.index.dtype))
         return open_file(path, buffering=0)
 
-    def _read(self, number: int, begin: int, end: int) -> bytes | memoryview:
+    def _read(self, number: int, begin: int, end: int) -> memoryview:
         """Return bytes after the header of a shard, once the checksums of their blocks have been verified."""
-        file, n_bytes = self._open(number), self._tensors[number]["checksums"][1]
+        file, (n_bytes, _) = self._open(number), self._places[number]["checksums"]
         if number not in self._verified:
-            self._verified[number] = np.zeros(-(-n_bytes // CHECKSUM_BLOCK), bool)
-        first, last = begin // CHECKSUM_BLOCK, -(-end // CHECKSUM_BLOCK)
-        if self._verified[number][first:last].all():
-            return self._pread(file, begin, end, number)
-        data = memoryview(self._pread(file, first * CHECKSUM_BLOCK, min(last * CHECKSUM_BLOCK, n_bytes), number))
-        checksums = self._checksums(number)[first:last]
-        for block, expected in enumerate(checksums):
-            if xxhash.xxh3_64_intdigest(data[block * CHECKSUM_BLOCK : (block + 1) * CHECKSUM_BLOCK]) != int(expected):
-                name, at = shard_name(number), HEADER + (first + block) * CHECKSUM_BLOCK
-                raise DamagedShardError(f"{name}: the checksum of the {CHECKSUM_BLOCK:,} bytes from {at:,} on differs")
+            self._verified[number] = np.zeros(math.ceil(n_bytes / CHECKSUM_BLOCK), bool)
+        first, last = begin // CHECKSUM_BLOCK, math.ceil(end / CHECKSUM_BLOCK)
+        is_verified = self._verified[number][first:last].all()
+        start, stop = (begin, end) if is_verified else (first * CHECKSUM_BLOCK, min(last * CHECKSUM_BLOCK, n_bytes))
+        data = memoryview(bytearray(stop - start))
+        try:
+            if is_verified:
+                safetensors.read_fully(file, data, HEADER + start)
+            else:
+                checksums = self._checksums(number)[first:last]
+                for _ in safetensors.read_blocks(file, HEADER + start, data, checksums, CHECKSUM_BLOCK):
+                    pass
+        except safetensors.DamagedError as error:
+            raise DamagedShardError(f"{shard_name(number)}: {error}") from None
         self._verified[number][first:last] = True
-        return data[begin - first * CHECKSUM_BLOCK : end - first * CHECKSUM_BLOCK]
+        return data[begin - start : end - start]
 
-    def _read_checksums(self, number: int) -> np.ndarray:
-        _, begin, end = self._tensors[number]["checksums"]
-        data = self._pread(self._open(number), begin, end, number)
+    def _read_checksums(self, number: int) -> list[str]:
+        begin, end = self._places[number]["checksums"]
+        data = memoryview(bytearray(end - begin))
+        safetensors.read_fully(self._open(number), data, HEADER + begin)
         if checksum(data) != self.index.shards[number].checksums_xxh3_64:
             raise DamagedShardError(f"{shard_name(number)}: the checksums are damaged")
-        return np.frombuffer(data, "<u8")
-
-    def _pread(self, file: BinaryIO, begin: int, end: int, number: int) -> bytes:
-        data = os.pread(file.fileno(), end - begin, HEADER + begin)
-        if len(data) != end - begin:
-            raise DamagedShardError(f"{shard_name(number)}: ends before byte {HEADER + end:,}")
-        return data
+        return [f"{each:016x}" for each in np.frombuffer(data, "<u8")]
 
 
 class Tokens:

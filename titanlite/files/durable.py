@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -80,29 +81,25 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
-    with path.open("wb") as file:
+def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file, and wait until it is on the disk. A new one has this mode, but for the umask."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
         file.write(data)
         sync(file)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Only one process
-    may do so at a time. Raises OSError, and leaves the old content, if the new cannot be written."""
-    replacement = path.with_name(f"{path.name}.tmp")
+def replace_file(path: Path, data: bytes, *, by_one: bool = True) -> None:
+    """Replace a file as a whole: after a crash, or on a full disk, it has the old content or the new. Raises OSError,
+    and leaves the old content, if the new cannot be written.
+
+    `by_one`: only one process may do so at a time, and what it has left when it was killed is overwritten. Else several
+    may, and only this user may write the file that they leave.
+    """
+    replacement = path.with_name(f"{path.name}.tmp" if by_one else f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_synced(replacement, data)
+        write_synced(replacement, data, 0o666 if by_one else 0o644)
         replacement.replace(path)
     except OSError:
         replacement.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def safetensors_header(entries: dict[str, Any]) -> bytes:
-    """Return the begin of a safetensors file: its header and the header's length. The tensors' bytes that follow begin
-    at a multiple of 8 (https://github.com/huggingface/safetensors)."""
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -1,31 +1,31 @@
 """Writing a checkpoint's weights as a Hugging Face folder, one parameter in memory at a time: a machine without the
 training's memory or devices can export any model. The experts of a layer are one parameter, and tensors of their own in
 the folder. The biases that balance experts are in float32, whatever the dtype of the weights.
-
-The safetensors library writes a file from all of its tensors at once, so the format is written here: the header's
-length as 8 bytes (little endian), a JSON header with dtype, shape and place of each tensor, and their bytes.
 """
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.files import bytes_of
+from titanlite.checkpoint.manifest import DTYPE_NAMES
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
-from titanlite.files.durable import safetensors_header, sync
+from titanlite.files import safetensors
+from titanlite.files.durable import write_synced
+from titanlite.files.new_folder import new_folder
 from titanlite.hf.config_files import config_files
-from titanlite.hf.load import HF_DTYPES, INDEX, SINGLE
+from titanlite.hf.load import EXPERT_DIMS, HF_DTYPES, INDEX, SINGLE
 from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
 """The end of names of the experts' load, a state of training that no folder has."""
-SAFETENSORS_DTYPES = {getattr(torch, name): code for code, name in HF_DTYPES.items()}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -73,27 +73,17 @@ def export(
     configs = config_files(options, source, torch_dtype=_name(dtype), max_seq_len=max_seq_len, **special_tokens)
     _check_shapes(reader, options, dtype)
     options = _with_biases(options)
-    folder = out.with_name(f"{out.name}.tmp")
-    for path, what in ((out, "choose another folder"), (folder, "left by an export that was ended; delete it")):
-        if path.exists():
-            raise ConfigError([f"{path}: exists; {what}"])
-    folder.mkdir(parents=True)
-    try:
+    with new_folder(out) as folder:
         for name, content in zip(("config.json", "generation_config.json"), configs, strict=True):
             _write_json(folder / name, content)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
-        n_files = _write_weights(reader, options, folder, dtype, max_file_bytes)
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    return n_files
+        return _write_weights(reader, options, folder, dtype, max_file_bytes)
 
 
 def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
     """Raise ConfigError if the checkpoint's weights are not those of the model, or the dtype is unsupported."""
-    if dtype not in SAFETENSORS_DTYPES:
+    if _name(dtype) not in HF_DTYPES.values():
         raise ConfigError([f"--dtype {_name(dtype)}: expected one of {', '.join(HF_DTYPES.values())}"])
     saved = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     saved = {name: shape for name, shape in saved.items() if not name.endswith(LOAD)}
@@ -152,17 +142,28 @@ def _write_weights(
     total, weight_map = len(groups), {}
     with progress(f"writing {folder}", total=len(shapes), unit="tensors") as advance:
 
-        def tensor(name: str) -> Tensor:
-            advance()
-            if f"model.{name}" not in reader.shapes:  # biases that the model does without
-                return torch.zeros(shapes[name])
-            return _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtypes[name])
+        def contents(names: list[str]) -> Iterator[memoryview]:
+            for name in names:
+                advance()
+                yield from map(bytes_of, tensors_of(name))  # no variable keeps one while the next one is read
+
+        def tensors_of(name: str) -> Sequence[Tensor]:
+            """Return the tensors of a parameter: itself or, of experts, which are stacked, one for each."""
+            if f"model.{name}" in reader.shapes:
+                parameter = _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtypes[name])
+            else:
+                parameter = torch.zeros(shapes[name])  # biases that the model does without
+            return parameter.unbind() if parameter.dim() == EXPERT_DIMS else [parameter]
 
         for number, names in enumerate(groups, 1):
             file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            tensors = {name: hf_names(name, options) for name in names}
-            write_safetensors(folder / file, {name: shapes[name] for name in names}, tensors, dtypes, tensor)
-            weight_map |= {each: file for name in names for each in tensors[name]}
+            tensors = {
+                each: (DTYPE_NAMES[dtypes[name]], shapes[name][-2:])
+                for name in names
+                for each in hf_names(name, options)
+            }
+            safetensors.write(folder / file, tensors, contents(names), metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
     if total > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / INDEX, index)
@@ -195,31 +196,5 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def write_safetensors(
-    file: Path,
-    shapes: dict[str, torch.Size],
-    tensors: dict[str, list[str]],
-    dtypes: dict[str, torch.dtype],
-    tensor: Callable[[str], Tensor],
-) -> None:
-    """Write a safetensors file of parameters, calling `tensor` for one at a time. `tensors` has the names of the
-    tensors that each is in the file: itself or, of experts, which are stacked, one for each."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        size = shape.numel() // len(tensors[name]) * dtypes[name].itemsize
-        for each in tensors[name]:
-            begin, end = end, end + size
-            entry = {"dtype": SAFETENSORS_DTYPES[dtypes[name]], "shape": list(shape[-2:]), "data_offsets": [begin, end]}
-            header[each] = entry
-    with open(file, "xb") as stream:
-        stream.write(safetensors_header(header))
-        for name in shapes:
-            stream.write(tensor(name).contiguous().flatten().view(torch.uint8).numpy())
-        sync(stream)
-
-
 def _write_json(file: Path, content: Any) -> None:
-    with open(file, "xb") as stream:
-        stream.write(json.dumps(content, indent=2).encode() + b"\n")
-        sync(stream)
+    write_synced(file, json.dumps(content, indent=2).encode() + b"\n")

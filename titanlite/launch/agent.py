@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo, registry
 
 from titanlite.config.loader import ConfigError
 from titanlite.launch.process import (
@@ -47,23 +47,46 @@ SECONDS_TO_SAVE = 600
 """How long the ranks have to save a checkpoint when nodes join, and all ranks start anew."""
 
 
+class NewStores:
+    """torchrun's rendezvous, where the first node's launcher has a new store for the ranks of each attempt. torch has
+    one store for all, so that a node that joins waits for its address in vain, and new ranks read the keys of old
+    ones."""
+
+    use_agent_store = True
+
+    def __init__(self, parameters: RendezvousParameters, address: str):
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no store by torch
+        self.handler, self.address = registry.get_rendezvous_handler(parameters), address
+        self.server: dist.Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes."""
+        met, port = self.handler.next_rendezvous(), None
+        if met.rank == 0:
+            self.server = dist.TCPStore(self.address, 0, is_master=True, multi_tenant=True)
+            port = self.server.port
+        place = RendezvousStoreInfo.build(met.rank, dist.PrefixStore("titanlite", met.store), self.address, port)
+        return RendezvousInfo(met.store, met.rank, met.world_size, place)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handler, name)
+
+
+class NoRestartError(Exception):
+    """Ranks have failed, and are not to be started again."""
+
+
 class Agent(LocalElasticAgent):
     """torchrun's agent of one node.
 
-    Private: the attributes _remaining_restarts, _worker_group and _pcontext, _bootstrap_store_info of the rendezvous,
-    and the methods that are overridden (tried on torch 2.11 and 2.13).
+    It overrides _monitor_workers, _restart_workers and _shutdown, by which torch has agents extended, and closes
+    _pcontext, as _shutdown takes no time limit before torch 2.12 (tried on 2.13; read in 2.11 and 2.12).
     """
 
     signals: LauncherSignals
 
     statuses: Mapping[int, int] = {}
     """Exit statuses of the ranks that failed first in this attempt, by rank; negative: the signal that killed it."""
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, and have a new store for the ranks. torch keeps the store and its address (2.11 to
-        2.13), so that a node that joins waits for the address in vain, and new ranks read the keys of old ones."""
-        worker_group.spec.rdzv_handler._bootstrap_store_info = None
-        super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         processes = {worker.global_rank: worker.id for worker in worker_group.workers}
@@ -85,8 +108,8 @@ class Agent(LocalElasticAgent):
             for message in filter(None, [self._record(rank, status) for rank, status in failed.items()]):
                 print_to_console(message)
         self.statuses = failed
-        if 2 in failed.values() or STOPPED in failed.values() or self.signals.stopping:
-            self._remaining_restarts = 0  # the config is wrong, and stays wrong; or the run is to stop
+        if failed and (2 in failed.values() or STOPPED in failed.values() or self.signals.stopping):
+            raise NoRestartError  # the config is wrong, and stays wrong; or the run is to stop
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -96,22 +119,24 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:
         if self._pcontext:
-            self._pcontext.close(signal.SIGTERM, math.ceil(SECONDS_AFTER_A_FAILURE))
+            self._pcontext.close(signal.SIGTERM, math.ceil(SECONDS_AFTER_A_FAILURE))  # not half a minute
         super()._shutdown(*arguments, **options)
 
     @property
     def store_port(self) -> int | None:
         """Port of the store, another one for each attempt."""
-        return self._worker_group.master_port
+        return self.get_worker_group().master_port
 
     def ranks_store(self) -> dist.Store:
         """Return a connection to the store of this attempt's ranks, as the watchdog uses it."""
-        return ranks_store(self._worker_group.master_addr, self._worker_group.master_port, timeout_seconds=3)
+        group = self.get_worker_group()
+        return ranks_store(group.master_addr, group.master_port, timeout_seconds=3)
 
     def _record(self, rank: int, status: int) -> str:
         """Record in the launch's store that a rank has ended which could not do so itself, so that all ranks end.
         Return what to print when they have: nothing if it was to stop, or is not the first that failed."""
-        if status == 2 or (status == 1 and (self.signals.stopping or self._worker_group.workers[0].world_size == 1)):
+        is_alone = self.get_worker_group().workers[0].world_size == 1
+        if status == 2 or (status == 1 and (self.signals.stopping or is_alone)):
             return ""
         message, log = "", log_file(os.environ[LOG_FOLDER], rank)
         if status < 0:
@@ -153,7 +178,7 @@ def run_ranks(
         local_world_size=ranks,
         entrypoint=command[0],
         args=tuple(command[1:]),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=NewStores(parameters, local_address),
         max_restarts=max_restarts,
         local_addr=local_address,
     )

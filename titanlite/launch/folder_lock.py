@@ -6,15 +6,10 @@ waits compares counters and never clocks, which differ between nodes.
 """
 
 import contextlib
-import errno
-import functools
 import json
 import os
 import platform
 import secrets
-import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,13 +20,13 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_file
 from titanlite.files.durable import Record
+from titanlite.launch.process_table import machine, process_start_time
 from titanlite.launch.progress import progress
 
 LARGEST_LOCK = 4096
 """Bytes of a lock file that are read."""
-NO_HARD_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""How file systems without hard links reject one."""
 BEAT_OFFSET = len('{"beat": "')
 
 Name = Annotated[str, Field(max_length=256)]
@@ -66,64 +61,29 @@ class Holder(Record):
         return None if start_time is None else start_time == self.start_time
 
 
-@functools.cache
-def machine() -> str:
-    """Return a name of this kernel since its start and this table of processes. Containers have their own tables, and
-    some file systems are shared by containers of one kernel."""
-    if not sys.platform.startswith("linux"):
-        return platform.node()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # not known: then it equals no other, and only heartbeats count
-        return secrets.token_hex(16)
-
-
-def process_start_time(pid: int) -> str | None:
-    """Return when a process started, to be compared with the same process's only; "" if there is no such process, or
-    it has ended and its parent has yet to notice; None if this user may not know."""
-    if not sys.platform.startswith("linux"):
-        command = ["ps", "-o", "lstart=", "-p", str(pid)]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    try:
-        # The name, in parentheses, may have spaces. After it come the state and, 19 fields on, the clock ticks from
-        # the kernel's start to that of the process (proc_pid_stat(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # /proc may hide other users' processes (hidepid)
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except PermissionError:
-            pass
-        return None
-    except OSError:
-        return None
-    return "" if fields[0] in "ZX" else fields[19]
-
-
 def _read(path: Path) -> bytes | None:
     """Return the content of a lock file; None if there is none. Raises ConfigError for what is no regular file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_file(path, buffering=0, flags=os.O_NOFOLLOW) as file:
+            return file.read(LARGEST_LOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError([f"{path}: this lock cannot be read: {error.strerror}; remove it"]) from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError([f"{path}: expected a lock, which is a regular file; remove it"])
-        return os.read(descriptor, LARGEST_LOCK)
-    finally:
-        os.close(descriptor)
 
 
-def _parse(content: bytes) -> Holder | None:
-    """Return the holder that a lock file names; None if it is damaged, or of another version."""
+def _parse(content: bytes | None) -> Holder | None:
+    """Return the holder that a lock file names; None if there is none, or it is damaged or of another version."""
     try:
-        return Holder.model_validate_json(content)
+        return Holder.model_validate_json(content or b"")
     except ValidationError:
         return None
+
+
+def _token(content: bytes | None) -> str:
+    """Return what tells a lock from others; "" if it names no holder."""
+    holder = _parse(content)
+    return holder.token if holder else ""
 
 
 class FolderLock:
@@ -178,7 +138,7 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             while not ((self._create() or self.is_held()) and self._is_settled()):
                 found = _read(self.path)
-                if found is not None and not self._is_own(found) and self._is_dead(found):
+                if found is not None and _token(found) != self.token and self._is_dead(found):
                     self._withdraw(found)
             for left in self.folder.glob(f"{self.path.name}.*"):  # by processes that died while they took the lock
                 left.unlink(missing_ok=True)
@@ -196,17 +156,12 @@ class FolderLock:
             self._thread = None
             with contextlib.suppress(OSError, ConfigError):  # what remains is the lock of a dead process
                 found = _read(self.path)
-                if found is not None and self._is_own(found):
+                if _token(found) == self.token:
                     self._withdraw(found)
 
     def is_held(self) -> bool:
         """Return whether the lock file still names this process."""
-        found = _read(self.path)
-        return found is not None and self._is_own(found)
-
-    def _is_own(self, content: bytes) -> bool:
-        holder = _parse(content)
-        return holder is not None and holder.token == self.token
+        return _token(_read(self.path)) == self.token
 
     def _is_settled(self) -> bool:
         """Return whether the lock is still this process's after a moment. Another one that had found the dead lock
@@ -214,7 +169,9 @@ class FolderLock:
         time.sleep(min(self.beat_seconds / 2, 0.1))
         return self.is_held()
 
-    def _content(self) -> bytes:
+    def _create(self) -> bool:
+        """Create the lock file; return False if there is one. For a moment it is empty, as it stays if this process
+        dies then: whoever reads it waits for it to change."""
         holder = Holder(
             beat=f"{self._beats:012}",
             node=platform.node()[:256],
@@ -224,35 +181,10 @@ class FolderLock:
             since=datetime.now().astimezone().isoformat(timespec="seconds"),
             token=self.token,
         )
-        return (json.dumps(holder.model_dump()) + "\n").encode()
-
-    def _create(self) -> bool:
-        """Create the lock file with its full content; return False if there is one."""
-        temporary = self.path.with_name(f"{self.path.name}.{self.token}")
         try:
-            temporary.write_bytes(self._content())
-            try:
-                os.link(temporary, self.path)
-            except FileExistsError:
-                return temporary.stat().st_nlink == 2  # NFS may have made the link and lost its answer
-            except FileNotFoundError:  # who has just taken the lock removed the temporary file
-                return False
-            except OSError as error:
-                if error.errno not in NO_HARD_LINKS:
-                    raise
-                return self._create_in_place()
-            return True
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _create_in_place(self) -> bool:
-        """Create the lock file where there are no hard links. For a moment it is empty; whoever reads it then waits
-        for it to change."""
-        try:
-            with open(self.path, "xb") as file:
+            with open(self.path, "xb", buffering=0) as file:
                 try:
-                    file.write(self._content())
-                    file.flush()
+                    file.write((json.dumps(holder.model_dump()) + "\n").encode())
                 except OSError:
                     self.path.unlink()
                     raise
@@ -260,22 +192,17 @@ class FolderLock:
             return False
         return True
 
-    def _withdraw(self, found: bytes) -> None:
+    def _withdraw(self, found: bytes | None) -> None:
         """Remove the lock file if its content is the one found. It is renamed first: two processes may be about to
-        remove the same dead lock, and the later one must not remove the new lock of the other."""
+        remove the same dead lock, and the later one must not remove the new lock of the other. If a third one has
+        created a lock in the gap, it notices: it has not settled yet."""
         aside = self.path.with_name(f"{self.path.name}.{self.token}.old")
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
-        except FileNotFoundError:
-            return
-        if _read(aside) != found:
-            try:
-                os.link(aside, self.path)
-            except FileExistsError:
-                pass  # a third process was faster, and the holder of this one will notice
-            except OSError:  # without hard links
+            if _read(aside) == found:
+                aside.unlink()
+            else:
                 os.rename(aside, self.path)
-        aside.unlink(missing_ok=True)
 
     def _is_dead(self, found: bytes) -> bool:
         """Return whether a lock's holder is dead, and say so; False: the lock has changed, look again.
@@ -288,21 +215,18 @@ class FolderLock:
         alive = holder.is_alive() if holder else None
         if alive is None:
             now = self._watch(found, who)
-            if now != found:
-                other = _parse(now) if now is not None else None
-                alive = now is not None and (other and other.token) == (holder and holder.token)
-                if not alive:
-                    return False
+            if now is None or _token(now) != _token(found):
+                return False
+            alive = True if now != found else None
         if alive:
             raise FolderInUse([f"{self.purpose}: in use by {who} (lock {self.path}); {self.advice}"])
-        if alive is False:
-            print(f"{self.purpose}: took over the lock of {who}, which is dead", flush=True)
-            return True
-        stopped = f"{who}, whose heartbeat has stopped for {self.patience * self.beat_seconds:g} s"
-        if not self.take_over:
-            advice = f"if it is dead, set job.take_over_lock = true, or remove {self.path}"
-            raise FolderInUse([f"{self.purpose}: locked by {stopped}; {advice}"])
-        print(f"{self.purpose}: took over the lock of {stopped}", flush=True)
+        which = "which is dead"
+        if alive is None:
+            which = f"whose heartbeat has stopped for {self.patience * self.beat_seconds:g} s"
+            if not self.take_over:
+                advice = f"if it is dead, set job.take_over_lock = true, or remove {self.path}"
+                raise FolderInUse([f"{self.purpose}: locked by {who}, {which}; {advice}"])
+        print(f"{self.purpose}: took over the lock of {who}, {which}", flush=True)
         return True
 
     def _watch(self, found: bytes, who: str) -> bytes | None:
@@ -332,7 +256,7 @@ class FolderLock:
         missing or damaged is restored."""
         self._beats += 1
         found = _read(self.path)
-        holder = _parse(found) if found is not None else None
+        holder = _parse(found)
         if holder and holder.token != self.token:
             return holder
         if holder:
@@ -343,8 +267,7 @@ class FolderLock:
                 os.pwrite(descriptor, f"{self._beats:012}".encode(), BEAT_OFFSET)
             finally:
                 os.close(descriptor)
-        elif found is not None:
+        else:
             self._withdraw(found)
-        if not holder:
             self._create()
         return None

@@ -29,7 +29,7 @@ from titanlite.config import ConfigError, Launch
 from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Comm
 from titanlite.launch import process, progress
-from titanlite.launch.folder_lock import machine
+from titanlite.launch.process_table import machine
 
 BACKSTOP_SECONDS = 15
 """By how much the timeouts of process groups exceed the watchdog's, which names the rank."""

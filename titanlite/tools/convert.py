@@ -14,10 +14,8 @@ Exit status: 0 converted; 2 the checkpoint cannot be read, or is not of this mod
 
 import io
 import json
-import os
 import pickle
 import re
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -35,7 +33,8 @@ from titanlite.config import load
 from titanlite.config.loader import ConfigError, print_problems, show
 from titanlite.config.regular_file import open_file, read_file
 from titanlite.config.schema import Model
-from titanlite.files.durable import sync_folder, write_synced
+from titanlite.files.durable import write_synced
+from titanlite.files.new_folder import new_folder
 from titanlite.hf.export import partition
 from titanlite.hf.names import tensor_shapes
 from titanlite.launch.progress import progress
@@ -160,18 +159,13 @@ def convert(old: Path, model: Model, new: Path) -> None:
     Raises:
         ConfigError: if `old` is not such a checkpoint, is damaged, or contains code; if `new` exists.
     """
-    unfinished = new.with_name(f"{new.name}.tmp")
-    for path, what in ((new, "name a folder that does not"), (unfinished, "if no other conversion runs, delete it")):
-        if os.path.lexists(path):
-            raise ConfigError([f"{path}: it exists already; {what}"])
     if not (old / ".metadata").is_file():
         raise ConfigError([f"{old}: expected a step-N folder of torchtitan, which has a .metadata file"])
     reader = _Reader(old)
     names, state = _check(reader, model), {"step": reader.step(), "identity": model.identity()}
     content = json.dumps({**state, "data": {"next_sequence": 0}}, indent=1).encode()
     sizes = {name: reader.entries[name].size.numel() * reader.entries[name].properties.dtype.itemsize for name in names}
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(new) as unfinished:
         files = {}
         with progress(f"converting {old.name}", total=len(names), unit="tensors") as advance:
             for number, group in enumerate(partition(sizes, FILE_BYTES)):
@@ -183,11 +177,6 @@ def convert(old: Path, model: Model, new: Path) -> None:
                 advance(len(group))
         write_synced(unfinished / STATE, content)
         write_synced(unfinished / MANIFEST, build_manifest(files, content))
-        sync_folder(unfinished)
-        unfinished.rename(new)
-        sync_folder(new.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     CheckpointReader(new)
 
 

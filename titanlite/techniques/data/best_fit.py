@@ -26,7 +26,7 @@ from titanlite.config.schema import Training
 from titanlite.data import token_shards
 from titanlite.data.packing import PackedSequences, Sequence, ValidationSequences, positions_in_documents
 from titanlite.data.token_shards import DamagedShardError, RecordWithChecksum, Split, TokenCache
-from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum
+from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checksum, replace_file
 from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED
 
@@ -213,7 +213,7 @@ def _write_tables(
             begins, chunks = pack(chunks, seq_len)
             data = begins.astype("<i8").tobytes() + chunks.astype("<i8").tobytes()
             tables.append(Table(sequences=len(begins) - 1, chunks=len(chunks), xxh3_64=checksum(data)))
-            token_shards.publish(folder / _table_name(number), data)
+            replace_file(folder / _table_name(number), data, by_one=False)
             n_documents += count
             n_long += int((lengths > seq_len + 1).sum())
             longest = max(longest, int(lengths.max(initial=0)))

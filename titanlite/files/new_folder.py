@@ -1,0 +1,29 @@
+"""Folders that have their name only when all of their content is on the disk."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlite.config.loader import ConfigError
+from titanlite.files.durable import sync_folder
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to write, which gets its name when the body is done and has all of its content on the disk; until
+    then .tmp is added to it. It is removed if the body raises. Raises ConfigError if there is one already."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    for each, advice in ((path, "choose another folder"), (unfinished, "left by a command that was ended; delete it")):
+        if os.path.lexists(each):
+            raise ConfigError([f"{each}: exists; {advice}"])
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        sync_folder(unfinished)
+        unfinished.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -1,0 +1,45 @@
+"""Whether a process exists: on this node the process table tells, by the process's ID and its start."""
+
+import functools
+import os
+import platform
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+
+@functools.cache
+def machine() -> str:
+    """Return a name of this kernel since its start and this table of processes. Containers have their own tables, and
+    some file systems are shared by containers of one kernel."""
+    if not sys.platform.startswith("linux"):
+        return platform.node()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:  # not known: then it equals no other, and only heartbeats count
+        return secrets.token_hex(16)
+
+
+def process_start_time(pid: int) -> str | None:
+    """Return when a process started, to be compared with the same process's only; "" if there is no such process, or
+    it has ended and its parent has yet to notice; None if this user may not know."""
+    if not sys.platform.startswith("linux"):
+        command = ["ps", "-o", "lstart=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        # The name, in parentheses, may have spaces. After it come the state and, 19 fields on, the clock ticks from
+        # the kernel's start to that of the process (proc_pid_stat(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # /proc may hide other users' processes (hidepid)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return None
+    except OSError:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
