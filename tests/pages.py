@@ -215,7 +215,7 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
         ("Mixture of experts", "test_moe", "test_layout_matches_reference", test_moe.LAYOUTS, test_moe.NIGHTLY),
         ("Latent attention", "test_mla", "test_layout_matches_reference", test_mla.LAYOUTS, test_mla.NIGHTLY),
         (
-            "Biases, norms of queries and keys, head_dim and a sliding window together",
+            "Biases, norms of queries and keys, head_dim, sliding window",
             "test_families",
             "test_layout_matches_reference",
             test_families.LAYOUTS,
