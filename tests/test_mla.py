@@ -335,27 +335,29 @@ def test_tensor_parallel_gathers_latents(ranks, tmp_path):
 
 
 def _rotated_keys_are_not_rotated() -> Any:
-    real = model.apply_rotary_emb
-    return mock.patch.object(model, "apply_rotary_emb", lambda x, rope: x if x.shape[2] == 1 else real(x, rope))
+    real = latent_attention.apply_rotary_emb
+    return mock.patch.object(
+        latent_attention, "apply_rotary_emb", lambda x, rope: x if x.shape[2] == 1 else real(x, rope)
+    )
 
 
 def _rotated_keys_differ_between_heads() -> Any:
-    real = model.apply_rotary_emb
+    real = latent_attention.apply_rotary_emb
 
     def per_head(x_BTHR: Tensor, rope: Tensor) -> Tensor:
         rotated = real(x_BTHR, rope)
         return torch.cat([rotated.roll(head, -1) for head in range(4)], 2) if x_BTHR.shape[2] == 1 else rotated
 
-    return mock.patch.object(model, "apply_rotary_emb", per_head)
+    return mock.patch.object(latent_attention, "apply_rotary_emb", per_head)
 
 
 def _pairs_are_halves_of_the_channels() -> Any:
-    real = model.apply_rotary_emb
+    real = latent_attention.apply_rotary_emb
 
     def halves(x_BTHR: Tensor, rope: Tensor) -> Tensor:
         return real(x_BTHR.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), rope)
 
-    return mock.patch.object(model, "apply_rotary_emb", halves)
+    return mock.patch.object(latent_attention, "apply_rotary_emb", halves)
 
 
 def _factor_on_the_scores_is_missing() -> Any:

@@ -33,6 +33,7 @@ from titanlite.config import Config
 from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Training
 from titanlite.data.loader import Loader
+from titanlite.files import safetensors
 from titanlite.launch import progress
 from titanlite.launch.process import Signals, children
 from titanlite.metrics import logger as metrics
@@ -663,9 +664,15 @@ def test_on_corrupt_previous_resumes_from_the_one_before(runs, folder, world_siz
 
 
 def run_with_a_failing_disk(argv: list[str]) -> str:
-    """Train as run_train, where no tensor of a checkpoint can be read."""
-    error = OSError(errno.EIO, "Input/output error")
-    with mock.patch("titanlite.files.safetensors.read_fully", side_effect=error):
+    """Train as run_train, where no tensor of a checkpoint can be read, but those of the token cache can."""
+    real = safetensors.read_fully
+
+    def read_fully(file: Any, data: memoryview, begin: int) -> None:
+        if "/checkpoint/" in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(file, data, begin)
+
+    with mock.patch.object(safetensors, "read_fully", read_fully):
         return run_train(argv)
 
 
