@@ -1,0 +1,1 @@
+"""Mutation testing: small wrong edits of the package, each of which some test must notice."""
