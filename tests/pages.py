@@ -166,9 +166,9 @@ LAYOUT = re.compile(rf"(?:\d ranks|single process|all five axes|(?:{'|'.join(AXE
 
 def split_id(name: str, options: dict[str, Any]) -> tuple[str, str]:
     """Return the technique and the layout that a test id names. If it names no layout, that of the options is taken."""
-    parts = name.split(", ")
-    layout = ", ".join(part for part in parts if LAYOUT.match(part))
-    technique = ", ".join(part for part in parts if not LAYOUT.match(part))
+    words = name.split(", ")
+    layout = ", ".join(word for word in words if LAYOUT.match(word))
+    technique = ", ".join(word for word in words if not LAYOUT.match(word))
     degrees = [f"{axis} {options[key]}" for key, axis in DEGREES.items() if options.get(key, 1) > 1]
     layout = layout or " x ".join(degrees) or "one rank"
     if not technique:

@@ -10,9 +10,8 @@ from typing import BinaryIO
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
     """Open a regular file to read its bytes, with further flags of open(2). Raises OSError for anything else, at
     once."""
-    descriptor = os.open(
-        path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # else opening a pipe waits for its writer
+    # O_NONBLOCK: else opening a pipe waits for its writer.
+    descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return open(descriptor, "rb", buffering)
