@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import Launch, check, load
+from titanlite.launch.process_group import device_of, retain_freed_memory
 from titanlite.metrics.devices import Device
-from titanlite.parallel import mesh
 from titanlite.tools.calibrate.command import write
 from titanlite.tools.calibrate.measure import measure_device
 from titanlite.tools.parity.process_pool import ProcessPool
@@ -77,7 +77,7 @@ RUNS: dict[str, TrainingRun] = {}
 
 def calibrate(ranks: int) -> Device:
     """Return the measured device. Every rank must call it."""
-    mesh.retain_freed_memory()
+    retain_freed_memory()
     return measure_device(torch.device("cpu"), ranks_per_node=ranks)
 
 
@@ -90,7 +90,7 @@ def measure(options: dict[str, Any]) -> list[float]:
     launch = Launch.from_environment(0)
     key = json.dumps(options)
     if key not in RUNS:
-        RUNS[key] = TrainingRun(check(load(arguments_of(options)), launch), mesh.device_of(launch))
+        RUNS[key] = TrainingRun(check(load(arguments_of(options)), launch), device_of(launch))
     seconds = []
     for _ in range(4):
         batches = RUNS[key].loader.next()

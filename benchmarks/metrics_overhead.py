@@ -22,9 +22,9 @@ import torch
 from titanlite import build
 from titanlite.config import Launch, check, load
 from titanlite.config.schema import Comm
+from titanlite.launch.process_group import process_group
 from titanlite.metrics import logger as metrics
-from titanlite.model import flops_per_token
-from titanlite.parallel import mesh
+from titanlite.metrics.flops import flops_per_token
 from titanlite.tools.parity.training_run import TrainingRun
 
 DEBUG = Path(__file__).resolve().parents[1] / "configs" / "debug.toml"
@@ -39,7 +39,7 @@ def main() -> None:
     step_seconds, log_seconds = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
-        mesh.process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
+        process_group(launch, Comm(init_timeout_seconds=600, trace_buf_size=0), ""),
     ):
         run = TrainingRun(config, device)
         logger = metrics.MetricsLogger(Path(folder), config.metrics, steps=rounds, config="")

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.schema import Comm
-from titanlite.parallel import mesh
+from titanlite.launch.process_group import device_of, process_group, retain_freed_memory
 from titanlite.tools.parity.training_run import TrainingRun
 
 HERE = Path(__file__).resolve().parent
@@ -129,12 +129,12 @@ def serve(options: Options, device_type: str, pipe: Connection) -> None:
     launch = Launch(0, 0, 1, 1, n_devices=int(device_type == "cuda"))
     arguments = [f"--{key}={value}" for key, value in options.items()]
     config = check(load([str(HERE.parent / "configs" / "debug.toml"), *arguments]), launch)
-    with mesh.process_group(launch, Comm(init_timeout_seconds=3600, trace_buf_size=0), ""):
-        trainer = OneBatch(config, mesh.device_of(launch))
+    with process_group(launch, Comm(init_timeout_seconds=3600, trace_buf_size=0), ""):
+        trainer = OneBatch(config, device_of(launch))
         for _ in range(2):
             trainer.step()
         pipe.send([trainer.memory() for _ in range(3)])
-        mesh.retain_freed_memory()
+        retain_freed_memory()
         trainer.step()
         while True:
             pipe.recv()

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.loader import read_toml
-from titanlite.parallel import mesh
+from titanlite.launch.process_group import device_of
 from titanlite.techniques.moe.router import Router
 from titanlite.tools.parity.process_pool import ProcessPool
 from titanlite.tools.parity.training_run import TrainingRun
@@ -142,7 +142,7 @@ def measure(options: dict[str, Any]) -> int:
     launch = Launch.from_environment(0)
     _, config, _ = config_of(options, launch.world_size)
     Router._choose = choose_in_turn if config.plan.expert_imbalance == 1 else choose_the_first
-    run = TrainingRun(config, mesh.device_of(launch))
+    run = TrainingRun(config, device_of(launch))
     batches = [run.loader.next() for _ in range(3)]
     run.loader.close()  # its thread must not create objects while they are counted
     for batch in batches:

@@ -20,7 +20,7 @@ from vs_torchtitan import CPU_SEQ_LEN, FLAVORS, TOML
 
 from titanlite.config import Launch, check, load
 from titanlite.launch.process import exit_process
-from titanlite.parallel import mesh
+from titanlite.launch.process_group import retain_freed_memory
 from titanlite.tools.parity.training_run import TrainingRun
 
 OPTIONS = FLAVORS["debug"][0] | {"training.local_batch_size": 8, "training.seq_len": CPU_SEQ_LEN}
@@ -45,7 +45,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=12, help="steps of each")
     rounds = options.parse_args().rounds
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh.retain_freed_memory()
+    retain_freed_memory()
     runs = {name: build_run(OPTIONS | changes) for name, changes in VARIANTS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 2):

@@ -198,7 +198,7 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], tmp_path: Path
     build_hf("llama", **FAMILY).save_pretrained(tmp_path)
     capsys.readouterr()
     monkeypatch.setattr("titanlite.launch.process.exit_process", lambda status: status)
-    monkeypatch.setattr("titanlite.parallel.mesh.process_group", lambda *arguments: contextlib.nullcontext())
+    monkeypatch.setattr("titanlite.launch.process_group.process_group", lambda *arguments: contextlib.nullcontext())
     monkeypatch.setattr(evaluate, "evaluate", open_data_only)
     evaluate.main([str(tmp_path), "--tokenizer=bytes", *arguments])
     output, errors = capsys.readouterr()

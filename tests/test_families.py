@@ -38,17 +38,17 @@ from titanlite.config.hf_config import hf_config
 from titanlite.config.schema import Model
 from titanlite.hf.names import named_weights
 from titanlite.init import init_weights
+from titanlite.metrics.flops import flops_per_token
 from titanlite.model import (
     Documents,
     Llama,
     ScaledDotProductAttention,
-    flops_per_token,
     rope_frequencies,
     rope_magnitude,
     rope_table,
 )
-from titanlite.parallel import tensor
 from titanlite.parallel.attention import PACKED_ATTENTION
+from titanlite.techniques import norm_over_heads
 from titanlite.techniques.moe.parallel import local_weight
 from titanlite.tools.plan.op_trace import recording
 
@@ -381,12 +381,12 @@ def _mean_of_own_heads(rank: int) -> Any:
     def norm(module: nn.Module, mesh: Any, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], local_weight(module.weight), module.eps)
 
-    return mock.patch.object(tensor.NormOverHeads, "_norm", staticmethod(norm))
+    return mock.patch.object(norm_over_heads.NormOverHeads, "_norm", staticmethod(norm))
 
 
 def _no_gradient_of_the_mean(rank: int) -> Any:
     real = Tensor.rsqrt
-    return mock.patch.object(tensor.torch, "rsqrt", lambda x: real(x.detach()))
+    return mock.patch.object(norm_over_heads.torch, "rsqrt", lambda x: real(x.detach()))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
 from titanlite.data import loader
 from titanlite.data.loader import Batch
-from titanlite.parallel import fsdp, mesh, pipeline, tensor
+from titanlite.launch.process_group import set_timeout
+from titanlite.launch.watchdog import BACKSTOP_SECONDS
+from titanlite.parallel import fsdp, mesh, pipeline, tensor, tiles
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.tools.parity.process_pool import RankError
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
@@ -478,12 +480,12 @@ def _colwise_instead_of_rowwise(rank: int) -> Any:
 
 
 def _zig_zag_off_by_one(rank: int) -> Any:
-    real = build.local_positions
+    real = tiles.local_positions
 
     def off(seq_len: int, *, ring: int, ulysses: int, rank: int) -> torch.Tensor:
         return real(seq_len, ring=ring, ulysses=ulysses, rank=rank).roll(1)
 
-    return mock.patch.object(build, "local_positions", off)
+    return mock.patch.object(tiles, "local_positions", off)
 
 
 def _no_sum_over_context(rank: int) -> Any:
@@ -592,17 +594,17 @@ def test_prefetch_reaches_fsdp(ranks, tmp_path):
 def timeouts(job: config.Config) -> set[float]:
     """Return the timeouts of this rank's process groups in seconds, once they have been set to 77 s."""
     build.build_model(job, mesh.build_layout(job.parallelism, CPU), CPU)
-    mesh.set_timeout(CPU, 77)
+    set_timeout(CPU, 77)
     groups = list(dist.distributed_c10d._world.pg_map)
     found = {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
-    mesh.set_timeout(CPU, 60)
+    set_timeout(CPU, 60)
     return found
 
 
 def test_every_process_group_has_the_timeout(ranks, tmp_path):
     """Also those that FSDP makes for itself when it reshards to fewer ranks after the forward pass."""
     options = {"fsdp_reshard_after_forward": 2}
-    assert ranks(4).run(timeouts, job=resolve(tmp_path, 4, options)) == [{77.0 + mesh.BACKSTOP_SECONDS}] * 4
+    assert ranks(4).run(timeouts, job=resolve(tmp_path, 4, options)) == [{77.0 + BACKSTOP_SECONDS}] * 4
 
 
 def graphs(job: config.Config) -> int:

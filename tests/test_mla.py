@@ -59,7 +59,8 @@ from titanlite.build import meta_model
 from titanlite.checkpoint.export import model_options
 from titanlite.config.schema import Model, Parallelism, count_parameters, layer_parameters
 from titanlite.init import init_weights
-from titanlite.model import ScaledDotProductAttention, flops_per_token
+from titanlite.metrics.flops import flops_per_token
+from titanlite.model import ScaledDotProductAttention
 from titanlite.parallel import mesh
 from titanlite.techniques import latent_attention
 from titanlite.techniques import latent_attention_tensor as parallel

@@ -27,7 +27,8 @@ from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
 from titanlite.loss import IGNORED, count_valid, cross_entropy
-from titanlite.model import Llama, apply_rotary_emb, flops_per_token, rope_frequencies, rope_table
+from titanlite.metrics.flops import flops_per_token
+from titanlite.model import Llama, apply_rotary_emb, rope_frequencies, rope_table
 from titanlite.techniques import latent_attention, moe
 
 CPU = torch.device("cpu")

@@ -48,8 +48,10 @@ from titanlite.build_llama import build_llama
 from titanlite.config import Config
 from titanlite.config.schema import Model
 from titanlite.init import init_weights
-from titanlite.model import Llama, flops_per_token
+from titanlite.metrics.flops import flops_per_token
+from titanlite.model import Llama
 from titanlite.parallel import fsdp, mesh
+from titanlite.techniques.moe import fsdp as moe_fsdp
 from titanlite.techniques.moe import layer, parallel
 from titanlite.techniques.moe.balance import LoadBalance
 from titanlite.techniques.moe.layer import MixtureOfExperts
@@ -626,8 +628,8 @@ def _shared_experts_counted_twice(rank: int) -> Any:
 
 
 def _gradients_are_not_summed_over_shards(rank: int) -> Any:
-    real = fsdp._mesh_settings
-    return mock.patch.object(fsdp, "_mesh_settings", lambda mesh, axis: real(mesh, "pp" if axis == "efsdp" else axis))
+    real = fsdp.axes_of
+    return mock.patch.object(moe_fsdp, "axes_of", lambda mesh, axis: real(mesh, "pp" if axis == "efsdp" else axis))
 
 
 def _router_gradient_is_not_summed(rank: int) -> Any:

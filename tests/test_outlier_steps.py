@@ -12,7 +12,7 @@ from titanlite import train_step
 from titanlite.checkpoint.folder import complete_steps
 from titanlite.config.errors import TrainingError
 from titanlite.optimizer import scale_gradients
-from titanlite.step_guard import OutlierSteps
+from titanlite.techniques.outlier_steps import OutlierSteps
 
 ON = ["--training.skip_outlier_sigma=6", "--training.outlier_window=4", "--checkpoint.enable"]
 ON.append("--checkpoint.interval=1")

@@ -31,7 +31,6 @@ from titanlite.checkpoint.folder import complete_steps
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
 from titanlite.config.errors import TrainingError
-from titanlite.config.schema import Training
 from titanlite.data.loader import Loader
 from titanlite.files import safetensors
 from titanlite.launch import progress
@@ -39,7 +38,8 @@ from titanlite.launch.process import Signals, children
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import summary
 from titanlite.parallel import mesh
-from titanlite.step_guard import LossScale, StepGuard
+from titanlite.step_guard import StepGuard
+from titanlite.techniques.loss_scale import LossScale
 from titanlite.tools.parity.training_run import TrainingRun
 from titanlite.train_step import Totals, TrainStep
 
@@ -360,19 +360,22 @@ def test_loss_scale():
     other.load(json.loads(json.dumps(scale.state())))
     other.update(overflowed=False)
     assert other.value == 16
-    fixed = LossScale()
-    fixed.load([8.0, 0])
-    fixed.update(overflowed=True)
-    assert fixed.value == 1
+
+
+def test_a_run_that_goes_on_in_float16_begins_with_the_initial_loss_scale():
+    saved = StepGuard(n_allowed=0).state()
+    resumed = StepGuard(n_allowed=0, loss_scale=LossScale(8.0, growth_interval=2))
+    resumed.load(json.loads(json.dumps(saved)))
+    assert resumed.loss_scale == 8
 
 
 def test_an_update_is_taken_if_the_loss_and_the_norm_are_finite():
-    guard = StepGuard(Training(nonfinite_steps_allowed=2), torch.device("cpu"))
+    guard = StepGuard(n_allowed=2)
     rows = [(1.0, 2.0), (math.nan, 2.0), (1.0, math.inf), (math.inf, math.nan)]
     totals = [Totals(torch.tensor([*row, 0, 0], dtype=torch.float64)) for row in rows]
     assert [guard.taken(each).item() for each in totals] == [True, False, False, False]
     guard.n_nonfinite = 1
-    resumed = StepGuard(Training(nonfinite_steps_allowed=2), torch.device("cpu"))
+    resumed = StepGuard(n_allowed=2)
     resumed.load(json.loads(json.dumps(guard.state())))
     assert resumed.n_nonfinite == 1
 

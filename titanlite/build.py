@@ -6,12 +6,10 @@ train.py, the planner and the parity test build their run here, so what they pla
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,23 +17,23 @@ from titanlite.build_llama import build_llama
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
-from titanlite.config.schema import Debug, Optimizer, numerics, stage_modules
+from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
 from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
+from titanlite.data.same_data import compared_over_ranks
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
-from titanlite.launch.progress import mark
 from titanlite.launch.same_config import options_of_run
 from titanlite.loss import chunked_cross_entropy
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance
-from titanlite.model import Llama, flops_per_token
+from titanlite.metrics.flops import flops_per_token
+from titanlite.model import Llama
 from titanlite.optimizer import build_adam, parameter_groups
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.tiles import local_positions
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import Balance, OneGroup, Runner, SingleStageRunner, TrainStep
 from titanlite.validation import Validator
@@ -168,6 +166,20 @@ def build_train_step(
     )
 
 
+def build_guard(training: Training, device: torch.device) -> StepGuard:
+    """Return what decides which updates are taken."""
+    loss_scale = outliers = None
+    if training.mixed_precision_param == "float16":
+        from titanlite.techniques.loss_scale import LossScale
+
+        loss_scale = LossScale(training.initial_loss_scale, training.loss_scale_growth_interval)
+    if training.skip_outlier_sigma:
+        from titanlite.techniques.outlier_steps import OutlierSteps
+
+        outliers = OutlierSteps(training.skip_outlier_sigma, training.outlier_window, device)
+    return StepGuard(training.nonfinite_steps_allowed, loss_scale, outliers)
+
+
 def build_groups(
     config: Config,
     model: Llama,
@@ -248,31 +260,26 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
     if tokenizer.vocab_size > vocab_size:
         problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
         raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
-    # Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-    sequences, validation, identity = open_sequences(
-        tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
-    )
-    mark("waiting for the data of other ranks", limited=False)
-    own = (identity, sequences.identity if config.training.datasets else "")
-    identities: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(identities, own, group=group)
-    dist.destroy_process_group(group)
-    if set(identities) != {own}:
-        other = next(rank for rank, name in enumerate(identities) if name != identities[0])
-        problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
-        raise ConfigError([problem])
+    with compared_over_ranks() as compare:
+        sequences, validation, identity = open_sequences(
+            tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
+        )
+        compare(identity, sequences.identity if config.training.datasets else "")
     return Data(sequences, validation, identity)
 
 
 def sequence_share(config: Config, layout: Layout) -> dict[str, Any]:
     """Return which sequences this rank reads and which tokens of each, as arguments of the loader and of validation."""
-    parallelism, ulysses = config.parallelism, config.parallelism.context_parallel_ulysses_degree
-    positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
-    shard = SequenceShard(
-        own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
-        ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
-    )
+    parallelism, shard = config.parallelism, SequenceShard()
+    if parallelism.context_parallel_degree > 1:
+        from titanlite.parallel.tiles import local_positions
+
+        ulysses = parallelism.context_parallel_ulysses_degree
+        positions = functools.partial(local_positions, config.training.seq_len, ring=parallelism.ring_degree)
+        shard = SequenceShard(
+            own=positions(ulysses=ulysses, rank=layout.context_rank).numpy(),
+            ring=positions(ulysses=1, rank=layout.context_rank // ulysses).numpy(),
+        )
     return {"data_rank": layout.data_rank, "data_parallel_degree": parallelism.data_parallel_degree, "shard": shard}
 
 

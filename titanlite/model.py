@@ -13,7 +13,7 @@ width, V vocabulary. Only attention tells sequences apart: everything else sees 
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
 
@@ -279,20 +279,3 @@ class Llama(nn.Module):
         if targets is not None:
             return self.output(x_ND, targets.flatten())
         return self.output(x_ND).unflatten(0, (-1, rope_TK2.shape[-3]))
-
-
-def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int:
-    """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
-    the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
-
-    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
-    (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T is
-    attention without a causal mask, where T is at most the sliding window; 6 L H (K + V) T if value heads have another
-    width V (latent attention). Recomputed activations do not count.
-    """
-    counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
-    experts = sum(n for name, n in sizes.items() if ".experts." in name)
-    inactive = experts - experts * model.moe.n_experts_per_token // max(model.moe.n_experts, 1)
-    attended = min(seq_len, model.sliding_window or seq_len)
-    channels = model.n_heads * (model.head_dim + model.v_head_dim)
-    return 6 * (sum(counted) - inactive) + 6 * model.n_layers * channels * attended

@@ -25,6 +25,7 @@ from titanlite.data.loader import Loader
 from titanlite.launch import process, watchdog
 from titanlite.launch.checked_config import load_for_rank
 from titanlite.launch.process import Signals
+from titanlite.launch.process_group import device_of, log_rank0, process_group, retain_freed_memory, set_timeout
 from titanlite.launch.progress import first_step_done, mark, progress
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.launch.same_config import options_of_run, require_same
@@ -33,8 +34,6 @@ from titanlite.metrics.profiling import collected_garbage, profilers
 from titanlite.metrics.summary import run_summary
 from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh
-from titanlite.parallel.mesh import log_rank0
-from titanlite.step_guard import StepGuard
 from titanlite.train_step import TrainStep
 
 
@@ -46,7 +45,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
         TrainingError: if more steps than training.nonfinite_steps_allowed have no finite loss and gradient norm, or a
             checkpoint cannot be written.
     """
-    training, device = config.training, mesh.device_of(launch)
+    training, device = config.training, device_of(launch)
     build.set_seed(config.debug, launch.rank)
 
     # Build the run. Only build.py knows which techniques a config asks for; nothing below asks again.
@@ -58,8 +57,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     optimizer = build.build_optimizer(config, model, stages.values(), layout)
     groups = build.build_groups(config, model, optimizer, data.identity, device, signals)
     train_step = build.build_train_step(config, layout, model, stages, device, groups)
-    mesh.set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
-    guard, parameters, sizes = StepGuard(training, device), list(model.parameters()), build.parameter_sizes(config)
+    set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
+    guard, sizes = build.build_guard(training, device), build.parameter_sizes(config)
     meter, logger = build.build_metrics(config, launch, device, sizes)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
@@ -75,7 +74,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     logger.begin(last_step)
     build.add_observers(config, layout, train_step, optimizer, loader, guard, checkpoints, logger)
     validator = build.build_validator(config, layout, data, train_step, signals)
-    is_first, is_last = True, False
+    parameters, is_first, is_last = list(model.parameters()), True, False
 
     profiling = profilers(config.job, config.profiling, launch.rank)
     with checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
@@ -104,7 +103,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             meter.step_done()
             collect(step, training.gc_freq)
             if is_first:
-                mesh.set_timeout(device, config.comm.train_timeout_seconds)
+                set_timeout(device, config.comm.train_timeout_seconds)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
             if not groups.updated(step, stopping=stopping > 0):  # the weights are those of another group's later step
@@ -156,7 +155,7 @@ def main(argv: list[str]) -> None:
         print(USAGE)
         return
     process.start_rank()
-    mesh.retain_freed_memory()
+    retain_freed_memory()
     heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
@@ -173,7 +172,7 @@ def main(argv: list[str]) -> None:
             if launch.rank == 0:
                 lock_run(folders, config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
-            with mesh.process_group(launch, config.comm, config.job.dump_folder):
+            with process_group(launch, config.comm, config.job.dump_folder):
                 require_same(options_of_run(config))
                 train(config, launch, process.signals)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it

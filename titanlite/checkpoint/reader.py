@@ -58,7 +58,7 @@ class _State(Record):
     identity: dict[str, int | float | bool | str]
     config: dict[str, Any] = Field(default={})
     skipped: int = Field(default=0, ge=0)
-    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63] = (1.0, 0)
+    loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63] | None = None
     data: _Data
     outliers: _Outliers | None = None
     batches_of_groups: int | None = Field(default=None, ge=0)

@@ -13,8 +13,8 @@ from titanlite.checkpoint.checkpointer import Checkpointer, load_weights
 from titanlite.config.schema import SEEDED, Checkpoint, Model
 from titanlite.data.loader import Loader
 from titanlite.launch.process import Signals
+from titanlite.launch.process_group import log_rank0
 from titanlite.launch.progress import mark
-from titanlite.parallel.mesh import log_rank0
 from titanlite.step_guard import StepGuard
 from titanlite.train_step import OneGroup
 

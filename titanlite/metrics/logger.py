@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 
 class ThroughputMeter:
     """Measures one rank's step time, tokens per second and MFU. `tokens_per_step` are tokens of the global batch per
-    rank, `flops_per_token` what model.flops_per_token returns."""
+    rank, `flops_per_token` what flops.flops_per_token returns."""
 
     def __init__(self, device: torch.device, *, tokens_per_step: float, flops_per_token: int, peak: PeakFlops):
         self.device, self.tokens_per_step = device, tokens_per_step

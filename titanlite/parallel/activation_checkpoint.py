@@ -32,7 +32,9 @@ def _saved_operators() -> list[Any]:
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
     attention = [aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu]
     attention += [aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention]
-    attention += [aten._scaled_dot_product_attention_math, torch.ops.titanlite.tiled_attention]
+    attention += [aten._scaled_dot_product_attention_math]
+    if hasattr(torch.ops.titanlite, "tiled_attention"):  # it is imported by the layouts that use it
+        attention.append(torch.ops.titanlite.tiled_attention)
     others = [collectives.reduce_scatter_tensor, collectives.all_reduce, collectives.all_to_all_single]
     return PRODUCTS + [operator.default for operator in attention + others]
 

@@ -1,22 +1,16 @@
 """torch.compile, one block at a time: blocks are alike, so the code compiled for one serves all."""
 
 import functools
-import warnings
 
 import torch
-import torch.distributed as dist
 
 from titanlite.config.schema import Compile
 from titanlite.loss import linear_cross_entropy
 from titanlite.model import Llama
 
 
-def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group: dist.ProcessGroup | None) -> None:
-    """Compile a model or a pipeline stage in place, without a graph break.
-
-    `async_tensor_parallel_group` are tensor-parallel ranks whose collectives inductor decomposes and overlaps with the
-    matrix products before and after them (async TP; CUDA); None: leave them as they are.
-    """
+def apply_compile(model: Llama, compile: Compile) -> None:
+    """Compile a model or a pipeline stage in place, without a graph break."""
     from torch._functorch import partitioners
 
     # Nothing in a block is random; checkpoint's `preserve_rng_state` does not tell the compiler. Attention counts as
@@ -24,15 +18,6 @@ def apply_compile(model: Llama, compile: Compile, *, async_tensor_parallel_group
     # where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel.
     # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
     partitioners.has_recomputable_rng_ops = lambda _: False
-    if async_tensor_parallel_group is not None:
-        # Private: _micro_pipeline_tp and symmetric memory (read in 2.11, 2.13 and 2.15; run on none: both need CUDA).
-        # 2.13 and later warn that it need not be enabled.
-        warnings.filterwarnings("ignore", message=".*enable_symm_mem_for_group", category=FutureWarning)
-        from torch._inductor import config
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        config._micro_pipeline_tp = True
-        enable_symm_mem_for_group(async_tensor_parallel_group.group_name)
     if "model" in compile.components:
         for block in model.layers.values():
             # Its forward and not the block, around which FSDP has its hooks, which cannot be traced. Of a block with

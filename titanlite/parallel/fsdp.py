@@ -4,31 +4,40 @@ docs/parallelism.md has the table from those names to the options. One rank take
 the mixed precision.
 """
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
-from titanlite.parallel.shards import local_shard
 
 
-def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training: Training) -> None:
+def fully_shard_block(block: nn.Module, **settings: Any) -> dict[nn.Module, DeviceMesh]:
+    """Shard a block as one unit. Return the modules of it that are units of their own, with their meshes: none."""
+    fully_shard(block, **settings)
+    return {}
+
+
+def apply_fsdp(
+    model: Llama,
+    layout: Layout,
+    parallelism: Parallelism,
+    training: Training,
+    shard_block: Callable[..., dict[nn.Module, DeviceMesh]] = fully_shard_block,
+) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
-    dp_replicate, one block at a time; expert-parallel experts over efsdp. The sections are of a resolved config."""
+    dp_replicate, one block at a time, by `shard_block`. The sections are of a resolved config."""
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if training.enable_cpu_offload else OffloadPolicy()
     settings = {
-        **_mesh_settings(layout.mesh, "fsdp"),
+        "mesh": axes_of(layout.mesh, "fsdp"),
         # Inputs are not cast: activations have the weights' dtype already, and the rotary table keeps its precision.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
@@ -39,13 +48,9 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
     units: list[list[nn.Module]] = []
     mesh_of = {}
     for block in blocks:
-        own_settings = _own_settings(block, layout, training)
-        for module, changed in own_settings.items():
-            fully_shard(module, reshard_after_forward=reshard, **settings | changed)
-            _gather_with(block, module)
-        fully_shard(block, reshard_after_forward=reshard, **settings)
-        units.append([*own_settings, block])
-        mesh_of |= {module: changed["mesh"] for module, changed in own_settings.items() if "mesh" in changed}
+        own = shard_block(block, reshard_after_forward=reshard, **settings)
+        units.append([*own, block])
+        mesh_of |= own
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
     head = [module for module in (model.norm, model.output) if module is not None]
     if model.tied:
@@ -70,47 +75,10 @@ def apply_fsdp(model: Llama, layout: Layout, parallelism: Parallelism, training:
             module.set_custom_reduce_scatter(NothingToReduce())
 
 
-def _mesh_settings(mesh: DeviceMesh, axis: str) -> dict[str, Any]:
-    """Return the axes that weights are sharded over and replicated over, as an argument of fully_shard, and which
-    dimension is sharded. Two axes are hybrid sharding (HSDP), of which the former may be of size 1."""
-    both = mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
-    return {"mesh": both, "shard_placement_fn": functools.partial(_dimension_of_experts, mesh[axis].size())}
-
-
-def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension to shard over the ranks if the experts, which are stacked, cannot be divided among them. By
-    default it is the first, as that of every matrix."""
-    if parameter.dim() < 3:
-        return None
-    sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
-    n_experts, *sides = local_shard(parameter).shape
-    fits = [dim for dim, side in enumerate(sides, 1) if dim not in sharded and side % n_ranks == 0]
-    return Shard(fits[0]) if n_experts % n_ranks and fits else None
-
-
-def _own_settings(block: nn.Module, layout: Layout, training: Training) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules of a block that are not sharded with it, and their settings of fully_shard: experts under
-    expert parallel are on another mesh, and a router's weight is not rounded to the precision of mixed precision."""
-    modules, changed = dict(block.feed_forward.named_children()), {}
-    if "experts" in modules and layout.expert_mesh:
-        changed[modules["experts"]] = _mesh_settings(layout.expert_mesh, "efsdp")
-    if "router" in modules and training.mixed_precision_param != training.dtype:
-        wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-        changed[modules["router"]] = {"mp_policy": wide}
-    return changed
-
-
-def _gather_with(block: nn.Module, module: nn.Module) -> None:
-    """Have FSDP gather the weights of a module of a block before the block and not before the module, so that neither
-    activation checkpointing, which would run FSDP's operators again, nor the compiler sees it.
-
-    Private: the handles of a module's two hooks (tried on torch 2.11 and 2.13).
-    """
-    state = module._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
-    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
+def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return the axes that weights are sharded over and replicated over: one, or two for hybrid sharding (HSDP), of
+    which the second may be of size 1."""
+    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 class NothingToReduce:

@@ -1,14 +1,17 @@
 """The one place that states the order in which parallelisms are applied to a model."""
 
+import functools
+from collections.abc import Callable
+
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, fully_shard_block
 from titanlite.parallel.mesh import Layout
-from titanlite.parallel.tiled_attention import TiledAttention
 
 
 def parallelize(
@@ -37,15 +40,24 @@ def parallelize(
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
     if training.attention_backend != "auto":
+        from titanlite.parallel.tiled_attention import TiledAttention
+
         options = layout.ring_group, layout.ulysses_group, training.attention_backend, stage.sliding_window
         for block in stage.layers.values():
             block.attention.inner_attention = TiledAttention(*options)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
-        is_async = tensor_mesh is not None and parallelism.enable_async_tensor_parallel
-        group = tensor_mesh.get_group() if is_async else None
-        apply_compile(stage, compile, async_tensor_parallel_group=group)
-    apply_fsdp(stage, layout, parallelism, training)
+        if tensor_mesh is not None and parallelism.enable_async_tensor_parallel:
+            from titanlite.techniques.async_tensor_parallel import enable_async_tensor_parallel
+
+            enable_async_tensor_parallel(tensor_mesh.get_group())
+        apply_compile(stage, compile)
+    shard_block: Callable[..., dict[nn.Module, DeviceMesh]] = fully_shard_block
+    if any(hasattr(block.feed_forward, "experts") for block in stage.layers.values()):
+        from titanlite.techniques.moe.fsdp import shard_block_with_experts
+
+        shard_block = functools.partial(shard_block_with_experts, layout, training)
+    apply_fsdp(stage, layout, parallelism, training, shard_block)
 
 
 def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:
@@ -63,6 +75,11 @@ def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: Dev
 
         for block in blocks:
             shard_latent_attention(block.attention, tensor_mesh)
+    if tensor_mesh and any(getattr(block.attention, "norms_all_heads", False) for block in blocks):
+        from titanlite.techniques.norm_over_heads import shard_norms
+
+        for block in blocks:
+            shard_norms(block.attention, tensor_mesh)
     if expert_mesh or (tensor_mesh and any(hasattr(block.feed_forward, "experts") for block in blocks)):
         from titanlite.techniques.moe.parallel import apply_expert_parallel
 

@@ -10,7 +10,6 @@ import functools
 import warnings
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,21 +71,6 @@ class VocabularyParallelEmbedding(ParallelStyle):
         return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
 
 
-class NormOverHeads(ParallelStyle):
-    """Shards an RMSNorm of all heads together, of which each rank has some: the mean of squares is one over ranks."""
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, mesh, VocabularyParallel._shard)
-        module.forward = functools.partial(self._norm, module, mesh)
-        return module
-
-    @staticmethod
-    def _norm(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        wide = DTensor.from_local(x, mesh, [Shard(1)]).to(torch.promote_types(x.dtype, torch.float32))
-        mean = wide.square().sum(-1, keepdim=True).redistribute(placements=[FULL]) / wide.shape[-1]
-        return (wide * torch.rsqrt(mean + module.eps) * module.weight).to_local().to(x.dtype)
-
-
 # A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
 # adds it on one of them, before the sum.
 # fmt: off
@@ -108,10 +92,6 @@ BLOCK_STYLES: dict[str, ParallelStyle] = {
     "feed_forward.w3":  ColwiseParallel(),
     "feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE),
 }
-NORMS_OF_ALL_HEADS: dict[str, ParallelStyle] = {
-    "attention.q_norm": NormOverHeads(),
-    "attention.k_norm": NormOverHeads(),
-}
 ENDS: dict[str, ParallelStyle] = {
     "tok_embeddings":   VocabularyParallelEmbedding(),
     "norm":             SequenceParallel(sequence_dim=0),
@@ -121,8 +101,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, but for experts and latent attention,
-    which shard themselves (`parallelize`)."""
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, but for experts, latent attention and
+    norms of all heads together, which `parallelize` shards."""
     # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
     # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
@@ -131,12 +111,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         modules = dict(block.named_modules())  # q_norm and k_norm may be missing
         if "feed_forward.experts" in modules:
             del modules["feed_forward"]
-        styles = BLOCK_STYLES
         if "attention.wkv_a" in modules:
             modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
         elif block.attention.norms_all_heads:
-            styles = BLOCK_STYLES | NORMS_OF_ALL_HEADS
-        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
+            del modules["attention.q_norm"], modules["attention.k_norm"]
+        parallelize_module(block, mesh, {name: style for name, style in BLOCK_STYLES.items() if name in modules})
     model.tie()
     if model.tok_embeddings is not None:
         # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong

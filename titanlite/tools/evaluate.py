@@ -73,7 +73,7 @@ def run(arguments: Any, overrides: list[str]) -> None:
     """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
     import torch
 
-    from titanlite.parallel import mesh
+    from titanlite.launch.process_group import process_group
     from titanlite.tools.generate.folder import open_folder
 
     folder = open_folder(arguments.folder)
@@ -89,7 +89,7 @@ def run(arguments: Any, overrides: list[str]) -> None:
     loaded = load_values(values, str(folder.path), [f"--training.{k}={v}" for k, v in given.items()] + overrides)
     launch = Launch.from_environment(torch.cuda.device_count())
     config, tokenizer = check(loaded, launch), folder.tokenizer(arguments.tokenizer)
-    with mesh.process_group(launch, config.comm, "."):
+    with process_group(launch, config.comm, "."):
         loss, n_sequences = evaluate(config, launch, folder, tokenizer)
     if launch.rank == 0:
         print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
@@ -101,13 +101,14 @@ def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[
     """Return the loss of a folder's model on the dataset of a resolved config, and how many sequences that has. Every
     rank must call it. Raises ConfigError if the weights or the data cannot be read, or the loss is not finite."""
     from titanlite import build
+    from titanlite.launch.process_group import device_of
     from titanlite.launch.progress import progress
     from titanlite.launch.same_config import options_of_run, require_same
     from titanlite.parallel import mesh
 
     require_same(options_of_run(config))
     sequences = open_sequences(tokenizer, config.training, builds_cache=launch.local_rank == 0)
-    device = mesh.device_of(launch)
+    device = device_of(launch)
     layout = mesh.build_layout(config.parallelism, device)
     model = build.build_stage(config, layout, None, device)
     model.materialize(device)

@@ -29,10 +29,9 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.rules import MAX_GROUPS
 from titanlite.config.schema import Comm, FaultTolerance
 from titanlite.launch.process import Signals
+from titanlite.launch.process_group import log_rank0, set_group_timeout
 from titanlite.launch.progress import alive, mark, progress
 from titanlite.optimizer import gradient_norm
-from titanlite.parallel import mesh
-from titanlite.parallel.mesh import log_rank0
 from titanlite.parallel.shards import local_shard
 from titanlite.techniques.sdc import hash_of_bits
 from titanlite.train_step import OneGroup, SavedState, Totals, sum_over_ranks
@@ -172,7 +171,7 @@ class Replicas(OneGroup):
         Private: Manager._quorum_future, which keeps the error of a failed attempt (torchft-nightly 2026.10.26).
         """
         mark(WAITING, limited=False)
-        mesh.set_group_timeout(self._ranks, self._timeout)
+        set_group_timeout(self._ranks, self._timeout)
         failed = True
         with progress(WAITING, enabled=dist.get_rank() == 0):
             while failed:

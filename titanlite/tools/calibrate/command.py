@@ -70,15 +70,15 @@ def calibrate(launch: Launch, file: Path, folder: Path | None) -> None:
     # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
     from rich.console import Console
 
-    from titanlite.parallel import mesh
+    from titanlite.launch.process_group import device_of, process_group, retain_freed_memory
     from titanlite.tools.calibrate.measure import measure_device
 
     begin = time.monotonic()
-    mesh.retain_freed_memory()
-    with mesh.process_group(launch, Comm(), str(file.parent)):
+    retain_freed_memory()
+    with process_group(launch, Comm(), str(file.parent)):
         is_first, per_node = launch.rank == 0, launch.local_world_size
         device = measure_device(
-            mesh.device_of(launch), ranks_per_node=per_node, checkpoint_folder=folder, show_progress=is_first
+            device_of(launch), ranks_per_node=per_node, checkpoint_folder=folder, show_progress=is_first
         )
         if is_first:
             write(device, file)

@@ -202,12 +202,13 @@ def check_degree(options: Model, degree: int, launch: Launch, *, expert_parallel
 @contextlib.contextmanager
 def _ranks(launch: Launch, degree: int) -> Iterator[tuple[Any, Any]]:
     """Yield this rank's device and the mesh of the tensor-parallel ranks; None for one rank, which needs no group."""
+    from titanlite.launch.process_group import device_of, process_group
     from titanlite.parallel import mesh
 
-    device = mesh.device_of(launch)
+    device = device_of(launch)
     if degree == 1:
         yield device, None
         return
-    with mesh.process_group(launch, Comm(trace_buf_size=0), "."):
+    with process_group(launch, Comm(trace_buf_size=0), "."):
         parallelism = Parallelism(tensor_parallel_degree=degree, data_parallel_shard_degree=1)
         yield device, mesh.build_layout(parallelism, device).mesh["tp"]

@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
         loader.print_problems(error)
         return 2
     # Here, since it takes seconds to import torch, and --help and a wrong config need none.
+    from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
-    from titanlite.parallel import mesh
     from titanlite.tools.parity.compare import print_comparison, tolerances
     from titanlite.tools.parity.reference import run_reference
 
@@ -65,14 +65,14 @@ def main(argv: list[str]) -> int:
     if launched:
         from titanlite.tools.parity.training_run import run_layout
 
-        with mesh.process_group(launch, Comm(init_timeout_seconds=TIMEOUT_SECONDS, trace_buf_size=0), "."):
+        with process_group(launch, Comm(init_timeout_seconds=TIMEOUT_SECONDS, trace_buf_size=0), "."):
             trace = run_layout(config, launch, steps=steps)
     else:
         trace = _run_in_pool(config, launch.world_size, steps)
     if launch.rank != 0:
         return 0
     print("running the single-process reference\n", flush=True)
-    device = mesh.device_of(launch)
+    device = device_of(launch)
     reference = run_reference(config, device, steps=steps)
     equal = print_comparison(reference, trace, tolerances(config, reference, device, steps=steps))
     print(f"{time.monotonic() - began:.0f} s")

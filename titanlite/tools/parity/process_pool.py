@@ -79,7 +79,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any
     end_with_main_process()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as mesh.process_group
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as launch.process_group
     faulthandler.enable()  # prints where a rank was when it died
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)

@@ -19,7 +19,6 @@ from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import scale_gradients, set_lr
-from titanlite.step_guard import build_loss_scale
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
@@ -82,7 +81,8 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     optimizer = build.build_optimizer(config, model)
     balance = build.build_balance(config, model, device)
     sequences, batch_size = RandomSequences(config), training.global_batch_size
-    compute_dtype, scale = getattr(torch, training.mixed_precision_param), build_loss_scale(training).value
+    compute_dtype = getattr(torch, training.mixed_precision_param)
+    scale = training.initial_loss_scale if compute_dtype == torch.float16 else 1.0
     parameters = dict(model.named_parameters())
 
     def losses_of_step(step: int) -> tuple[Tensor, Tensor]:

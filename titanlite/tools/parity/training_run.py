@@ -10,10 +10,10 @@ from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config, Launch
 from titanlite.data.loader import Batch
 from titanlite.launch.process import Signals
+from titanlite.launch.process_group import device_of
 from titanlite.launch.progress import progress
 from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh
-from titanlite.step_guard import StepGuard
 from titanlite.techniques.data.dataset_losses import DatasetLosses
 from titanlite.tools.parity.reference import RandomSequences, Trace, trace_of
 from titanlite.train_step import Totals
@@ -35,7 +35,7 @@ class TrainingRun:
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
         sequences, config = RandomSequences(config), config.replace(training__datasets=[])
         self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
-        self.guard = StepGuard(config.training, device)
+        self.guard = build.build_guard(config.training, device)
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batches: list[Batch]) -> None:
@@ -68,7 +68,7 @@ def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Chec
 
     Every rank must call it. Each returns the trace of the full model.
     """
-    run = TrainingRun(config, mesh.device_of(launch), checkpointer)
+    run = TrainingRun(config, device_of(launch), checkpointer)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)
     run.train_step.observers.append(dataset_losses)

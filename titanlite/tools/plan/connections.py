@@ -1,6 +1,6 @@
 """Count the process groups of a rank and the TCP connections of gloo in them, from the mesh and gloo's algorithms.
 
-A gloo rank connects to another when it first sends to it or receives from it (mesh.process_group). All-gather,
+A gloo rank connects to another when it first sends to it or receives from it (launch/process_group.py). All-gather,
 reduce-scatter and all-reduce are rings; a barrier and a broadcast reach the ranks at distances 1, 2, 4 and so on;
 all-to-all reaches all ranks. Rank 0 gathers what every rank has saved in a checkpoint.
 """

@@ -21,7 +21,7 @@ from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress_bar import progress_bar
 from titanlite.launcher import ranks_wanted
 from titanlite.metrics import devices
-from titanlite.model import flops_per_token
+from titanlite.metrics.flops import flops_per_token
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.find_device import find_device

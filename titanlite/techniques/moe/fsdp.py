@@ -1,0 +1,64 @@
+"""FSDP of blocks with experts: of each of them, experts and router may be units of their own."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from titanlite.config.schema import Training
+from titanlite.parallel.fsdp import axes_of
+from titanlite.parallel.mesh import Layout
+from titanlite.parallel.shards import local_shard
+
+
+def shard_block_with_experts(
+    layout: Layout, training: Training, block: nn.Module, **settings: Any
+) -> dict[nn.Module, DeviceMesh]:
+    """Shard a block as fsdp.fully_shard_block does, and return its units besides itself. Experts under expert parallel
+    are sharded over efsdp. The weight of a router is not rounded to the precision of mixed precision."""
+    modules, units = dict(block.feed_forward.named_children()), {}
+    settings |= _experts_over(layout.mesh["fsdp"].size())
+    if "experts" in modules and layout.expert_mesh:
+        over = _experts_over(layout.expert_mesh["efsdp"].size())
+        units[modules["experts"]] = settings | over | {"mesh": axes_of(layout.expert_mesh, "efsdp")}
+    if "router" in modules and training.mixed_precision_param != training.dtype:
+        wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+        units[modules["router"]] = settings | {"mp_policy": wide}
+    for module, own_settings in units.items():
+        fully_shard(module, **own_settings)
+        _gather_with(block, module)
+    fully_shard(block, **settings)
+    return {module: own_settings["mesh"] for module, own_settings in units.items()}
+
+
+def _experts_over(n_ranks: int) -> dict[str, Any]:
+    """Return the argument of fully_shard that says which dimension of a weight is sharded over the ranks."""
+    return {"shard_placement_fn": functools.partial(_dimension_of_experts, n_ranks)}
+
+
+def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension to shard over the ranks if the experts, which are stacked, cannot be divided among them. By
+    default it is the first, as that of every matrix."""
+    if parameter.dim() < 3:
+        return None
+    sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
+    n_experts, *sides = local_shard(parameter).shape
+    fits = [dim for dim, side in enumerate(sides, 1) if dim not in sharded and side % n_ranks == 0]
+    return Shard(fits[0]) if n_experts % n_ranks and fits else None
+
+
+def _gather_with(block: nn.Module, module: nn.Module) -> None:
+    """Have FSDP gather the weights of a module of a block before the block and not before the module, so that neither
+    activation checkpointing, which would run FSDP's operators again, nor the compiler sees it.
+
+    Private: the handles of a module's two hooks (tried on torch 2.11 and 2.13).
+    """
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)

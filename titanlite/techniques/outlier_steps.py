@@ -1,0 +1,64 @@
+"""Outlier steps: those with a far larger gradient norm than recent ones are skipped without an update."""
+
+import torch
+from torch import Tensor
+
+from titanlite.config.errors import TrainingError
+
+
+class OutlierSteps:
+    """Decides whether a step is taken: its gradient norm must be at most mean + sigma x standard deviation of the norms
+    of the last `window` steps that were taken. Until half a window of them is known, every finite step is taken.
+
+    OLMo-core's SkipStepOptimizer has the same idea (olmo_core/optim/skip_step_optimizer.py). Here only norms of steps
+    that were taken count, and the decision stays on the device.
+    """
+
+    def __init__(self, sigma: float, window: int, device: torch.device):
+        self.sigma, self.window = sigma, window
+        self.n_skipped = 0
+        """Steps skipped since the run began."""
+        self.message = ""
+        """What to say about the last step that was skipped."""
+        self._in_a_row = 0
+        self._norms = torch.full((window,), torch.nan, dtype=torch.float64, device=device)  # oldest first; nan: none
+        self._limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
+
+    def taken(self, norm: Tensor, finite: Tensor) -> Tensor:
+        """Return whether to take a step with this gradient norm, and remember the norm if so. All are scalars on the
+        device; the host does not wait for them."""
+        known = ~self._norms.isnan()
+        n = known.sum()
+        mean = self._norms.nansum() / n
+        deviation = (torch.where(known, self._norms - mean, 0).square().sum() / n).sqrt()
+        self._limit = torch.where(2 * n >= self.window, mean + self.sigma * deviation, torch.inf)
+        taken = finite & (norm <= self._limit)
+        self._norms = torch.where(taken, torch.cat([self._norms[1:], norm[None]]), self._norms)
+        return taken
+
+    def skipped(self, norm: float) -> bool:
+        """Return whether the last step, whose gradient norm this was, was skipped as an outlier; count it.
+
+        Raises:
+            TrainingError: if a full window of steps in a row were: their norms are no outliers, but the new normal.
+        """
+        limit = self._limit.item()
+        outlier = limit < norm < torch.inf
+        self._in_a_row = self._in_a_row + 1 if outlier else 0
+        self.n_skipped += outlier
+        of = f"mean + {self.sigma:g} standard deviations of recent steps"
+        self.message = f"the gradient norm is {norm:.4g}, above {limit:.4g} ({of}); skipped without an update"
+        if self._in_a_row == self.window:
+            problem = f"{self.window} steps in a row, a full training.outlier_window, were skipped as outliers"
+            raise TrainingError(f"{problem}: raise training.skip_outlier_sigma = {self.sigma:g}, or lower optimizer.lr")
+        return outlier
+
+    def state(self) -> dict[str, int | list[float]]:
+        """Return plain JSON for a checkpoint. Python writes every digit of a float, so nothing is rounded."""
+        return {"skipped": self.n_skipped, "norms": [norm for norm in self._norms.tolist() if norm == norm]}
+
+    def load(self, skipped: int, norms: list[float]) -> None:
+        """Continue from a checkpoint's state; if the window is shorter now, with its newest norms."""
+        self.n_skipped, newest = skipped, norms[-self.window :]
+        values = [torch.nan] * (self.window - len(newest)) + newest
+        self._norms.copy_(torch.tensor(values, dtype=torch.float64))
