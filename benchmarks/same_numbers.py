@@ -7,7 +7,7 @@ both at once, on CPUs with gloo, in the environment of this process, and compare
 
 - exit status: of each launch, and the text in its log by which it did what its name says;
 - values: every tag of metrics.jsonl that does not depend on the clock, generated samples, and state.json of the last
-  checkpoint without the config;
+  checkpoint without the config, and without a loss scale of 1, which runs in other types than float16 had once;
 - tensors: weights, optimizer states and every other tensor of the last checkpoint, but
 - random states: the states of the random number generators in it;
 - collectives: of each rank, from the first optimizer step to the last, in their order: operator, reduction, ranks of
@@ -473,7 +473,8 @@ def read_checkpoint(folder: Path, name: str, found: dict[str, dict[str, Any]]) -
     from safetensors import safe_open
 
     for key, value in json.loads((folder / "state.json").read_text()).items():
-        if key != "config":  # it has the folder of the run
+        # The config has the folder of the run.
+        if key != "config" and not (key == "loss_scale" and value[0] == 1):
             found["values"][f"{name}, {key}"] = value
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
