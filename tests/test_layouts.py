@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
@@ -589,6 +590,19 @@ def prefetched(job: config.Config) -> list[tuple[int, int]]:
 def test_prefetch_reaches_fsdp(ranks, tmp_path):
     options = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 1, "model__n_layers": 4}
     assert ranks(1).run(prefetched, job=resolve(tmp_path, 1, options)) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
+
+
+def gathered_after_a_validation(job: config.Config) -> list[str]:
+    """Return the parameters that are not shards after a validation."""
+    training = TrainingRun(job, CPU)
+    training.train_step.validate(training.loader.next())
+    training.loader.close()
+    return [name for name, parameter in training.model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def test_a_validation_leaves_no_weight_gathered(ranks, tmp_path):
+    job = resolve(tmp_path, 2, {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "never"})
+    assert ranks(2).run(gathered_after_a_validation, job=job) == [[], []]
 
 
 def timeouts(job: config.Config) -> set[float]:

@@ -26,7 +26,7 @@ from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf.names import hf_name, to_hf
 from titanlite.init import init_weights, parameter_seed
-from titanlite.loss import IGNORED, count_valid, cross_entropy
+from titanlite.loss import IGNORED, chunked_cross_entropy, count_valid, cross_entropy
 from titanlite.metrics.flops import flops_per_token
 from titanlite.model import Llama, apply_rotary_emb, rope_frequencies, rope_table
 from titanlite.techniques import latent_attention, moe
@@ -677,6 +677,21 @@ def test_a_batch_without_valid_targets_adds_nothing():
     assert loss.item() == 0
     assert (logits.grad == 0).all()
     assert count_valid([torch.full_like(targets, IGNORED)], CPU).item() == 0
+
+
+def test_the_factor_of_a_chunked_loss_is_not_rounded_to_bfloat16():
+    """Gradients in bfloat16 are those of the sum times 1 / 3, which bfloat16 has only to 9 bits, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (6, 20))
+    targets = torch.randint(20, (6,), generator=generator)
+    grads = []
+    for n_valid in (1.0, 3.0):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = chunked_cross_entropy(*leaves, targets, n_chunks=2, loss_parallel=False)
+        (loss / torch.tensor(n_valid, dtype=torch.float64)).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    of_sum, of_mean = grads
+    assert torch.equal(of_mean[0], (of_sum[0].float() * (1 / 3)).bfloat16())
 
 
 def test_bfloat16_logits_are_summed_in_float32():

@@ -22,10 +22,10 @@ from torch.distributed import _symmetric_memory
 from titanlite import build, config
 from titanlite.build import optimizer_for
 from titanlite.checkpoint.tensors import dequantized, load_quantized
-from titanlite.config.schema import Optimizer
+from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
-from titanlite.optimizer import clip_factor, clipped_step, gradient_norm
+from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, set_lr
 from titanlite.parallel import mesh
 from titanlite.parallel.fsdp import NothingToReduce
 from titanlite.parallel.tensor import apply_tensor_parallel
@@ -273,6 +273,25 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
         parameter.grad = torch.full_like(parameter, float("nan"))
     clipped_step(optimizer, torch.full((), float("nan"), dtype=torch.float64), torch.tensor(False))
     assert all(torch.equal(x, y) for x, y in zip(before, everything(model, optimizer), strict=True))
+
+
+def test_a_step_in_float64_that_is_not_finite_changes_nothing():
+    """The fused step would round its factor to float32, so it takes another way."""
+    model = small_model().double()
+    optimizer = optimizer_for(model, Optimizer())
+    before = everything(model, optimizer)
+    clipped_step(optimizer, torch.ones((), dtype=torch.float64), torch.tensor(False))
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(model, optimizer), strict=True))
+    clipped_step(optimizer, torch.ones((), dtype=torch.float64), torch.tensor(True))
+    assert not torch.equal(before[0], everything(model, optimizer)[0])
+
+
+def test_the_learning_rate_is_set_in_every_group():
+    section = Optimizer(lr=0.5)
+    optimizer = optimizer_for(small_model(), section)
+    lr = set_lr(optimizer, 1, section, LRScheduler(warmup_steps=10, total_steps=100))
+    assert lr == pytest.approx(0.05, rel=1e-12)
+    assert [group["lr"] for group in optimizer.param_groups] == [lr, lr]
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
