@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests import test_architecture, test_families, test_layouts, test_mla, test_moe, test_parity
+from tests import test_architecture, test_families
 from tests.conftest import NIGHTLY, is_nightly, patterns
+from tests.parallel import test_layouts, test_parity
+from tests.techniques import test_mla
+from tests.techniques.moe import test_moe
 from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
 
@@ -193,19 +196,20 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
     lines, parity = patterns(NIGHTLY.read_text()), {str(case.id): case.values[1] for case in test_parity.TEST_CASES}
     matches, resume = "test_layout_matches_reference", "test_resume_under_another_layout"
     sections: dict[str, tuple[Cases, set[str]]] = {}
-    for title, file, function, cases in (
-        ("Data parallel", "test_parity", matches, parity),
-        ("All layouts", "test_layouts", matches, test_layouts.LAYOUTS),
-        ("Low precision", "test_layouts", "test_low_precision_layout_matches_reference", test_layouts.LOW_PRECISION),
-        ("Mixture of experts", "test_moe", matches, test_moe.LAYOUTS),
-        ("Latent attention", "test_mla", matches, test_mla.LAYOUTS),
-        ("Biases, norms, head_dim and a window together", "test_families", matches, test_families.LAYOUTS),
-        ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", "test_layouts", resume, test_layouts.TO),
+    for title, module, function, cases in (
+        ("Data parallel", test_parity, matches, parity),
+        ("All layouts", test_layouts, matches, test_layouts.LAYOUTS),
+        ("Low precision", test_layouts, "test_low_precision_layout_matches_reference", test_layouts.LOW_PRECISION),
+        ("Mixture of experts", test_moe, matches, test_moe.LAYOUTS),
+        ("Latent attention", test_mla, matches, test_mla.LAYOUTS),
+        ("Biases, norms, head_dim and a window together", test_families, matches, test_families.LAYOUTS),
+        ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", test_layouts, resume, test_layouts.TO),
     ):
-        variant = "-3 accumulation steps" if file == "test_parity" else ""
-        tests = {name: f"tests/{file}.py::{function}[{name}{variant}]" for name in cases}
+        file = Path(module.__file__).relative_to(ROOT)
+        variant = "-3 accumulation steps" if module is test_parity else ""
+        tests = {name: f"{file}::{function}[{name}{variant}]" for name in cases}
         nightly = {name for name, test in tests.items() if is_nightly(test, lines)}
-        sections[f"{title} (tests/{file}.py)"] = cases, nightly
+        sections[f"{title} ({file})"] = cases, nightly
     return sections
 
 
@@ -217,7 +221,7 @@ def first_paragraph(path: Path) -> str:
 
 def support_page() -> str:
     """Return the page of what is tested, from the tables of the parity tests and the docstrings of all test files."""
-    files = sorted([*(ROOT / "tests").glob("test_*.py"), *(ROOT / "tests" / "fuzz").glob("test_*.py")])
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     parts = [
         "# What is tested: supported layouts and techniques\n",
         wrapped(
@@ -230,10 +234,10 @@ def support_page() -> str:
         ),
         wrapped(
             "A row is a technique, a cell the layouts that it is tested under: in every run of the tests, or nightly "
-            '(`pytest -m nightly`). `pytest tests/test_layouts.py -k "cp and tp"` runs the cases that have both names. '
-            "To verify a config of your own, run `titanlite parity CONFIG.toml`. What is unsupported, and why: "
-            "[parallelism](../parallelism.md#unsupported), [memory and speed](../memory.md#unsupported). What has run "
-            "on GPUs: [nothing yet](../benchmarks.md#what-has-run-on-gpus-and-what-has-not)."
+            '(`pytest -m nightly`). `pytest tests/parallel/test_layouts.py -k "cp and tp"` runs the cases that have '
+            "both names. To verify a config of your own, run `titanlite parity CONFIG.toml`. What is unsupported, and "
+            "why: [parallelism](../parallelism.md#unsupported), [memory and speed](../memory.md#unsupported). What "
+            "has run on GPUs: [nothing yet](../benchmarks.md#what-has-run-on-gpus-and-what-has-not)."
         ),
     ]
     for title, (cases, nightly) in tables().items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.hf_helpers import DEEPSEEK as OF_DEEPSEEK
 from tests.hf_helpers import draw_biases, released, theirs, weights
-from tests.test_layouts import (
+from tests.parallel.test_layouts import (
     COMPILED,
     CP,
     DOCUMENTS,
@@ -30,9 +30,9 @@ from tests.test_layouts import (
     with_batches,
     world_size,
 )
-from tests.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
+from tests.parallel.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
+from tests.parallel.test_parity import STEPS, compare, resolve
 from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on_meta, relative, section
-from tests.test_parity import STEPS, compare, resolve
 from titanlite.build import optimizer_for
 from titanlite.config.hf_config import hf_config
 from titanlite.config.schema import Model

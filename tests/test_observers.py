@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data_helpers import some_texts, write
-from tests.test_parity import resolve
+from tests.parallel.test_parity import resolve
 from tests.test_train import computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import build
 from titanlite.config import Config

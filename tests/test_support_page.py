@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import pages, test_layouts, test_parity
+from tests import pages
+from tests.parallel import test_layouts, test_parity
 
 ROOT = Path(__file__).parents[1]
 PAGE = pages.SUPPORT_PAGE.read_text()
@@ -53,7 +54,7 @@ def test_a_test_id_names_a_technique_and_a_layout(name: str, options: dict[str, 
 
 def unknown_tests(page: str) -> set[str]:
     """Return the names of test functions on a page that do not exist."""
-    sources = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     return set(re.findall(r"`(test_\w+)`", page)) - set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
 
 

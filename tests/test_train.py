@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
+from tests.parallel.test_step_costs import no_value_is_read
 from tests.test_architecture import LINES_OF_A_DEBUG_RUN, LINES_OF_A_RANK_OF_MANY_TECHNIQUES
-from tests.test_step_costs import no_value_is_read
 from titanlite import build, config, step_guard, train, train_step
 from titanlite.build import meta_model, optimizer_for
 from titanlite.checkpoint import checkpointer

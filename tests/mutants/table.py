@@ -22,23 +22,26 @@ class Mutant(NamedTuple):
     """Why no test of the default suite can notice; empty: some test must."""
 
 
-PARITY = "tests/test_parity.py"
+PARALLEL_TESTS, TECHNIQUES, DATA = "tests/parallel", "tests/techniques", "tests/techniques/data"
+PARITY, LAYOUT = f"{PARALLEL_TESTS}/test_parity.py", f"{PARALLEL_TESTS}/test_layouts.py"
 TWO_RANKS = f"'{PARITY}::test_layout_matches_reference[2 ranks, ZeRO-3-3 accumulation steps]'"
-LAYOUTS = "tests/test_layouts.py -k 'test_layout_matches_reference and not compiled'"
-TP = "tests/test_layouts.py -k 'test_layout_matches_reference and (tp and not compiled)'"
-PP = "tests/test_layouts.py -k 'test_layout_matches_reference and (1F1B or pp or GPipe)'"
-LOW_PRECISION = "tests/test_layouts.py -k test_low_precision_layout_matches_reference"
+LAYOUTS = f"{LAYOUT} -k 'test_layout_matches_reference and not compiled'"
+TP = f"{LAYOUT} -k 'test_layout_matches_reference and (tp and not compiled)'"
+PP = f"{LAYOUT} -k 'test_layout_matches_reference and (1F1B or pp or GPipe)'"
+LOW_PRECISION = f"{LAYOUT} -k test_low_precision_layout_matches_reference"
 MODEL, FAMILIES, TRAIN = "tests/test_model.py", "tests/test_families.py", "tests/test_train.py"
-OUTLIERS = "tests/test_outlier_steps.py"
-LOADER, PACKING = "tests/test_loader.py", "tests/test_packing.py"
-CONTEXT, DOCUMENTS = "tests/test_context.py", "tests/test_layouts.py -k document"
-CHECKPOINT, SAVES = "tests/test_checkpoint.py", "tests/test_faults_of_saves.py"
+OUTLIERS = f"{TECHNIQUES}/test_outlier_steps.py"
+LOADER, PACKING = "tests/data/test_loader.py", "tests/data/test_packing.py"
+CONTEXT, DOCUMENTS = f"{PARALLEL_TESTS}/test_context.py", f"{LAYOUT} -k document"
+CHECKPOINT, SAVES = "tests/checkpoint/test_checkpoint.py", "tests/checkpoint/test_faults_of_saves.py"
 RESUME = f"{TRAIN} -k 'resume or killed or wrapped or weights'"
-MOE, MUON, STEP_COSTS = "tests/test_moe.py", "tests/test_muon.py", "tests/test_step_costs.py"
-MIXTURE, STREAMING, BEST_FIT = "tests/test_mixture.py", "tests/test_streaming.py", "tests/test_best_fit.py"
-MLA, SDC, LOSSES = "tests/test_mla.py", "tests/test_sdc.py", "tests/test_dataset_losses.py"
-PRODUCTS, DILOCO, REPLICAS = "tests/test_low_precision.py", "tests/test_diloco.py", "tests/test_fault_tolerance.py"
-HF = "tests/test_hf_load.py tests/test_hf_export.py tests/test_hf_names.py"
+MOE, MUON = f"{TECHNIQUES}/moe/test_moe.py", f"{TECHNIQUES}/test_muon.py"
+STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
+MIXTURE, STREAMING, BEST_FIT = (f"{DATA}/test_{name}.py" for name in ("mixture", "streaming", "best_fit"))
+MLA, SDC, LOSSES = f"{TECHNIQUES}/test_mla.py", f"{TECHNIQUES}/test_sdc.py", f"{DATA}/test_dataset_losses.py"
+PRODUCTS = f"{TECHNIQUES}/test_low_precision.py"
+DILOCO, REPLICAS = (f"{TECHNIQUES}/replicas/test_{name}.py" for name in ("diloco", "fault_tolerance"))
+HF = "tests/hf/test_hf_load.py tests/hf/test_hf_export.py tests/hf/test_hf_names.py"
 
 STEP = [
     Mutant("train_step.py", "a rank counts its own valid tokens only",
@@ -47,9 +50,9 @@ STEP = [
            "for batch in batches], self.device) * self.contributes_loss", "for batch in batches], self.device)", TP),
     Mutant("train_step.py", "the loss is not multiplied by the loss scale",
            "batch.to(self.device), valid / loss_scale)", "batch.to(self.device), valid)",
-           "tests/test_layouts.py -k float16"),
+           LAYOUT + " -k float16"),
     Mutant("train_step.py", "gradients are not divided by the loss scale",
-           "        if loss_scale != 1:\n", "        if loss_scale == 0:\n", "tests/test_layouts.py -k float16"),
+           "        if loss_scale != 1:\n", "        if loss_scale == 0:\n", LAYOUT + " -k float16"),
     Mutant("train_step.py", "gradients are reduced in every accumulation step, though the option says the last",
            "last=accumulation_step == len(batches))", "last=True)", PARITY + " -k collectives"),
     Mutant("train_step.py", "ranks that share their tokens each add the loss",
@@ -63,7 +66,7 @@ STEP = [
            "dist.all_reduce(own, dist.ReduceOp.MAX)", "dist.all_reduce(own, dist.ReduceOp.MIN)",
            TRAIN + " -k max_loss"),
     Mutant("train_step.py", "a rank without a valid token is not left out of the largest loss",
-           "own = own.nan_to_num(nan=-math.inf) if", "own = own if", "tests/test_layouts.py -k largest_loss",
+           "own = own.nan_to_num(nan=-math.inf) if", "own = own if", LAYOUT + " -k largest_loss",
            "of a NaN and a number, gloo's maximum is the number; nobody promises it of NCCL's"),
     Mutant("train_step.py", "the validation loss is this rank's own",
            "else torch.zeros_like(totals)\n        dist.all_reduce(totals)\n", "else torch.zeros_like(totals)\n",
@@ -72,7 +75,7 @@ STEP = [
            "return (totals[0] / totals[1]).item()", "return totals[0].item()", TWO_RANKS),
     Mutant("train_step.py", "weights stay gathered after a validation",
            "            advance(1)\n        fsdp.reshard(self.model)\n", "            advance(1)\n",
-           "tests/test_layouts.py -k gathered"),
+           LAYOUT + " -k gathered"),
     Mutant("train_step.py", "the loss of the step is not summed over ranks",
            "    dist.all_reduce(sums)\n    return sums", "    return sums", TWO_RANKS),
     Mutant("train_step.py", "the last step of a run is not taken",
@@ -108,10 +111,10 @@ STEP = [
     Mutant("optimizer.py", "norms and biases decay",
            "optimizer.weight_decay if dims > 1 else 0.0", "optimizer.weight_decay", FAMILIES + " -k decay"),
     Mutant("optimizer.py", "the decay of the learning rate ends one step early",
-           "/ (decay_steps + 1)", "/ max(decay_steps, 1)", "tests/test_from_torchtitan.py -k learning_rate"),
+           "/ (decay_steps + 1)", "/ max(decay_steps, 1)", "tests/tools/test_from_torchtitan.py -k learning_rate"),
     Mutant("optimizer.py", "the warm-up is one step behind",
            "min(step / warmup_steps, 1.0)", "min((step - 1) / warmup_steps, 1.0)",
-           "tests/test_from_torchtitan.py -k learning_rate"),
+           "tests/tools/test_from_torchtitan.py -k learning_rate"),
     Mutant("optimizer.py", "the squares of replicated gradients are counted once for each replica",
            "norms.square().sum() / replicas", "norms.square().sum()", TP),
     Mutant("optimizer.py", "the gradient norm is that of this rank's shards",
@@ -142,7 +145,7 @@ MODEL_AND_LOSS = [
            "-here_N.to(grad_NV.dtype)[:, None]", "-torch.ones_like(own_N, dtype=grad_NV.dtype)[:, None]", TP),
     Mutant("loss.py", "the output head's gradient is that of the last chunk",
            "                grad_weight_VD += grad_weight\n", "                grad_weight_VD.copy_(grad_weight)\n",
-           "tests/test_layouts.py -k chunked"),
+           LAYOUT + " -k chunked"),
     Mutant("loss.py", "gradients of the last activations are not summed over the vocabulary's shards",
            "x_ND.to_local(grad_placements=[Partial()]), weight_VD.to_local()", "x_ND.to_local(), weight_VD.to_local()",
            TP),
@@ -208,12 +211,12 @@ PARALLEL = [
            "training.mixed_precision_param != training.dtype", "training.mixed_precision_param == training.dtype", MOE),
     Mutant("techniques/moe/fsdp.py", "experts that cannot be divided are sharded unevenly",
            "return Shard(fits[0]) if n_experts % n_ranks and fits else None", "return None",
-           "tests/test_plan_moe.py tests/test_moe.py"),
+           "tests/tools/plan/test_plan_moe.py tests/techniques/moe/test_moe.py"),
     Mutant("parallel/fsdp.py", "weights are not prefetched for the backward",
            "        block.set_modules_to_backward_prefetch([*itertools.chain(*earlier)])\n", "",
-           "tests/test_layouts.py -k prefetch"),
+           LAYOUT + " -k prefetch"),
     Mutant("parallel/fsdp.py", "gathered weights are not freed",
-           "        module.reshard()\n", "        pass\n", "tests/test_layouts.py -k gathered"),
+           "        module.reshard()\n", "        pass\n", LAYOUT + " -k gathered"),
     Mutant("parallel/fsdp.py", "the allocator is not told that a stream reads the gradients of one rank",
            "        if output.is_cuda:\n", "        if False:\n", STEP_COSTS),
     Mutant("parallel/pipeline.py", "gradients are divided by the microbatches",
@@ -235,7 +238,7 @@ PARALLEL = [
            "    model.tie()\n", "", TP),
     Mutant("parallel/tensor.py", "a compiled block reads an embedding that is in flight",
            "lambda module, inputs, output: output.clone()", "lambda module, inputs, output: output",
-           "tests/test_layouts.py -k 'compiled and tp'"),
+           LAYOUT + " -k 'compiled and tp'"),
     Mutant("parallel/tensor.py", "the second product of the feed-forward layer is summed without scattering its rows",
            '"feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE)', '"feed_forward.w2":  RowwiseParallel()', TP),
     Mutant("parallel/shards.py", "replicas are counted along sharded axes",
@@ -246,10 +249,10 @@ PARALLEL = [
            'divmod(mesh.get_local_rank("fsdp"), ring * ulysses)',
            'divmod(mesh.get_local_rank("fsdp"), dp_shard)[::-1]', LAYOUTS + " -k cp"),
     Mutant("parallel/activation_checkpoint.py", "of every N layers, all but one are recomputed",
-           "int(number) % option == 0", "int(number) % option != 0", "tests/test_layouts.py -k recomputed"),
+           "int(number) % option == 0", "int(number) % option != 0", LAYOUT + " -k recomputed"),
     Mutant("parallel/activation_checkpoint.py", "the first matrix product is not saved, but the second",
            "counts[context.is_recompute] % 2 == 0", "counts[context.is_recompute] % 2 == 1",
-           "tests/test_layouts.py -k recomputed"),
+           LAYOUT + " -k recomputed"),
     Mutant("parallel/attention.py", "the math backend divides no gradient by the root of the head's width",
            ".sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])", ".sum(-1, keepdim=True))", CONTEXT + " -k backend"),
     Mutant("parallel/ring.py", "results over other keys are merged with each other's weights",
@@ -282,7 +285,7 @@ PARALLEL = [
     Mutant("build.py", "replica groups read the same sequences",
            '        share["data_rank"] += groups.replica_id * share["data_parallel_degree"]\n', "", REPLICAS),
     Mutant("build.py", "float8 scales are not computed ahead",
-           "        precompute_scales(stages, optimizer)\n", "        pass\n", "tests/test_layouts.py -k all-gather",
+           "        precompute_scales(stages, optimizer)\n", "        pass\n", LAYOUT + " -k all-gather",
            "the scales are then computed when a weight is gathered, with the same result"),
     Mutant("build.py", "the quantized states of the embedding are quantized too",
            "embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]", "embedding = []",
@@ -362,7 +365,7 @@ CHECKPOINTS = [
            "slices_to_save(model_tensors(model) | states | self.further)",
            "slices_to_save(model_tensors(model) | states)", DILOCO),
     Mutant("checkpoint/checkpointer.py", "squares are quantized as signed numbers when they are loaded",
-           'is_square=name.endswith(".exp_avg_sq")', "is_square=False", "tests/test_layouts.py -k low_bit"),
+           'is_square=name.endswith(".exp_avg_sq")', "is_square=False", LAYOUT + " -k low_bit"),
     Mutant("checkpoint/checkpointer.py", "random states are not restored",
            "(torch.cuda if name.startswith(\"random.cuda.\") else torch).set_rng_state(value)", "pass", RESUME),
     Mutant("checkpoint/checkpointer.py", "the weights of the last step are not tested",
@@ -371,13 +374,13 @@ CHECKPOINTS = [
            "saves = _replica(tensor) == index % n_replicas(tensor) if is_sharded else",
            "saves = True if is_sharded else", TRAIN + " -k shards_and_replicas"),
     Mutant("checkpoint/tensors.py", "the biases that balance experts are not saved",
-           'for key in ("balance_bias", "load")', 'for key in ("load",)', f"{MOE} tests/test_hf_load.py"),
+           'for key in ("balance_bias", "load")', 'for key in ("load",)', f"{MOE} tests/hf/test_hf_load.py"),
     Mutant("files/safetensors.py", "no byte of a tensor is verified",
            "        if checksum(block) != expected:\n", "        if False:\n", CHECKPOINT),
     Mutant("files/safetensors.py", "a file that ends early is not noticed",
            "        if not n:\n            raise DamagedError",
            "        if not n:\n            return\n            raise DamagedError",
-           f"{CHECKPOINT} tests/test_token_cache.py"),
+           f"{CHECKPOINT} tests/data/test_token_cache.py"),
     Mutant("checkpoint/files.py", "the header is not verified",
            "if checksum(header) != entry.xxh3_64:", "if False:", CHECKPOINT),
     Mutant("checkpoint/files.py", "rows are read from one row too far",
@@ -388,7 +391,7 @@ CHECKPOINTS = [
            'paths = checkpoints(self.path, "", UNCONFIRMED, TEMPORARY)\n        return', f"{RESUME} {SAVES}"),
     Mutant("checkpoint/run.py", "a checkpoint that was asked for is not saved",
            "% self.checkpoint.interval == 0 or is_last or asked:", "% self.checkpoint.interval == 0 or is_last:",
-           f"{TRAIN} -k asked tests/test_launcher.py tests/test_slurm.py"),
+           f"{TRAIN} -k asked tests/launch/test_launcher.py tests/launch/test_slurm.py"),
     Mutant("checkpoint/run.py", "the state of the groups is not saved",
            "**self.groups.state()}", "}", f"{DILOCO} {REPLICAS}"),
 ]  # fmt: skip
@@ -439,7 +442,7 @@ TECHNIQUES = [
            'mul_(1 - own["lr"] * own["weight_decay"] * takes)', "mul_(1.0)", MUON),
     Mutant("techniques/low_bit_adam.py", "exp_avg_sq has no bias correction",
            "(new_second / (1 - beta2**step)).sqrt()", "new_second.sqrt()",
-           "tests/test_layouts.py -k 'states and low_precision'"),
+           LAYOUT + " -k 'states and low_precision'"),
     Mutant("techniques/low_bit_adam.py", "a small exp_avg_sq becomes 0",
            "        relative = relative.clamp(min=smallest)\n", "        pass\n", STEP_COSTS),
     Mutant("techniques/low_bit_adam.py", "the scale of a block has no sign",
@@ -450,7 +453,7 @@ TECHNIQUES = [
            "    step += takes\n", "    step += 1\n", STEP_COSTS),
     Mutant("techniques/offloaded_adam.py", "the second of two slots is overwritten before it is copied back",
            "self._slots[(number - 1) % SLOTS], scaling)", "self._slots[number % SLOTS], scaling)",
-           "tests/test_layouts.py -k 'optimizer and offload'"),
+           LAYOUT + " -k 'optimizer and offload'"),
     Mutant("techniques/latent_attention.py", "YaRN scales scores by the factor and not by its square",
            "math.log(model.rope_scaling_factor) + 1) ** 2", "math.log(model.rope_scaling_factor) + 1)", MLA),
     Mutant("techniques/latent_attention.py", "the latent of keys and values is not normed",

@@ -1,0 +1,42 @@
+"""Every config for GPUs is planned, fits its device, and is as docs/plan.md says."""
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import reference_configs  # noqa: E402
+
+
+def numbers(line: str) -> list[float]:
+    """Return the numbers of the columns after the layout."""
+    return [float(text.replace(",", "")) for text in re.findall(r"(?<![\w.])-?[\d,]+\.?\d*", line.split("|", 5)[5])]
+
+
+@pytest.fixture(scope="module")
+def planned_lines(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Plan the configs of the tests that run, two at a time: a plan with one kind of stage uses one core."""
+    tests = [item for item in request.session.items if "planned_lines" in item.fixturenames]
+    names = [item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(reference_configs.config_line, names), strict=True))
+
+
+@pytest.mark.parametrize("name", reference_configs.NAMES)
+def test_the_page_is_true(planned_lines, name):
+    """Memory, speed and pipeline bubble agree to 2 %, by which versions of torch may differ, and all else exactly."""
+    planned, page = planned_lines[name], reference_configs.lines_of_the_page()[name]
+    assert planned.split("|")[:5] == page.split("|")[:5]
+    assert numbers(planned) == pytest.approx(numbers(page), rel=0.02, abs=0.3)
+    spare = float(planned.split("|")[7])
+    assert spare > 0
+
+
+def test_every_config_for_gpus_is_on_the_page():
+    others = {path.stem for path in (ROOT / "configs").glob("*.toml")} - set(reference_configs.NAMES)
+    assert all(name.startswith("debug") for name in others), others
+    assert list(reference_configs.lines_of_the_page()) == list(reference_configs.NAMES)

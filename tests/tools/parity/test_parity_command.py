@@ -1,0 +1,138 @@
+"""titanlite parity: its output, and the exit status that scripts rely on."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from titanlite import config, launcher
+from titanlite.tools.parity import command
+from titanlite.tools.parity.compare import print_comparison, tolerances
+from titanlite.tools.parity.reference import Trace, run_reference
+from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CPU = torch.device("cpu")
+DEBUG = str(ROOT / "configs" / "debug_tp.toml")
+
+
+def run_command(*arguments: str) -> tuple[int, str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "NGPU")}
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite.tools.parity", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def without_progress(error: str) -> str:
+    """Return standard error without the lines of launch/progress.py, which long work on a busy machine prints."""
+    line = r"(starting 4 ranks|layout|single-process reference): .*\d:\d\d:\d\d( left)?\n"
+    return re.sub(line, "", error)
+
+
+@pytest.mark.parametrize("dtype", ["float64", *(dtype for dtype in ("float32", "bfloat16"))])
+def test_correct_layout_is_equal(dtype):
+    status, out, error = run_command(DEBUG, "--parallelism.context_parallel_degree=2", f"--dtype={dtype}")
+    assert (status, without_progress(error)) == (0, ""), out
+    assert "cp 2 x tp 2 = 4 rank(s)" in out
+    assert "\nequal: the largest difference" in out
+    assert "DIFFERS" not in out
+
+
+def test_invalid_config_is_one_line():
+    status, out, error = run_command(DEBUG, "--parallelism.tensor_parallel_degree=3")
+    assert (status, out) == (2, "")
+    assert all(line.startswith("error: ") for line in error.splitlines())
+    assert "expected a divisor of model.n_heads = 16" in error
+
+
+def test_under_torchrun():
+    arguments = ["--nproc-per-node=2", "-m", "titanlite.tools.parity", DEBUG]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nequal: the largest difference") == 1
+
+
+def traces(dtype: str, error: float) -> tuple[config.Config, Trace, Trace]:
+    """Return a shrunk config, its reference, and the same with one gradient of step 2 off by a relative error."""
+    loaded = config.load([DEBUG, "--parallelism.tensor_parallel_degree=1"])
+    launch = config.Launch(0, 0, 1, 1, 0)
+    smaller, _ = shrink(dataclasses.replace(loaded, config=config.check(loaded, launch)), dtype)
+    job = config.check(smaller, launch)
+    reference, layout = (run_reference(job, CPU, steps=2) for _ in range(2))
+    layout["step 2 gradient layers.1.attention.wk.weight"] *= 1 + error
+    return job, reference, layout
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-7), ("float32", 1e-2), ("bfloat16", 10.0)])
+def test_first_difference_is_named(capsys, dtype, error):
+    job, reference, layout = traces(dtype, error)
+    assert not print_comparison(reference, layout, tolerances(job, reference, CPU, steps=2))
+    out = capsys.readouterr().out
+    assert "\nDIFFERENT: first in step 2 gradient layers.1.attention.wk.weight" in out
+    assert out.count("DIFFERS") == 1
+
+
+def test_initial_weights_must_be_bit_equal(capsys):
+    job, reference, layout = traces("float32", 0.0)
+    layout["initial weight norm.weight"] *= 1 + 2**-23
+    assert not print_comparison(reference, layout, tolerances(job, reference, CPU, steps=2))
+    assert "first in initial weight norm.weight" in capsys.readouterr().out
+
+
+def test_missing_parameter_is_different():
+    job, reference, layout = traces("float64", 0.0)
+    del layout["final weight norm.weight"]
+    assert not print_comparison(reference, layout, tolerances(job, reference, CPU, steps=2))
+
+
+def test_difference_ends_in_status_1(capsys):
+    def off(*arguments: Any, **kwargs: Any) -> Trace:
+        trace = run_reference(*arguments, **kwargs)
+        trace["step 1 loss"] += 1e-9
+        return trace
+
+    with mock.patch("titanlite.tools.parity.reference.run_reference", off):
+        assert command.main([DEBUG, "--parallelism.tensor_parallel_degree=1"]) == 1
+    assert "DIFFERENT: first in step 1 loss, by 1.0e-09" in capsys.readouterr().out
+
+
+def test_too_many_ranks_are_rejected():
+    status, _, error = run_command(DEBUG, "--parallelism.data_parallel_shard_degree=8192")
+    assert status == 2
+    assert "16384 ranks need about" in error
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shrinking_keeps_the_layout(file):
+    """Every config of configs/ keeps its degrees, schedule and stages, with a model that fits a laptop."""
+    loaded = adapt_to_cpu(config.load([str(file)]))
+    ranks = launcher.ranks_wanted(loaded, {}, 0)
+    launch = config.Launch(0, 0, ranks, ranks, 0)
+    resolved = config.check(loaded, launch)
+    small = config.check(shrink(dataclasses.replace(loaded, config=resolved), "float64")[0], launch)
+    changed = {"pipeline_parallel_microbatch_size"}
+    assert small.parallelism.model_dump(exclude=changed) == resolved.parallelism.model_dump(exclude=changed)
+    assert small.training.global_batch_size % small.training.local_batch_size == 0
+    assert len(config.schema.stage_modules(small)) == len(config.schema.stage_modules(resolved))
+    assert small.model.dim <= 256
+    assert small.training.seq_len <= 512
