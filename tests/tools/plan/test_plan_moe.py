@@ -290,9 +290,10 @@ def test_all_to_alls_of_a_layer():
 
 
 def test_the_load_is_summed_over_all_ranks_once_a_step():
-    """In float64, by layer: the load and the scores of each expert, and the z-loss. The other sum is of the norm."""
+    """In float64, by layer: the load and the scores of each expert, and the z-loss. The other sums are of the norm, and
+    of the loss and whether a rank was asked to stop or to save."""
     plan = make_plan(loaded(TP, SHARD, EP, "model.n_layers=20", "plan.device=h100"))
-    assert plan.cost.communication["all", "all_reduce"] == (2, 8 * 20 * (2 * 8 + 1) + 8)
+    assert plan.cost.communication["all", "all_reduce"] == (3, 8 * 20 * (2 * 8 + 1) + 8 + 8 * 3)
 
 
 def test_weights_of_experts_are_over_efsdp_and_ep():
