@@ -203,7 +203,7 @@ PARALLEL = [
            "reduces = last or parallelism", "reduces = parallelism", PARITY),
     Mutant("parallel/fsdp.py", "sums of shards are added up over replicas in every accumulation step",
            "module.set_requires_all_reduce(last, recurse=False)", "module.set_requires_all_reduce(True, recurse=False)",
-           PARITY + " -k 'HSDP or collectives'"),
+           PARITY + " -k collectives"),
     Mutant("parallel/fsdp.py", "replicas do not sum their gradients",
            'return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]', "return mesh[axis]",
            PARITY + " -k HSDP"),

@@ -227,13 +227,15 @@ UNITS = 5  # of fully_shard: three blocks, the embedding, and norm with output h
         ("ZeRO-1", UNITS, UNITS, 0),
         ("ZeRO-2", UNITS, 3 * UNITS, 0),
         ("ZeRO-3", 3 * (2 * UNITS - 1), 3 * UNITS, 0),  # the last unit is not gathered again for its backward
+        ("HSDP", 3 * (2 * UNITS - 1), 3 * UNITS, UNITS),  # sums of shards are reduced once over the replicas
     ],
 )
 def test_collectives_of_three_accumulation_steps(ranks, tmp_path, layout, gathers, scatters, reduces):
     """As in the table of docs/parallelism.md; one more all-reduce counts the valid tokens."""
-    job = resolve(tmp_path, 2, LAYOUTS[layout](2) | {"training__global_batch_size": 12})
+    n_ranks, options = (4, HYBRID) if layout == "HSDP" else (2, LAYOUTS[layout](2))
+    job = resolve(tmp_path, n_ranks, options | {"training__global_batch_size": 6 * n_ranks})
     expected = {"allreduce_": reduces + 1, "_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
-    for counts in ranks(2).run(collectives, job=job):
+    for counts in ranks(n_ranks).run(collectives, job=job):
         assert counts == {name: count for name, count in expected.items() if count}
 
 
