@@ -106,12 +106,9 @@ class Runs:
         self.ranks, self.folder = ranks, folder
 
     def __call__(self, world_size: int, run: str, *arguments: str, **case: Any) -> list[dict[str, Any]]:
-        """Train into a folder, and return the lines of its metrics.jsonl."""
-        self.ranks(world_size).run(
-            run_train,
-            argv=[str(self.folder / "small.toml"), f"--job.dump_folder={self.folder / run}", *arguments],
-            **case,
-        )
+        """Train into a folder to the end, and return the lines of its metrics.jsonl."""
+        argv = [str(self.folder / "small.toml"), f"--job.dump_folder={self.folder / run}", *arguments]
+        assert set(self.ranks(world_size).run(run_train, argv=argv, **case)) == {""}
         return read_metrics(self.folder / run)
 
 

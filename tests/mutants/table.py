@@ -235,7 +235,7 @@ PARALLEL = [
     Mutant("techniques/norm_over_heads.py", "the norm of all heads divides by the channels of this rank",
            "/ wide.shape[-1]", "/ x.shape[-1]", FAMILIES + " -k all_heads"),
     Mutant("parallel/tensor.py", "tensor parallel unties the embeddings",
-           "    model.tie()\n", "", TP),
+           "    model.tie()\n", "", LAYOUT + " -k tied_embeddings_tied"),
     Mutant("parallel/tensor.py", "a compiled block reads an embedding that is in flight",
            "lambda module, inputs, output: output.clone()", "lambda module, inputs, output: output",
            LAYOUT + " -k 'compiled and tp'"),

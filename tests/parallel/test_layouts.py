@@ -24,7 +24,7 @@ from titanlite.data import loader
 from titanlite.data.loader import Batch
 from titanlite.launch.process_group import set_timeout
 from titanlite.launch.watchdog import BACKSTOP_SECONDS
-from titanlite.parallel import fsdp, mesh, pipeline, tensor, tiles
+from titanlite.parallel import fsdp, mesh, parallelize, pipeline, tensor, tiles
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.tools.parity.process_pool import RankError
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
@@ -590,6 +590,20 @@ def prefetched(job: config.Config) -> list[tuple[int, int]]:
 def test_prefetch_reaches_fsdp(ranks, tmp_path):
     options = {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 1, "model__n_layers": 4}
     assert ranks(1).run(prefetched, job=resolve(tmp_path, 1, options)) == [[(2, 0), (2, 1), (1, 1), (0, 1)]]
+
+
+def shares_its_weight(job: config.Config) -> bool:
+    """Return whether the output head has the embedding's weight once both are sharded, before FSDP takes them."""
+    model = build.meta_model(job)
+    parallelize.shard_weights(model, mesh.build_layout(job.parallelism, CPU).mesh["tp"], None)
+    return model.output.weight is model.tok_embeddings.weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensor_parallel_keeps_tied_embeddings_tied(ranks, tmp_path, tied):
+    """FSDP would take the weight twice, gather it twice and reduce two gradients."""
+    job = resolve(tmp_path, 2, {"tensor_parallel_degree": 2, "model__tie_embeddings": tied})
+    assert ranks(2).run(shares_its_weight, job=job) == [tied, tied]
 
 
 def gathered_after_a_validation(job: config.Config) -> list[str]:

@@ -57,7 +57,7 @@ def resolve(tmp_path: Any, world_size: int, options: dict[str, Any]) -> config.C
     file = tmp_path / "config.toml"
     file.write_text(SMALL)
     names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
-    values = [f"{value}".replace("True", "true") for value in options.values()]
+    values = [str(value).lower() if isinstance(value, bool) else str(value) for value in options.values()]
     arguments = [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
     return config.check(config.load([str(file), *arguments]), config.Launch(0, 0, world_size, world_size, 0))
 

@@ -103,7 +103,8 @@ class NothingToReduce:
 
 
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Tell FSDP what the backward of this gradient accumulation step does with gradients and weights.
+    """Tell FSDP what the backward of this gradient accumulation step does with gradients and weights. (DDP has
+    `no_sync` for it.)
 
     fsdp_reduce_gradients says when gradients are reduced; fsdp_reshard_after_forward = "never" also keeps the weights
     gathered between gradient accumulation steps. `last` is the last one of the optimizer step.

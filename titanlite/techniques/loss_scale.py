@@ -1,4 +1,5 @@
-"""Dynamic loss scaling (arXiv:1710.03740), for mixed precision in float16, which has no gradients below 6e-8."""
+"""Dynamic loss scaling (arXiv:1710.03740), for mixed precision in float16, which has no gradients below 6e-8. For one
+process, torch.amp.GradScaler does the same."""
 
 
 class LossScale:

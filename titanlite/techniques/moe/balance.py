@@ -1,4 +1,5 @@
-"""The balance of the experts' load over the global batch, so that no layout changes it.
+"""The balance of the experts' load over the global batch, so that no layout changes it: by a bias of each expert's
+score (auxiliary-loss-free, arXiv:2408.15664), by auxiliary losses, or by both.
 
 Routers record the load in the backward (router.py). After each optimizer step the records of all ranks and gradient
 accumulation steps are summed; the next step's routers choose and weight by them.
