@@ -26,6 +26,7 @@ def planned_lines(request: pytest.FixtureRequest) -> dict[str, str]:
         return dict(zip(names, pool.map(reference_configs.config_line, names), strict=True))
 
 
+@pytest.mark.timeout(1800)  # the first one waits for the plans of all
 @pytest.mark.parametrize("name", reference_configs.NAMES)
 def test_the_page_is_true(planned_lines, name):
     """Memory, speed and pipeline bubble agree to 2 %, by which versions of torch may differ, and all else exactly."""
