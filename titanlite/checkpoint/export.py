@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf_config import read_json_object
-from titanlite.config.loader import ConfigError, print_problems, read_toml, show
+from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Model
 from titanlite.launch.arguments import Parser, count
 
@@ -42,12 +42,9 @@ def main(argv: list[str]) -> int:
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    arguments = parser.parse_args(argv)
     try:
-        arguments = parser.parse_args(argv)
         run(**vars(arguments))
-    except ConfigError as error:
-        print_problems(error)
-        return 2
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise

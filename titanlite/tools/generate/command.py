@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import ConfigError, Launch
-from titanlite.config.loader import print_problems, printable
+from titanlite.config.loader import printable
 from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.data.documents import text_of
@@ -45,18 +45,7 @@ SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 def main(argv: list[str]) -> int:
     """Run `titanlite generate`, or one rank of it, as torchrun starts it. Returns the exit status."""
-    status = 0
-    try:
-        status = run(_parser().parse_intermixed_args(argv), argv)
-    except ConfigError as error:
-        status = 2
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
-            print_problems(error)
-    if "WORLD_SIZE" in os.environ:
-        from titanlite.launch.process import exit_process
-
-        exit_process(status)
-    return status
+    return run(_parser().parse_intermixed_args(argv), argv)
 
 
 def _parser() -> Parser:
