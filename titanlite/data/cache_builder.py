@@ -68,9 +68,6 @@ class CacheBuilder:
         finally:
             process.at_exit.remove(self._stop)
 
-    def _say(self, message: str) -> None:
-        print(f"token cache {self.folder}: {message}", flush=True)
-
     def _build_missing(self) -> None:
         """Build the shards that are missing and that no other run builds."""
         for folder in (*reversed(self.folder.parents), self.folder):
@@ -124,7 +121,7 @@ class CacheBuilder:
             return False
         except DamagedShardError as error:
             if removes:
-                self._say(f"{error}; it is built again")
+                print(f"token cache {self.folder}: {error}; it is built again", flush=True)
                 path.unlink()
             return False
         return True

@@ -166,7 +166,10 @@ class MetricsLogger(Logger):
         except OSError as error:
             problem = f"job.dump_folder = {show(str(dump_folder))}: files of an earlier run cannot be changed: {error}"
             raise ConfigError([problem]) from None
-        _write_config(dump_folder / "config.toml", config)
+        try:
+            replace_file(dump_folder / "config.toml", config.encode())
+        except OSError as error:
+            report(str(dump_folder / "config.toml"), error, "training goes on without it")
         if tb_folder:
             from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 
@@ -209,14 +212,6 @@ class MetricsLogger(Logger):
         for file in (self.file, self.tensorboard.file if self.tensorboard else None):
             if file:
                 file.close()
-
-
-def _write_config(path: Path, config: str) -> None:
-    """Replace config.toml as a whole, so that a full disk leaves the one before."""
-    try:
-        replace_file(path, config.encode())
-    except OSError as error:
-        report(str(path), error, "training goes on without it")
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:
