@@ -43,11 +43,6 @@ SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 """Options of the model that tensor parallel divides by its degree, besides those of experts."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `titanlite generate`, or one rank of it, as torchrun starts it. Returns the exit status."""
-    return run(_parser().parse_intermixed_args(argv), argv)
-
-
 def _parser() -> Parser:
     parser = Parser(USAGE, __doc__)
     parser.add_model_arguments()
@@ -72,9 +67,10 @@ def _parser() -> Parser:
     return parser
 
 
-def run(arguments: Any, argv: list[str]) -> int:
-    """Check the arguments, start the ranks of tensor parallel if there are to be some, or print the texts. Returns the
-    exit status. Raises ConfigError if something is wrong."""
+def main(argv: list[str]) -> int:
+    """Run `titanlite generate`, or one rank of it, as torchrun starts it: check the arguments, start the ranks of
+    tensor parallel if there are to be some, or print the texts. Returns the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
     random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
     random = {key: value for key, value in random.items() if value is not None}
     if random and not arguments.temperature:
