@@ -393,13 +393,11 @@ def test_a_folder_that_cannot_be_written_is_one_line(run_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("identity", "phrase"),
     [
-        (None, "lacks model."),
-        ([], "lacks model."),
         ({"dim": 3}, "lacks model."),
         ({**model_options().identity(), "dim": "x"}, 'model.dim = "x": '),
         ({**model_options().identity(), "n_layers": 0}, "model.n_layers = 0: "),
     ],
-    ids=["none", "a list", "few options", "a text", "no layers"],
+    ids=["few options", "a text", "no layers"],
 )
 def test_a_checkpoint_without_model_options_is_rejected(identity: Any, phrase: str):
     with pytest.raises(ConfigError) as caught:

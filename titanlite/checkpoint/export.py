@@ -128,9 +128,7 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
     """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
-    identity = state.get("identity")
-    identity = identity if isinstance(identity, dict) else {}
-    expected = Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
+    identity, expected = state["identity"], Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
     missing = sorted(expected - identity.keys())
     if missing:
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"

@@ -98,10 +98,8 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
         self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        def where() -> str:
-            return f" at the text {show(chunks[0][:40])}, or shortly after it"
-
-        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=where)
+        at = f" at the text {show(chunks[0][:40])}, or shortly after it"
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=lambda: at)
 
     def decode(self, tokens: list[int]) -> str:
         return self.call(HuggingFaceTokenizer.decode, tokens)

@@ -199,7 +199,6 @@ class MetricsLogger(Logger):
                 self.tensorboard.add_text(f"samples/{index}", f"{prompt}{text}", step)
 
     def remove_after(self, step: int) -> None:
-        """Remove what was logged of later steps, which the weights are no longer of."""
         try:
             _remove_later_steps(self.file.path, step)
         except OSError as error:
@@ -208,7 +207,6 @@ class MetricsLogger(Logger):
             self.tensorboard.begin(step + 1)
 
     def close(self) -> None:
-        """Write what a full disk has kept from being written, or say that it is lost."""
         for file in (self.file, self.tensorboard.file if self.tensorboard else None):
             if file:
                 file.close()

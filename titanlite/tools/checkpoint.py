@@ -16,8 +16,6 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.launch.progress import progress
 
-USAGE = "usage: titanlite checkpoint FOLDER   (--help tells more)"
-
 
 def main(argv: list[str]) -> int:
     """Run `titanlite checkpoint`. Returns the exit status."""
@@ -25,7 +23,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError([f"expected one folder; {USAGE}"])
+        raise ConfigError(["expected one folder; usage: titanlite checkpoint FOLDER   (--help tells more)"])
     folders, status = step_folders(Path(argv[0]), "", UNCONFIRMED), 0
     for folder in folders:
         try:

@@ -32,7 +32,7 @@ MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversatio
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite eval`. Returns the exit status."""
+    """Run `titanlite eval`: evaluate a folder and print the result. Returns the exit status."""
     parser = Parser(USAGE, __doc__)
     parser.add_model_arguments()
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
@@ -51,13 +51,7 @@ def main(argv: list[str]) -> int:
         if override.partition("=")[0] not in readable:
             problem = f"command line: {override}: expected one of {', '.join(readable)}"
             raise ConfigError([f"{problem}; --help tells more"])
-    run(arguments, overrides)
-    return 0
-
-
-def run(arguments: Any, overrides: list[str]) -> None:
-    """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
-    import torch
+    import torch  # here, so that --help and wrong arguments do not wait for it
 
     from titanlite.launch.process_group import process_group
     from titanlite.tools.generate.folder import open_folder
@@ -81,6 +75,7 @@ def run(arguments: Any, overrides: list[str]) -> None:
         print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
         perplexity = math.exp(loss) if loss < 700 else math.inf
         print(f"loss {loss:.6f} nats per token, perplexity {perplexity:.4f}")
+    return 0
 
 
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:

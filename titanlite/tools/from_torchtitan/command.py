@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError([f"{target}: cannot be written: {error.strerror}"]) from None
     else:
         print(text, end="")
-    console = Console(stderr=True, highlight=False, markup=False)
-    console = Console(stderr=True, highlight=False, markup=False, width=max(console.width, 140))
+    width = max(Console(stderr=True).width, 140)
+    console = Console(stderr=True, highlight=False, markup=False, width=width)
     console.print(listing(conversion.rows))
     console.print("Differs whatever the file says:", *(f"- {line}" for line in WHATEVER_THE_FILE_SAYS), sep="\n")
     if targets:
