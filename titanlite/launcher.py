@@ -31,7 +31,7 @@ from titanlite.config.launch import (
     raise_open_file_limit,
     require_torchft,
 )
-from titanlite.config.loader import print_problems, show
+from titanlite.config.loader import show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -40,7 +40,6 @@ from titanlite.launch.process import (
     LOG_FOLDER,
     STARTED_BY,
     available_cores,
-    exit_process,
     listen_as_launcher,
 )
 
@@ -141,28 +140,23 @@ def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Check a config, start its ranks on this node, and return the run's exit status; 2 if the config is wrong."""
+    """Check a config, start its ranks on this node, and return the run's exit status."""
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{help_text()}")
         return 0
     signals = listen_as_launcher()
-    try:
-        loaded = load(argv)
-        ranks = ranks_per_node(loaded, os.environ, count_devices())
-        require_place(os.environ)
-        if loaded.config.fault_tolerance.enable:
-            require_torchft()
-        restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
-        environment = environment_of_ranks(ranks) | launch_variables(loaded)
-        raise_open_file_limit()  # the launcher on the first node has a connection to every rank
-        from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+    loaded = load(argv)
+    ranks = ranks_per_node(loaded, os.environ, count_devices())
+    require_place(os.environ)
+    if loaded.config.fault_tolerance.enable:
+        require_torchft()
+    restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
+    environment = environment_of_ranks(ranks) | launch_variables(loaded)
+    raise_open_file_limit()  # the launcher on the first node has a connection to every rank
+    from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
-        command = [sys.executable, "-m", "titanlite.rank", *argv]
-        # At once: while Python shuts down, a signal would end the process with a status of its own.
-        return exit_process(run_ranks(command, ranks, environment, signals, max_restarts=restarts))
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+    command = [sys.executable, "-m", "titanlite.rank", *argv]
+    return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:

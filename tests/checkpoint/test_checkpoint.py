@@ -32,8 +32,8 @@ from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, 
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import ConfigError
 from titanlite.files.safetensors import BLOCK_BYTES
+from titanlite.launch.cli import run_command
 from titanlite.parallel.shards import Slice
-from titanlite.tools import checkpoint as command
 
 FIRST, SECOND = FILES
 
@@ -479,18 +479,18 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     write_checkpoint(run / "checkpoint" / "step-7")
     write_checkpoint(run / "checkpoint" / "step-10", step=10)
     (run / "checkpoint" / "step-11.tmp").mkdir()
-    assert command.main([str(run)]) == 0
+    assert run_command("checkpoint", [str(run)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{run / 'checkpoint' / 'step-7'}: step 7, 2,662,448 parameters, 4 tensors, 0.01 GiB in 3 ")
     assert second.startswith(f"{run / 'checkpoint' / 'step-10'}: step 10, ")
     flip(run / "checkpoint" / "step-7" / SECOND, -1)
-    assert command.main([str(run / "checkpoint")]) == 2
+    assert run_command("checkpoint", [str(run / "checkpoint")]) == 2
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1, "the other checkpoint is verified all the same"
     assert captured.err.startswith("error: ")
     assert "random.cpu.0: the checksum of the " in captured.err
-    assert command.main([str(tmp_path / "nothing")]) == 2
-    assert command.main([]) == 2
+    assert run_command("checkpoint", [str(tmp_path / "nothing")]) == 2
+    assert run_command("checkpoint", []) == 2
 
 
 def test_a_pickle_of_torchtitan_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.folder import CheckpointFolder, state_of, step_folders
 from titanlite.config import ConfigError
 from titanlite.config.errors import TrainingError
-from titanlite.tools import checkpoint as command
+from titanlite.launch.cli import run_command
 from titanlite.tools.generate.folder import open_folder
 
 SAVE = "time_metrics/checkpoint(s)"
@@ -195,7 +195,7 @@ def test_a_run_killed_after_its_last_save_is_confirmed_by_the_next_start(runs, f
 def test_commands_read_what_is_good_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     place = tmp_path / "checkpoint"
     write_checkpoint(place / "step-7.unconfirmed")
-    assert command.main([str(tmp_path)]) == 0
+    assert run_command("checkpoint", [str(tmp_path)]) == 0
     assert "step 7, unconfirmed: its weights have given no finite step yet, 2,662," in capsys.readouterr().out
     message = f"; {place}/step-7.unconfirmed, whose weights have given no finite step yet, is read if it is named"
     for read in (step_folders, open_folder):
@@ -205,10 +205,10 @@ def test_commands_read_what_is_good_or_named(tmp_path: Path, capsys: pytest.Capt
     assert step_folders(place / "step-7.unconfirmed") == [place / "step-7.unconfirmed"]
     (place / "step-7.unconfirmed").rename(place / "step-7.diverged")
     write_checkpoint(place / "step-5", step=5)
-    assert command.main([str(tmp_path)]) == 0
+    assert run_command("checkpoint", [str(tmp_path)]) == 0
     reason = "its weights gave a step that was not finite"
     assert capsys.readouterr().out.splitlines()[1] == f"{place}/step-7.diverged: not read: {reason}"
-    assert command.main([str(place / "step-7.diverged")]) == 2
+    assert run_command("checkpoint", [str(place / "step-7.diverged")]) == 2
     assert f"; {reason}; rename it to step-7 to read it all the same" in capsys.readouterr().err
 
 

@@ -13,7 +13,6 @@ import pytest
 from tests.data_helpers import open_stream, rejection, rejections, source, texts_of, write
 from titanlite.config.errors import TrainingError
 from titanlite.data import documents
-from titanlite.data.parquet_footers import survivors
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -181,8 +180,8 @@ def test_a_footer_at_which_pyarrow_ends_its_process_is_rejected(tmp_path):
             yield path
 
     problem = f"{path}: cannot be read: its footer is damaged: pyarrow ended its process with status -"
-    assert rejection(lambda: list(survivors(damaged()))).startswith(problem)
+    assert rejection(lambda: list(documents.survivors(damaged()))).startswith(problem)
     for line in rejections("parquet", path):
         assert line.startswith(problem)
     path.write_bytes(good)
-    assert list(survivors([path])) == [path]
+    assert list(documents.survivors([path])) == [path]

@@ -77,7 +77,7 @@ def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments
     monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launcher.listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launch.process.signals.listen", lambda received: None)
-    monkeypatch.setattr("titanlite.launch.process.exit_process", sys.exit)
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
@@ -137,11 +137,12 @@ def test_a_command_imports_nothing_heavy_for_its_help():
     light = [[], *([name] for name in COMMANDS if name not in ("checkpoint", "convert"))]
     code = f"""
 import sys
-from titanlite.launch.cli import main
+from titanlite.launch import cli
+cli.exit_process = sys.exit
 for arguments in {light}:
     sys.argv = ["titanlite", *arguments, "--help"]
     try:
-        main()
+        cli.main()
     except SystemExit as end:
         assert end.code == 0, arguments
     assert not {{"torch", "matplotlib"}} & set(sys.modules), arguments
@@ -230,9 +231,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """Run a command in this process, and return its exit status, or the text that it exits with."""
+    """Run a command in this process, and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
     monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as end:
@@ -293,8 +295,9 @@ def test_control_characters_of_a_file_are_shown_as_escapes(monkeypatch, capsys, 
     assert 'training.\\x1b]0;x\\x07 = "\\x9b\\u202e": unknown key' in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_one_line(monkeypatch):
-    assert run(monkeypatch, "config", "--reference", "/") == "error: titanlite config: /: Is a directory"
+def test_a_file_that_cannot_be_written_is_one_line(monkeypatch, capsys):
+    assert run(monkeypatch, "config", "--reference", "/") == 1
+    assert capsys.readouterr().err == "error: titanlite config: /: Is a directory\n"
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from titanlite import build
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config
+from titanlite.launch.cli import run_command
 from titanlite.tools import convert
 
 MODEL = Config().replace(model__n_layers=1)
@@ -67,7 +68,7 @@ def test_what_is_not_of_the_model_is_one_line(tmp_path: Path, tensors, step, pro
     old = write_full(tmp_path / "step-3", tensors, step)
     config = tmp_path / "debug.toml"
     config.write_text("[model]\nn_layers = 1\n")
-    assert convert.main([str(old), str(config), str(tmp_path / "new")]) == 2
+    assert run_command("convert", [str(old), str(config), str(tmp_path / "new")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {old}: ")
     assert problem in line

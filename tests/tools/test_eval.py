@@ -17,6 +17,7 @@ from tests.test_train import SMALL, read_metrics, run_train
 from titanlite import config
 from titanlite.config import ConfigError, Launch
 from titanlite.data.text import continuation, encode_prompts
+from titanlite.launch.cli import run_command
 from titanlite.metrics import logger as metrics
 from titanlite.tools import evaluate
 from titanlite.tools.generate.folder import open_folder
@@ -197,10 +198,9 @@ WRONG: dict[tuple[str, ...], str] = {
 def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], tmp_path: Path, monkeypatch, capsys):
     build_hf("llama", **FAMILY).save_pretrained(tmp_path)
     capsys.readouterr()
-    monkeypatch.setattr("titanlite.launch.process.exit_process", lambda status: status)
     monkeypatch.setattr("titanlite.launch.process_group.process_group", lambda *arguments: contextlib.nullcontext())
     monkeypatch.setattr(evaluate, "evaluate", open_data_only)
-    evaluate.main([str(tmp_path), "--tokenizer=bytes", *arguments])
+    assert run_command("eval", [str(tmp_path), "--tokenizer=bytes", *arguments]) == 2
     output, errors = capsys.readouterr()
     assert output == ""
     (line,) = errors.splitlines()

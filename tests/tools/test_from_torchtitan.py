@@ -9,8 +9,8 @@ import pytest
 from titanlite.config import Config, load, load_values
 from titanlite.config.loader import tomllib
 from titanlite.config.schema import count_parameters
+from titanlite.launch.cli import run_command
 from titanlite.optimizer import lr_factor
-from titanlite.tools import config as command
 from titanlite.tools.from_torchtitan.command import header, problems_of, toml_of
 from titanlite.tools.from_torchtitan.conversion import (
     DEFAULT,
@@ -607,7 +607,7 @@ def test_the_config_says_what_the_file_said_and_no_more():
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Return the exit status of titanlite config, its standard output and its standard error."""
-    status, captured = command.main(arguments), capsys.readouterr()
+    status, captured = run_command("config", arguments), capsys.readouterr()
     return status, captured.out, captured.err
 
 

@@ -364,7 +364,8 @@ class Checkpointer:
             words.append(f"the checkpoints of steps {steps} are not to be used and could not be renamed: {error}")
         good, names = complete_steps(self.folder), self._names.to_resume()
         newest = f"the newest good checkpoint is step-{good[-1]}" if good else "there is no good checkpoint"
-        return "; ".join([*words, f"{newest}, and the next start {_resumes(names)}"])
+        begins = f"resumes from {names[-1]}" if names else "begins anew"
+        return "; ".join([*words, f"{newest}, and the next start {begins}"])
 
     def _from_rank0(self, call: Callable[[], Any]) -> Any:
         """Return on every rank what a call returns on rank 0: its view of the folder is the one that counts."""
@@ -411,10 +412,6 @@ class Checkpointer:
     def _raise_unsaved(self, step: int, problems: list[str]) -> None:
         if problems:
             raise NotSavedError(f"{self.folder / f'step-{step}'} could not be saved: {'; '.join(problems)}")
-
-
-def _resumes(names: list[str]) -> str:
-    return f"resumes from {names[-1]}" if names else "begins anew"
 
 
 def load_weights(path: Path, model: nn.Module, options: Model) -> None:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from titanlite.checkpoint.folder import state_of
 from titanlite.config.hf_config import read_json_object
-from titanlite.config.loader import ConfigError, print_problems, read_toml, show
+from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Model
 from titanlite.launch.arguments import Parser, count
 
@@ -42,12 +42,9 @@ def main(argv: list[str]) -> int:
     text = "folder of the model that the run started from; none: a new config.json"
     parser.add_argument("--source", metavar="FOLDER", help=text)
     parser.add_argument("--max-seq-len", type=count(), metavar="N", help="positions that config.json states")
+    arguments = parser.parse_args(argv)
     try:
-        arguments = parser.parse_args(argv)
         run(**vars(arguments))
-    except ConfigError as error:
-        print_problems(error)
-        return 2
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise
@@ -131,9 +128,7 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
     """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
-    identity = state.get("identity")
-    identity = identity if isinstance(identity, dict) else {}
-    expected = Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
+    identity, expected = state["identity"], Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
     missing = sorted(expected - identity.keys())
     if missing:
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"

@@ -92,9 +92,7 @@ class CheckedFile:
         """Fill `target`, the slice `wanted` of a tensor on any device, as far as this file has it."""
         begin, end, stored = self._places[name]
         part = stored.overlap(wanted)
-        target = target[
-            tuple(slice(a - b, a - b + n) for a, b, n in zip(part.offset, wanted.offset, part.size, strict=True))
-        ]
+        target = target[part.inside(wanted)]
         dtype = self._dtypes[name]
         if part == stored and target.is_cpu and target.dtype == dtype and target.is_contiguous():
             self._read_blocks(name, range(len(self._checksums[name])), bytes_of(target))

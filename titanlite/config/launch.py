@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.schema import SEEDED, Config, Model, Optimizer, Training
+from titanlite.config.schema import SEEDED, Config, Optimizer, Training
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
@@ -134,21 +134,22 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
-    training, parallelism = config.training, config.parallelism
-    param = _param_dtype(training, on_cuda)
+    training, parallelism, model = config.training, config.parallelism, config.model
+    param, total_steps = _param_dtype(training, on_cuda), config.lr_scheduler.total_steps
+    initial_weights = model.hf_assets_path if model.flavor == "from_hf" else SEEDED
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=_muon_dtype(config.optimizer, param),
-        checkpoint__initial_load_path=config.checkpoint.initial_load_path or _initial_weights(config.model),
+        checkpoint__initial_load_path=config.checkpoint.initial_load_path or initial_weights,
         training__global_batch_size=_global_batch_size(config, shard_degree),
         training__attention_backend=_attention_backend(config, param, on_cuda),
         training__loss_chunks=_loss_chunks(config),
         training__mixed_precision_param=param,
         training__mixed_precision_reduce=_reduce_dtype(training),
-        lr_scheduler__total_steps=_total_steps(config),
+        lr_scheduler__total_steps=training.steps if total_steps == -1 else total_steps,
     )
 
 
@@ -185,14 +186,6 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
     if training.attention_backend != "auto" or not (ring_or_exchange or training.document_mask or config.windowed):
         return training.attention_backend
     return ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
-
-
-def _total_steps(config: Config) -> int:
-    return config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
-
-
-def _initial_weights(model: Model) -> str:
-    return model.hf_assets_path if model.flavor == "from_hf" else SEEDED
 
 
 def _global_batch_size(config: Config, shard_degree: int) -> int:

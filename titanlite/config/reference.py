@@ -48,7 +48,8 @@ def reference_markdown() -> str:
         for key, option in _options_in(section):
             expected = expectation(option)
             lines += ["", f"### {section}.{key}", ""]
-            lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {markdown_default(option)}."), ""]
+            default = default_of(option) if option.is_required() else f"`{default_of(option)}`"
+            lines += [*wrap(f"{expected[0].upper()}{expected[1:]}. Default: {default}."), ""]
             lines += wrap(meaning_of(option))
             for text in _tables(option):
                 first, *others = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
@@ -88,10 +89,6 @@ def _options_in(section: str) -> list[tuple[str, Any]]:
 def default_of(option: Any) -> str:
     """Return an option's default as TOML writes it."""
     return "the flavor's" if option.is_required() else show(option.default)
-
-
-def markdown_default(option: Any) -> str:
-    return "the flavor's" if option.is_required() else f"`{show(option.default)}`"
 
 
 def meaning_of(option: Any) -> str:

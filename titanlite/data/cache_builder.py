@@ -43,22 +43,17 @@ class CacheBuilder:
         tokenizer: Tokenizer,
         option: str,
     ):
-        self.folder, self.dtype, self.segments, self.options, self.tokenizer = (
-            folder,
-            dtype,
-            segments,
-            options,
-            tokenizer,
-        )
-        self.option = option
+        self.folder, self.dtype, self.segments = folder, dtype, segments
+        self.options, self.option = options, option
         self.shards: dict[int, Shard] = {}
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self._claim = threading.Lock()
         self._unfinished: list[Callable[[], None]] = []  # removes what is there while a shard is built
         self._unclaimed: list[int] = []
-        is_worker = isinstance(tokenizer, TokenizerProcess)
-        self._build: Any = tokenizer.build if is_worker else lambda *of: shard_builder.build_shard(*of, tokenizer)
+        self._build: Any = lambda *of: shard_builder.build_shard(*of, tokenizer)
+        if isinstance(tokenizer, TokenizerProcess):
+            self._build = functools.partial(shard_builder.build_in_worker, tokenizer)
 
     def build(self) -> None:
         """Build all shards and the index. Raises ConfigError if they cannot be written."""
@@ -72,9 +67,6 @@ class CacheBuilder:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
             process.at_exit.remove(self._stop)
-
-    def _say(self, message: str) -> None:
-        print(f"token cache {self.folder}: {message}", flush=True)
 
     def _build_missing(self) -> None:
         """Build the shards that are missing and that no other run builds."""
@@ -98,7 +90,8 @@ class CacheBuilder:
             for worker in workers:
                 stack.callback(worker.close)
             begin, n_tokens = time.monotonic(), 0
-            running = {pool.submit(self._work, build) for build in [each.build for each in workers] or [self._build]}
+            builds = [functools.partial(shard_builder.build_in_worker, worker) for worker in workers] or [self._build]
+            running = {pool.submit(self._work, build) for build in builds}
             while running:
                 finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                 while not self.advances.empty():
@@ -128,7 +121,7 @@ class CacheBuilder:
             return False
         except DamagedShardError as error:
             if removes:
-                self._say(f"{error}; it is built again")
+                print(f"token cache {self.folder}: {error}; it is built again", flush=True)
                 path.unlink()
             return False
         return True

@@ -1,5 +1,6 @@
 """Datasets as documents of text: the built-in text, text, JSON and parquet files, datasets of the Hugging Face hub."""
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -11,6 +12,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
+from titanlite.data.hf_tokenizer import restart_time_limit
 from titanlite.data.source import Source
 
 # Suffixes of the files that are read from a folder, by dataset
@@ -126,12 +128,32 @@ def _files(source: Source) -> list[Path]:
 
 
 def _segments(training: Training, files: list[Path]) -> Iterator[Segment]:
-    if training.dataset == "parquet":
-        from titanlite.data.parquet_footers import survivors  # here, as most runs are on other files
+    readable = survivors(files) if training.dataset == "parquet" else files
+    return (segment_of(training, file) for file in readable)
 
-        yield from (segment_of(training, file) for file in survivors(files))
-    else:
-        yield from (segment_of(training, file) for file in files)
+
+def survivors(files: Iterable[Path]) -> Iterator[Path]:
+    """Yield the parquet files whose footers can be read, or raise an exception. They are read in another process, since
+    at some damaged ones pyarrow ends its process. Raises ConfigError for these."""
+    from titanlite.data.worker import Worker  # here, as most runs are on other files
+
+    with contextlib.closing(Worker()) as worker:
+        for file in files:
+            damaged = f"{file}: cannot be read: its footer is damaged: pyarrow ended its process"
+            worker.call(_read_footer, file, ended=damaged)
+            yield file
+
+
+def _read_footer(_: Any, file: Path) -> None:
+    """Read all of a footer, of which pyarrow reads parts only when they are asked for."""
+    import pyarrow.parquet  # here, since a run on other files does not need it
+
+    with contextlib.suppress(Exception):  # whoever reads the file meets it too
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+        for group in range(metadata.num_row_groups):
+            restart_time_limit()
+            for column in range(metadata.num_columns):
+                metadata.row_group(group).column(column).to_dict()
 
 
 def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:

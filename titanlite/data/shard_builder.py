@@ -11,12 +11,13 @@ import numpy as np
 
 from titanlite.config.schema import Training
 from titanlite.data.documents import read_documents
-from titanlite.data.files import END, Segment
+from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
 from titanlite.data.shard_files import write_shard
 from titanlite.data.source import Source, Template
 from titanlite.data.token_shards import DType, Shard, Split
 from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.data.worker import Worker, send
 
 Report = Callable[[int, int], None]
 """Is called with the bytes of the dataset's files and the tokens since the last call."""
@@ -86,6 +87,32 @@ def build_shard(
             report(n_bytes, sum(map(len, tokens)))
 
     return write_shard(path, dtype, documents())
+
+
+def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
+    """Build a shard in another process; the other arguments are those of build_shard up to `report`."""
+    *of_shard, options, report = arguments
+    at = "", 0
+
+    def received(kind: str, *content: Any) -> None:
+        nonlocal at
+        if kind == "report":
+            report(*content)
+        else:
+            at = content
+
+    def where() -> str:
+        file, begin = at
+        return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+
+    return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
+
+
+def _build_and_send(tokenizer: Tokenizer, *arguments: Any) -> Shard:
+    def report(*counts: int) -> None:
+        send("report", counts)
+
+    return build_shard(*arguments, report, tokenizer, lambda *document: send("at", document))
 
 
 def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any) -> Iterator[tuple[list[str], int]]:

@@ -41,7 +41,7 @@ HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
 KINDS = {"uint16": "U16", "uint32": "U32"}
 """Data types by their names in safetensors files."""
 LARGEST_INDEX = 2**28  # bytes
-OPEN_FILES = 64  # of a process
+OPEN_FILES = 64  # of a process, for a token cache and for a packing
 UNKNOWN_USER = 65534
 """Owner of root's files in a container that does not map root (user_namespaces(7))."""
 

@@ -1,4 +1,5 @@
-"""A process with limits of memory and time, for what the files of a tokenizer, a chat template and a row may ask for.
+"""A process with limits of memory and time, for what the files of a tokenizer, a chat template, a row and the footer of
+a parquet file may ask for.
 
 python -m titanlite.data.worker HF_ASSETS_PATH        started by Worker: pickles on stdin and stdout; it ends with its
                                                       parent, when stdin does
@@ -21,10 +22,7 @@ import numpy as np
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
-from titanlite.data import shard_builder
-from titanlite.data.files import place
 from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of
-from titanlite.data.token_shards import Shard
 from titanlite.data.tokenizer import ByteTokenizer
 
 MEMORY = 7 * 2**28
@@ -34,11 +32,12 @@ THREADS = 4
 
 
 class Worker:
-    """Calls functions on a tokenizer in a process of its own, which ends when this one does."""
+    """Calls functions on a tokenizer, that of bytes by default, in a process of its own, which ends when this one
+    does."""
 
     process: Any = None
 
-    def __init__(self, hf_assets_path: str):
+    def __init__(self, hf_assets_path: str = ""):
         environment = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
@@ -56,9 +55,11 @@ class Worker:
         *arguments: Any,
         where: Callable[[], str] = lambda: "",
         received: Callable[..., None] = lambda *content: None,
+        ended: str = "",
     ) -> Any:
-        """Return what a function does there. Raises what it raises, and ConfigError, which says `where`, if it exceeds
-        the limits or crashes. `received` is called with what it sends meanwhile."""
+        """Return what a function does there. Raises what it raises, and ConfigError if it exceeds the limits or
+        crashes: `ended`, with its status, or by default that the tokenizer's files are wrong, and `where`. `received`
+        is called with what it sends meanwhile."""
         with self._lock, contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):  # it has ended
             pickle.dump((function, arguments), self.process.stdin)
             self.process.stdin.flush()
@@ -70,6 +71,8 @@ class Worker:
                     raise content
                 received(kind, *content)
         status = self.process.wait()
+        if ended:
+            raise ConfigError([f"{ended} with status {status}"])
         if status >= 0 or status == -signal.SIGKILL:
             problem = f"a process that tokenizes ended with status {status}"
             raise TrainingError(f"{problem}; perhaps the memory was too small")
@@ -77,24 +80,6 @@ class Worker:
         if status == -signal.SIGPROF:
             problem = f"takes more than {SECONDS} s of processor time"
         raise ConfigError([f"{self.path}: its tokenizer.json or chat template {problem}{where()}; correct it"])
-
-    def build(self, path: Path, *arguments: Any) -> Shard:
-        """Build a shard, as shard_builder.build_shard does."""
-        *of_shard, options, report = arguments
-        at = "", 0
-
-        def received(kind: str, *content: Any) -> None:
-            nonlocal at
-            if kind == "report":
-                report(*content)
-            else:
-                at = content
-
-        def where() -> str:
-            file, begin = at
-            return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
-
-        return self.call(_build_shard, path, *of_shard, options, where=where, received=received)
 
     def close(self) -> None:
         """End the process."""
@@ -113,10 +98,8 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
         self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        def where() -> str:
-            return f" at the text {show(chunks[0][:40])}, or shortly after it"
-
-        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=where)
+        at = f" at the text {show(chunks[0][:40])}, or shortly after it"
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=lambda: at)
 
     def decode(self, tokens: list[int]) -> str:
         return self.call(HuggingFaceTokenizer.decode, tokens)
@@ -133,14 +116,8 @@ def _properties(tokenizer: Any) -> tuple[Any, ...]:
     return tokenizer.bos, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
 
 
-def _build_shard(tokenizer: Any, *arguments: Any) -> Shard:
-    def report(*counts: int) -> None:
-        _send("report", counts)
-
-    return shard_builder.build_shard(*arguments, report, tokenizer, lambda *document: _send("at", document))
-
-
-def _send(kind: str, content: Any) -> None:
+def send(kind: str, content: Any) -> None:
+    """Send something to the parent before the result."""
     sys.stdout.buffer.write(pickle.dumps((kind, content)))
     sys.stdout.buffer.flush()
 
@@ -164,14 +141,14 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
         try:
             tokenizer = tokenizer or (HuggingFaceTokenizer(Path(path)) if path else ByteTokenizer())
-            _send("result", function(tokenizer, *arguments))
+            send("result", function(tokenizer, *arguments))
         except (ConfigError, TrainingError) as error:
-            _send("error", error)
+            send("error", error)
         except OSError as error:
-            _send("error", TrainingError(str(error)))
+            send("error", TrainingError(str(error)))
         except BaseException as error:  # of Rust code, it may be no Exception
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
-            _send("error", ConfigError([problem]))
+            send("error", ConfigError([problem]))
 
 
 if __name__ == "__main__":

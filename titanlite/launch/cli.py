@@ -9,7 +9,7 @@ import sys
 
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import printable
+from titanlite.config.loader import ConfigError, print_problems, printable
 from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
 
 COMMANDS = {
@@ -29,7 +29,9 @@ COMMANDS = {
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Subcommand: the module whose `main(argv)` returns the exit status, and what it does."""
+"""Subcommand: the module whose `main(argv)` returns the exit status, or raises ConfigError, and what it does."""
+ENDED_AT_ONCE = ("train", "tokenize", "generate", "eval")
+"""Subcommands with signals or threads that could give the process another status while Python shuts down."""
 
 
 def usage() -> str:
@@ -56,7 +58,8 @@ def main() -> None:
         print(f"error: titanlite {name}: interrupted", file=sys.stderr)
         exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
     except TrainingError as error:
-        status = f"error: {error}"
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
@@ -64,8 +67,12 @@ def main() -> None:
         if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         what = f"{error.filename or 'standard output'}: {error.strerror or error}"
-        status = 1 if isinstance(error, BrokenPipeError) else f"error: titanlite {name}: {printable(what)}"
-    sys.exit(status)  # a text is printed to standard error, and the status is then 1
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: titanlite {name}: {printable(what)}", file=sys.stderr)
+        status = 1
+    if name in ENDED_AT_ONCE:
+        exit_process(status)
+    sys.exit(status)
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -92,5 +99,16 @@ def run(name: str, arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
     if ENDS_WITH_STDIN in os.environ:
         end_with_stdin()
+    return run_command(name, arguments)
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Run the module of a subcommand. Return its exit status, or print what is wrong with the config, the launch or the
+    arguments, and return 2."""
     module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
-    return importlib.import_module(module).main(arguments)
+    try:
+        return importlib.import_module(module).main(arguments)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
+            print_problems(error)
+        return 2

@@ -166,7 +166,10 @@ class MetricsLogger(Logger):
         except OSError as error:
             problem = f"job.dump_folder = {show(str(dump_folder))}: files of an earlier run cannot be changed: {error}"
             raise ConfigError([problem]) from None
-        _write_config(dump_folder / "config.toml", config)
+        try:
+            replace_file(dump_folder / "config.toml", config.encode())
+        except OSError as error:
+            report(str(dump_folder / "config.toml"), error, "training goes on without it")
         if tb_folder:
             from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 
@@ -196,7 +199,6 @@ class MetricsLogger(Logger):
                 self.tensorboard.add_text(f"samples/{index}", f"{prompt}{text}", step)
 
     def remove_after(self, step: int) -> None:
-        """Remove what was logged of later steps, which the weights are no longer of."""
         try:
             _remove_later_steps(self.file.path, step)
         except OSError as error:
@@ -205,18 +207,9 @@ class MetricsLogger(Logger):
             self.tensorboard.begin(step + 1)
 
     def close(self) -> None:
-        """Write what a full disk has kept from being written, or say that it is lost."""
         for file in (self.file, self.tensorboard.file if self.tensorboard else None):
             if file:
                 file.close()
-
-
-def _write_config(path: Path, config: str) -> None:
-    """Replace config.toml as a whole, so that a full disk leaves the one before."""
-    try:
-        replace_file(path, config.encode())
-    except OSError as error:
-        report(str(path), error, "training goes on without it")
 
 
 def _move_to_previous(folder: Path, names: list[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import _fp32_to_bf16_sr as round_stochastically
 from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
@@ -18,6 +17,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from titanlite.config import ConfigError
 from titanlite.config.schema import QUANTIZED_STATES, Optimizer
+from titanlite.parallel.shards import local_shard
 
 QUANTIZED = {"float8": AdamWFp8, "int8": AdamW8bit, "int4": AdamW4bit}
 """torchao's optimizers with quantized states, by optimizer.state_dtype."""
@@ -75,7 +75,8 @@ class LowBitAdam(AdamW8bit):
                     if weight.grad is not None:
                         state = self._state_of(weight)
                         rounds = self.bf16_stochastic_round and weight.dtype == torch.bfloat16
-                        tensors = map(_local, (weight, weight.grad, *state.values()))
+                        # DTensors would cost the host more than the step costs the device.
+                        tensors = map(local_shard, (weight, weight.grad, *state.values()))
                         self._update(*tensors, group["lr"], *scaling, *numbers, rounds)
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
@@ -106,11 +107,6 @@ def create_value_tables(state_dtype: str) -> None:
     block = QUANTIZED_STATES[state_dtype]
     for signed in (True, False):
         QUANTIZED[state_dtype]._subclass_zeros(torch.empty(block), signed, block)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard: DTensors would cost the host more than the step costs the device."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _update(

@@ -95,7 +95,8 @@ class CorruptionCheck(Observer):
         dist.all_gather_object(problems, own)
         found = [problem for each in problems for problem in each]
         if found:
-            raise TrainingError(f"step {step}: {_explanation(found)}{self._consequence()}")
+            consequence = f"; {self.checkpointer.set_aside(SUSPECT)}" if self.checkpointer else ""
+            raise TrainingError(f"step {step}: {_explanation(found)}{consequence}")
         if self.checkpointer:
             self.checkpointer.agreed_step = step
 
@@ -119,9 +120,6 @@ class CorruptionCheck(Observer):
                 if len(set(of_replicas)) > 1:
                     wrong.setdefault(tuple(_minority(_replica_ranks(mesh, axes), of_replicas)), []).append(name)
         return [(2, list(ranks), _and_more(names)) for ranks, names in wrong.items()]
-
-    def _consequence(self) -> str:
-        return f"; {self.checkpointer.set_aside(SUSPECT)}" if self.checkpointer else ""
 
 
 def _replicated_axes(parameter: nn.Parameter) -> tuple[int, ...]:

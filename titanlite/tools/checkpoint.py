@@ -8,7 +8,6 @@ those are listed that no start resumes from: step-N.diverged, step-N.suspect, st
 Exit status: 0 all that a start may resume from are complete and undamaged; 2 one is not, or there is none.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config.loader import ConfigError, print_problems
 from titanlite.launch.progress import progress
 
-USAGE = "usage: titanlite checkpoint FOLDER   (--help tells more)"
-
 
 def main(argv: list[str]) -> int:
     """Run `titanlite checkpoint`. Returns the exit status."""
@@ -26,23 +23,17 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if len(argv) != 1 or argv[0].startswith("-"):
-        print(f"error: expected one folder; {USAGE}", file=sys.stderr)
-        return 2
-    status = 0
-    try:
-        folders = step_folders(Path(argv[0]), "", UNCONFIRMED)
-        for folder in folders:
-            try:
-                print(f"{folder}: {describe(folder)}", flush=True)
-            except ConfigError as error:
-                print_problems(error)
-                status = 2
-        if state_of(Path(argv[0])) is None:
-            for folder in checkpoints(folders[0].parent, *SET_ASIDE):
-                print(f"{folder}: not read: {SET_ASIDE[state_of(folder)[1]]}")
-    except ConfigError as error:
-        print_problems(error)
-        status = 2
+        raise ConfigError(["expected one folder; usage: titanlite checkpoint FOLDER   (--help tells more)"])
+    folders, status = step_folders(Path(argv[0]), "", UNCONFIRMED), 0
+    for folder in folders:
+        try:
+            print(f"{folder}: {describe(folder)}", flush=True)
+        except ConfigError as error:
+            print_problems(error)
+            status = 2
+    if state_of(Path(argv[0])) is None:
+        for folder in checkpoints(folders[0].parent, *SET_ASIDE):
+            print(f"{folder}: not read: {SET_ASIDE[state_of(folder)[1]]}")
     return status
 
 

@@ -11,16 +11,15 @@ titanlite config --from-torchtitan FILE [TARGET.toml] a TOML file of torchtitan 
 
 from pathlib import Path
 
-from titanlite.config import ConfigError, load
+from titanlite.config import load
 from titanlite.config.differences import differences, options_by_key, shown
-from titanlite.config.loader import print_problems
 from titanlite.config.reference import help_text, json_schema, reference_markdown
 
 REFERENCE = "docs/reference/config.md"
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit status: 0; 1 if two configs differ; 2 if a config is wrong."""
+    """Return the exit status: 0; 1 if two configs differ. Raises ConfigError if a config is wrong."""
     if not argv or "-h" in argv or "--help" in argv:
         print(f"{__doc__}\n{help_text()}")
         return 0
@@ -37,13 +36,9 @@ def main(argv: list[str]) -> int:
         from titanlite.tools.from_torchtitan import command  # here, since the other uses need no tables of its keys
 
         return command.main(argv[1:])
-    try:
-        if len(argv) == 2 and not any(name.startswith("-") for name in argv):
-            return compare(*argv)
-        print(load(argv).config.toml(), end="")
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+    if len(argv) == 2 and not any(name.startswith("-") for name in argv):
+        return compare(*argv)
+    print(load(argv).config.toml(), end="")
     return 0
 
 

@@ -16,7 +16,6 @@ import io
 import json
 import pickle
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.manifest import DTYPE_NAMES, LARGEST_MANIFEST, MANIFEST, STATE, build_manifest
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import load
-from titanlite.config.loader import ConfigError, print_problems, show
+from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file, read_file
 from titanlite.config.schema import Model
 from titanlite.files.durable import write_synced
@@ -186,12 +185,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if len(argv) != 3 or any(argument.startswith("-") for argument in argv):
-        print(f"error: expected a checkpoint, a config and a folder to write; {USAGE}", file=sys.stderr)
-        return 2
-    try:
-        convert(Path(argv[0]), load([argv[1]]).config.model, Path(argv[2]))
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+        raise ConfigError([f"expected a checkpoint, a config and a folder to write; {USAGE}"])
+    convert(Path(argv[0]), load([argv[1]]).config.model, Path(argv[2]))
     print(f"wrote {argv[2]}")
     return 0

@@ -14,11 +14,9 @@ Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
 """
 
 import math
-import os
 from typing import Any
 
 from titanlite.config import ConfigError, Launch, check, load_values
-from titanlite.config.loader import print_problems
 from titanlite.config.schema import Training
 from titanlite.launch.arguments import Parser, count
 
@@ -34,7 +32,7 @@ MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversatio
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite eval`. Returns the exit status if an argument is wrong, and ends the process otherwise."""
+    """Run `titanlite eval`: evaluate a folder and print the result. Returns the exit status."""
     parser = Parser(USAGE, __doc__)
     parser.add_model_arguments()
     parser.add_argument("--dataset", required=True, metavar="NAME", help="as training.dataset")
@@ -47,31 +45,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     text = "attend only within a document"
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
-    try:
-        arguments, overrides = parser.parse_known_args(argv)
-        readable = [f"--training.{key}" for key in MORE_OPTIONS]
-        for override in overrides:
-            if override.partition("=")[0] not in readable:
-                problem = f"command line: {override}: expected one of {', '.join(readable)}"
-                raise ConfigError([f"{problem}; --help tells more"])
-    except ConfigError as error:
-        print_problems(error)
-        return 2
-    from titanlite.launch.process import exit_process  # here, so that --help does not wait for torch
-
-    status = 0
-    try:
-        run(arguments, overrides)
-    except ConfigError as error:
-        status = 2
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
-            print_problems(error)
-    exit_process(status)
-
-
-def run(arguments: Any, overrides: list[str]) -> None:
-    """Evaluate a folder and print the result. Raises ConfigError if something is wrong."""
-    import torch
+    arguments, overrides = parser.parse_known_args(argv)
+    readable = [f"--training.{key}" for key in MORE_OPTIONS]
+    for override in overrides:
+        if override.partition("=")[0] not in readable:
+            problem = f"command line: {override}: expected one of {', '.join(readable)}"
+            raise ConfigError([f"{problem}; --help tells more"])
+    import torch  # here, so that --help and wrong arguments do not wait for it
 
     from titanlite.launch.process_group import process_group
     from titanlite.tools.generate.folder import open_folder
@@ -95,6 +75,7 @@ def run(arguments: Any, overrides: list[str]) -> None:
         print(f"{folder.path}: {n_sequences:,} sequences of {config.training.seq_len} tokens")
         perplexity = math.exp(loss) if loss < 700 else math.inf
         print(f"loss {loss:.6f} nats per token, perplexity {perplexity:.4f}")
+    return 0
 
 
 def evaluate(config: Any, launch: Launch, folder: Any, tokenizer: Any) -> tuple[float, int]:

@@ -15,12 +15,10 @@ anything else.
 from __future__ import annotations
 
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config import Config, ConfigError, load
 from titanlite.config.launch import quantity, resolve
-from titanlite.config.loader import print_problems
 
 if TYPE_CHECKING:
     from titanlite.data.token_shards import Split, TokenCache
@@ -28,11 +26,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run `titanlite tokenize`. Returns the exit status if the config is wrong, and ends the process otherwise."""
+    """Run `titanlite tokenize`. Returns the exit status."""
     if not argv or "-h" in argv or "--help" in argv:
         print(__doc__)
         return 0
-    from titanlite.config.errors import TrainingError  # here, so that --help does not wait for torch
     from titanlite.launch import process
 
     def received(number: int) -> None:
@@ -40,16 +37,8 @@ def main(argv: list[str]) -> int:
             process.signals.end("asked to stop; run the command again to continue", status=0)
 
     process.signals.listen(received)
-    status = 0
-    try:
-        tokenize(argv)
-    except ConfigError as error:
-        print_problems(error)
-        status = 2
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    process.exit_process(status)
+    tokenize(argv)
+    return 0
 
 
 def tokenize(argv: list[str]) -> None:

@@ -357,7 +357,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     segments = list(open_dataset(Source(options))[0])
     worker = Worker(own.tokenizer.path)
     try:
-        shard = worker.build(tmp_path / "a", "uint16", 0, segments, work, lambda *counts: None)
+        shard = shard_builder.build_in_worker(worker, tmp_path / "a", "uint16", 0, segments, work, lambda *counts: None)
     finally:
         worker.close()
     arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)

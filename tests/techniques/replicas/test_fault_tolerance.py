@@ -462,8 +462,7 @@ WITHOUT_TORCHFT = """
 import importlib.util, sys
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torchft" else find_spec(name, *rest)
-from titanlite import MODULE
-sys.exit(MODULE.main(sys.argv[1:]))
+START
 """
 
 
@@ -493,10 +492,16 @@ def test_groups_that_die_in_turns_have_the_metrics_of_their_weights(tmp_path, li
     assert min(shared) <= died < last < max(shared)
 
 
-@pytest.mark.parametrize("module", ["launcher", "train"])
-def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_path, module):
+STARTS = {
+    "launcher": 'from titanlite.launch.cli import run_command; sys.exit(run_command("train", sys.argv[1:]))',
+    "rank": "from titanlite.train import main; main(sys.argv[1:])",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_path, start):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
-    script = WITHOUT_TORCHFT.replace("MODULE", module)
+    script = WITHOUT_TORCHFT.replace("START", STARTS[start])
     options = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHFT_LIGHTHOUSE"}
     done = subprocess.run(

@@ -9,11 +9,11 @@ import pytest
 
 from titanlite.config import load
 from titanlite.config.loader import ConfigError
-from titanlite.tools.advise import command, explanation, memory_bound, search, search_space
+from titanlite.launch.cli import run_command
+from titanlite.tools.advise import explanation, memory_bound, search, search_space
 from titanlite.tools.advise.command import make_task, parse_options
 from titanlite.tools.advise.search import PlannedLayout, Search
 from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task
-from titanlite.tools.plan import command as plan_command
 from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.planner import make_plan
 
@@ -424,11 +424,11 @@ def test_the_batch_is_an_option_in_tokens():
     assert make_task(parse_options(wanted)).device is H100
 
 
-def run(*arguments, main=command.main):
+def run(*arguments, command="advise"):
     """Return the exit status and what is printed of problems."""
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            status = main(list(arguments))
+            status = run_command(command, list(arguments))
         except SystemExit as exit:
             status = exit.code
     return status, errors.getvalue()
@@ -461,7 +461,7 @@ def test_wrong_options_are_rejected_before_the_search(arguments, problem):
 
 
 def test_the_planner_rejects_the_options_of_the_search():
-    status, errors = run("configs/debug.toml", "--gpus", "8", main=plan_command.main)
+    status, errors = run("configs/debug.toml", "--gpus", "8", command="plan")
     assert status == 2
     assert "--gpus" in errors
 
@@ -502,7 +502,7 @@ def test_an_interrupted_search_prints_what_it_has_planned(fits, capsys, monkeypa
     options = ("--gpus", "8", "--model", "llama3_8b", "--seq-len", "8192", "--global-batch", str(64 * 8192))
     if not fits:
         with pytest.raises(KeyboardInterrupt):
-            command.main(list(options))
+            run_command("advise", list(options))
         return
     assert run(*options) == (1, "")
     printed = capsys.readouterr().out

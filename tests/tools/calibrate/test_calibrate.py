@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.data_helpers import rejection
 from titanlite import config
+from titanlite.launch.cli import run_command
 from titanlite.metrics.devices import Device, Measured
 from titanlite.tools.calibrate import collectives, command, host, operators, timing
 from titanlite.tools.calibrate.collectives import kinds_of_groups
@@ -272,7 +273,7 @@ def test_the_report_says_if_another_number_of_ranks_was_calibrated(tmp_path):
 @pytest.mark.parametrize("arguments", [["node.json"], ["missing/node.toml"], ["node.toml", "--ranks", "0"]])
 def test_wrong_arguments(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert command.main(arguments) == 2
+    assert run_command("calibrate", arguments) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not list(tmp_path.iterdir())
 
@@ -309,7 +310,7 @@ def test_a_damaged_file_is_one_line(tmp_path):
 
 def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsys):
     missing = tmp_path / "missing"
-    assert command.main([str(tmp_path / "node.toml"), "--checkpoint-folder", str(missing)]) == 2
+    assert run_command("calibrate", [str(tmp_path / "node.toml"), "--checkpoint-folder", str(missing)]) == 2
     assert capsys.readouterr().err == f"error: --checkpoint-folder {missing}: no such folder\n"
 
 
@@ -317,7 +318,7 @@ def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsy
 def test_the_command_calibrates_in_less_than_three_minutes(n, tmp_path, capfd):
     begin = time.monotonic()
     arguments = [str(tmp_path / "node.toml"), "--ranks", str(n), "--checkpoint-folder", str(tmp_path)]
-    assert command.main(arguments) == 0
+    assert run_command("calibrate", arguments) == 0
     assert time.monotonic() - begin < 180
     node = find_device(str(tmp_path / "node.toml"))
     assert node.measured.ranks == n

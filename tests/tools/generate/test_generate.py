@@ -23,6 +23,7 @@ from titanlite.config import ConfigError, Launch
 from titanlite.config.schema import Moe, Parallelism
 from titanlite.data.text import continuation
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.launch.cli import run_command
 from titanlite.parallel import mesh
 from titanlite.tools.generate import command, sampling
 from titanlite.tools.generate.cache import CachedAttention
@@ -417,7 +418,7 @@ def save_hf_of_bytes(folder: Path, family: str = "llama") -> None:
 
 def run(capsys: Any, *arguments: Any) -> tuple[int, str, list[str]]:
     """Run the command in this process. Returns its exit status, its output, and its lines on stderr."""
-    status = command.main([str(argument) for argument in arguments])
+    status = run_command("generate", [str(argument) for argument in arguments])
     output, errors = capsys.readouterr()
     return status, output, [line for line in errors.splitlines() if line.startswith("error: ")]
 

@@ -16,10 +16,11 @@ import torch
 
 from titanlite import build, config, launcher
 from titanlite.config.stage_split import module_names
+from titanlite.launch import cli
 from titanlite.metrics import devices
 from titanlite.parallel import mesh
 from titanlite.tools.parity.training_run import TrainingRun
-from titanlite.tools.plan import command, planner, report
+from titanlite.tools.plan import planner, report
 from titanlite.tools.plan.dry_run import fold_stage
 from titanlite.tools.plan.planner import config_for_dry_run, make_plan, resolve
 from titanlite.tools.plan.report import checkpoint_line, verdict
@@ -332,14 +333,14 @@ def test_a_config_that_cannot_run_is_rejected_with_the_lines_of_train():
 def test_a_plan_says_how_many_devices_it_assumes(monkeypatch, capsys):
     note = "planned for 8 devices; set parallelism.data_parallel_shard_degree for another number"
     rejected = "--training.local_batch_size=8", "--training.global_batch_size=16"
-    assert command.main([str(ROOT / "configs" / "debug.toml"), *rejected]) == 2
+    assert cli.run_command("plan", [str(ROOT / "configs" / "debug.toml"), *rejected]) == 2
     problem = "training.global_batch_size = 16: expected a multiple of local_batch_size x ranks = 8 x 8 = 64"
     assert capsys.readouterr().err == f"error: command line: {problem}; {note}\n"
     monkeypatch.setattr(planner, "make_plan", lambda loaded, show_progress: mock.Mock(world_size=resolve(loaded)[2]))
     monkeypatch.setattr(report, "verdict", lambda plan: (True, ""))
     for option, expected in {"--training.steps=9": f"{note}\n", SHARD: ""}.items():
         monkeypatch.setattr(report, "print_report", lambda *_: print("report"))
-        assert command.main([str(ROOT / "configs" / "debug.toml"), option]) == 0
+        assert cli.run_command("plan", [str(ROOT / "configs" / "debug.toml"), option]) == 0
         assert capsys.readouterr().out.startswith(f"{expected}report\n")
 
 
@@ -358,7 +359,7 @@ def test_what_does_not_fit_says_so():
     fits, line = verdict(plan)
     assert not fits
     assert line.startswith("does NOT fit")
-    assert command.main([str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
+    assert cli.run_command("plan", [str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
 
 
 def test_a_users_own_device(tmp_path):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tests.data_helpers import rejection
 from titanlite import config
-from titanlite.tools.plan import command
+from titanlite.launch.cli import run_command
 from titanlite.tools.plan.comparison import comparison_table
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.report import range_line
@@ -95,9 +95,9 @@ def test_metrics_of_another_run_are_rejected(plan, tmp_path, change, problem):
 def test_the_command_prints_the_comparison(tmp_path, capsys, plan):
     file = write_metrics(tmp_path / "metrics.jsonl", plan, [1, 2 * plan.step_seconds])
     arguments = [DEBUG, *OPTIONS, "--plan.device=h100", "--against"]
-    assert command.main([*arguments, str(file)]) == 0
+    assert run_command("plan", [*arguments, str(file)]) == 0
     assert "-50.0%" in capsys.readouterr().out
-    assert command.main([*arguments, str(tmp_path / "nowhere.jsonl")]) == 2
+    assert run_command("plan", [*arguments, str(tmp_path / "nowhere.jsonl")]) == 2
     assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read: No such file" in capsys.readouterr().err
 
 

@@ -31,7 +31,6 @@ from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED
 
 INDEX = "packing.json"
-OPEN_FILES = 64  # of a process
 
 LongDocuments = Literal["split", "drop", "truncate", "reject"]
 """What becomes of documents that are longer than a sequence."""
@@ -256,7 +255,7 @@ class BestFit:
         self.cache, self.split, self.folder, self.index = cache, split, folder, index
         self.seq_len, self.long, self.not_trained = seq_len, long, not_trained
         self._ends = np.cumsum([table.sequences for table in index.tables])
-        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_table)
+        self._open = functools.lru_cache(maxsize=token_shards.OPEN_FILES)(self._open_table)
         self._verified: set[int] = set()
 
     def __len__(self) -> int:

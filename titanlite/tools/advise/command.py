@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.loader import ConfigError, print_problems
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.types import MOST_TOKENS
 from titanlite.launch.arguments import Parser, count, new_file
@@ -61,12 +60,8 @@ def make_task(options: Any) -> Task:
 
 def main(argv: list[str]) -> int:
     """Run `titanlite advise`. Returns the exit status."""
-    try:
-        options = parse_options(argv)
-        task = make_task(options)
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+    options = parse_options(argv)
+    task = make_task(options)
     from rich.console import Console
 
     from titanlite.tools.advise.explanation import config_toml, explain, layout_table

@@ -131,10 +131,12 @@ class Search:
         chosen: list[tuple[Candidate, LoadedConfig]] = []
         for candidate in _variations(fitting, order) if last else order:
             if len(chosen) < PLANS_PER_ROUND and candidate in self._open and key_of(candidate) not in done:
-                config = self._load(candidate)
-                if config is not None:
-                    chosen.append((candidate, config))
+                self._open.discard(candidate)  # also if it is rejected: it is not proposed again
+                try:
+                    chosen.append((candidate, load_candidate(self.task, candidate)))
                     done.add(key_of(candidate))
+                except ConfigError as error:
+                    self.rejected.setdefault(candidate.mesh, error.problems[0])
         return chosen
 
     def _priority(self, candidate: Candidate, fitting: list[PlannedLayout]) -> tuple:
@@ -159,15 +161,6 @@ class Search:
             experts = mesh.ep if across_nodes else -mesh.ep
             return (not first, needless, across_nodes, *degrees, experts, *batch, costs[0])
         return (not first, needless, costs[0], *degrees, not candidate.float8, *batch)
-
-    def _load(self, candidate: Candidate) -> LoadedConfig | None:
-        """Return a candidate's config, or None if it is rejected. It is not proposed again."""
-        self._open.discard(candidate)
-        try:
-            return load_candidate(self.task, candidate)
-        except ConfigError as error:
-            self.rejected.setdefault(candidate.mesh, error.problems[0])
-        return None
 
 
 def _similarities(candidate: Candidate) -> list[tuple]:

@@ -34,7 +34,7 @@ def measure_collectives(timer: Timer, ranks_per_node: int) -> list[dict[str, obj
             calls = {size: call_of(name, size, group, timer.device) for size in SIZES[timer.device.type]}
             points = []
             for size, call in calls.items():
-                seconds = timer(_both(compute, call)) - computing
+                seconds = timer(lambda call=call: (compute(), call())) - computing
                 points.append([size, max(seconds, LEAST_SECONDS)])
             results.append({"name": name, "ranks": n, "nodes": nodes, "points": points})
     return results
@@ -63,14 +63,6 @@ def _products(device: torch.device) -> Callable[[], None]:
             torch.mm(left, right)
 
     return compute
-
-
-def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
 
 
 def call_of(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

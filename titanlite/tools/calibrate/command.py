@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import tomli_w
 
 from titanlite.config import Launch
-from titanlite.config.loader import ConfigError, print_problems
+from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.config.types import MOST_RANKS
 from titanlite.launch.arguments import Parser, count, new_file
@@ -45,19 +45,15 @@ def main(argv: list[str]) -> int:
     what = "the folder of a run's checkpoints, to measure how fast they are written"
     parser.add_argument("--checkpoint-folder", type=Path, metavar="DIR", help=what)
     launched = "WORLD_SIZE" in os.environ
-    try:
-        arguments, n_devices = parser.parse_args(argv), count_devices()
-        file, folder, ranks = arguments.file, arguments.checkpoint_folder, arguments.ranks or max(n_devices, 1)
-        if folder is not None and not folder.is_dir():
-            raise ConfigError([f"--checkpoint-folder {folder}: no such folder"])
-        if file.suffix != ".toml":
-            raise ConfigError([f"{file}: expected a TOML file"])
-        if n_devices and ranks > n_devices:
-            raise ConfigError([f"--ranks {ranks}: expected 1 to {n_devices}"])
-        launch = Launch.from_environment(n_devices)
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+    arguments, n_devices = parser.parse_args(argv), count_devices()
+    file, folder, ranks = arguments.file, arguments.checkpoint_folder, arguments.ranks or max(n_devices, 1)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError([f"--checkpoint-folder {folder}: no such folder"])
+    if file.suffix != ".toml":
+        raise ConfigError([f"{file}: expected a TOML file"])
+    if n_devices and ranks > n_devices:
+        raise ConfigError([f"--ranks {ranks}: expected 1 to {n_devices}"])
+    launch = Launch.from_environment(n_devices)
     if ranks > 1 and not launched:
         options = ["--checkpoint-folder", str(folder)] if folder else []
         return 1 if run_on_ranks(ranks, ["calibrate", str(file), *options]) else 0

@@ -37,20 +37,13 @@ def measure_matmul(timer: Timer) -> dict[str, list[list[float]]]:
     """Return rows of m, n, k and FLOP/s, by data type. A product is measured as the three of a linear layer: output,
     input gradient and weight gradient, which read the operands in other orders; in bfloat16 on a CPU, as the first."""
     kind, rows = timer.device.type, {}
+    sizes = [size for size in itertools.product(SIDES[kind], repeat=3) if 2 * math.prod(size) <= MOST_FLOPS[kind]]
     for name, dtype in MEASURED_DTYPES.items():
         operands = RandomOperands(timer.device, dtype)
-        rows[name] = [
-            [m, n, k, 2 * m * n * k / _product_seconds(timer, operands, m, n, k)]
-            for m, n, k in itertools.product(SIDES[kind], repeat=3)
-            if 2 * m * n * k <= MOST_FLOPS[kind]
-        ]
+        rows[name] = [[*size, 2 * math.prod(size) / _product_seconds(timer, operands, *size)] for size in sizes]
     if kind == "cuda" and torch.cuda.get_device_capability(timer.device) >= (8, 9):
         operands = RandomOperands(timer.device, torch.bfloat16)
-        rows["fp8"] = [
-            [m, n, k, 2 * m * n * k / timer(_scaled_product(operands, m, n, k))]
-            for m, n, k in itertools.product(SIDES[kind], repeat=3)
-            if 2 * m * n * k <= MOST_FLOPS[kind]
-        ]
+        rows["fp8"] = [[*size, 2 * math.prod(size) / timer(_scaled_product(operands, *size))] for size in sizes]
     return rows
 
 

@@ -1,6 +1,5 @@
 """Convert a TOML file of torchtitan, of its releases 0.2, and list what became of each key."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +52,27 @@ def listing(rows: list[Row]) -> Table:
 
 def main(argv: list[str]) -> int:
     """Write the config to standard output or a file, and the listing to standard error. Return the exit status: 0, or 2
-    if the file is no TOML, or the config that it becomes is wrong, which the written config says too."""
+    if the config that the file becomes is wrong, which the written config says too."""
     if len(argv) not in (1, 2) or any(not name or name.startswith("-") for name in argv):
-        print("error: expected titanlite config --from-torchtitan FILE [TARGET.toml]", file=sys.stderr)
-        return 2
+        raise ConfigError(["expected titanlite config --from-torchtitan FILE [TARGET.toml]"])
     source, *targets = argv
-    try:
-        values = read_toml(source)
-        if targets and Path(targets[0]).exists() and Path(targets[0]).samefile(source):
-            raise ConfigError([f"{targets[0]}: is the file to convert; name another"])
-        conversion = convert(values)
-        problems = problems_of(conversion, targets[0] if targets else "the converted config")
-        text = toml_of(conversion, header(source, conversion.rows, problems))
-        if targets:
-            Path(targets[0]).parent.mkdir(parents=True, exist_ok=True)
-            Path(targets[0]).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = f"{targets[0]}: cannot be written: {error.strerror}"
-        print_problems(ConfigError([problem]))
-        return 2
-    except ConfigError as error:
-        print_problems(error)
-        return 2
-    if not targets:
+    values = read_toml(source)
+    conversion = convert(values)
+    problems = problems_of(conversion, targets[0] if targets else "the converted config")
+    text = toml_of(conversion, header(source, conversion.rows, problems))
+    if targets:
+        target = Path(targets[0])
+        try:
+            if target.exists() and target.samefile(source):
+                raise ConfigError([f"{target}: is the file to convert; name another"])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError([f"{target}: cannot be written: {error.strerror}"]) from None
+    else:
         print(text, end="")
-    console = Console(stderr=True, highlight=False, markup=False)
-    console = Console(stderr=True, highlight=False, markup=False, width=max(console.width, 140))
+    width = max(Console(stderr=True).width, 140)
+    console = Console(stderr=True, highlight=False, markup=False, width=width)
     console.print(listing(conversion.rows))
     console.print("Differs whatever the file says:", *(f"- {line}" for line in WHATEVER_THE_FILE_SAYS), sep="\n")
     if targets:

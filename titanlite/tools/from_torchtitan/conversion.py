@@ -115,10 +115,7 @@ class Conversion:
             missing = NOT_OFFERED[key]
             is_off = missing.off is not DETAIL and self.values[key] == missing.off
             matters = missing.off is not DETAIL and not is_off
-            status, notes = (
-                MISSING,
-                [missing.reason + " (nothing is lost with this value)" * is_off, *notes],
-            )
+            status, notes = MISSING, [missing.reason + " (nothing is lost with this value)" * is_off, *notes]
         elif status is None and not lines:
             status, notes = UNKNOWN, [f"no key of torchtitan that titanlite knows{hint(key)}"]
         elif status is None:

@@ -167,11 +167,9 @@ def _validation_batches(to: Conversion) -> None:
     key = "validation.steps"
     if type(steps) is not int or steps < 1:
         to.put(key, steps, key)
-    elif batch == -1:
-        to.put(key, max(math.ceil(steps * size / to.number("training.local_batch_size", 8)), 1), key)
-        to.note(key, "global batches, with about as many sequences in all")
-    elif shard > 0:
-        to.put(key, max(math.ceil(steps * size * shard * replicate / batch), 1), key)
+    elif batch == -1 or shard > 0:
+        ranks, batch = (1, to.number("training.local_batch_size", 8)) if batch == -1 else (shard * replicate, batch)
+        to.put(key, max(math.ceil(steps * size * ranks / batch), 1), key)
         to.note(key, "global batches, with about as many sequences in all")
     else:
         to.put(key, steps, key)
@@ -255,10 +253,8 @@ def _mxfp8(to: Conversion, switch: str, *, enabled: bool) -> None:
 
 def _pipeline(to: Conversion) -> None:
     schedule_key, modules_key = "parallelism.pipeline_parallel_schedule", "parallelism.module_fqns_per_model_part"
-    size_key, layers_key = (
-        "parallelism.pipeline_parallel_microbatch_size",
-        "parallelism.pipeline_parallel_layers_per_stage",
-    )
+    size_key = "parallelism.pipeline_parallel_microbatch_size"
+    layers_key = "parallelism.pipeline_parallel_layers_per_stage"
     degree, name = to.number(PIPELINE, 1), str(to.get(schedule_key))
     names = {each.lower(): each for each in get_args(Schedule)}
     schedule = names.get(name.lower().replace("_", ""), name)

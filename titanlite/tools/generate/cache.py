@@ -18,7 +18,7 @@ class Step:
     """Says which tokens the next forward adds, for the attention of all layers."""
 
     sequence: int | None = None
-    """The sequence that the tokens are the beginning of; None: one token for each sequence."""
+    """The sequence that the tokens are the beginning of, to be set before them; None: one token for each sequence."""
     sequences_B: Tensor
     positions_B: Tensor
     """Position of each sequence's new token."""
@@ -26,10 +26,6 @@ class Step:
     """Positions that some sequence attends to."""
     mask_B11S: Tensor
     """Which of these each sequence attends to."""
-
-    def prefill(self, sequence: int) -> None:
-        """Add the first tokens of a sequence next."""
-        self.sequence = sequence
 
     def decode(self, positions: list[int], window: int, device: torch.device) -> None:
         """Add a token at these positions of the sequences next. `window` is the sliding window; 0: none."""

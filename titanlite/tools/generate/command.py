@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import ConfigError, Launch
-from titanlite.config.loader import print_problems, printable
+from titanlite.config.loader import printable
 from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.data.documents import text_of
@@ -41,22 +41,6 @@ LONGEST = 2**20
 """Tokens of a prompt and of its continuation, together."""
 SHARDED = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 """Options of the model that tensor parallel divides by its degree, besides those of experts."""
-
-
-def main(argv: list[str]) -> int:
-    """Run `titanlite generate`, or one rank of it, as torchrun starts it. Returns the exit status."""
-    status = 0
-    try:
-        status = run(_parser().parse_intermixed_args(argv), argv)
-    except ConfigError as error:
-        status = 2
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same problems
-            print_problems(error)
-    if "WORLD_SIZE" in os.environ:
-        from titanlite.launch.process import exit_process
-
-        exit_process(status)
-    return status
 
 
 def _parser() -> Parser:
@@ -83,9 +67,10 @@ def _parser() -> Parser:
     return parser
 
 
-def run(arguments: Any, argv: list[str]) -> int:
-    """Check the arguments, start the ranks of tensor parallel if there are to be some, or print the texts. Returns the
-    exit status. Raises ConfigError if something is wrong."""
+def main(argv: list[str]) -> int:
+    """Run `titanlite generate`, or one rank of it, as torchrun starts it: check the arguments, start the ranks of
+    tensor parallel if there are to be some, or print the texts. Returns the exit status."""
+    arguments = _parser().parse_intermixed_args(argv)
     random = {key: getattr(arguments, key) for key in ("top_k", "top_p", "seed")}
     random = {key: value for key, value in random.items() if value is not None}
     if random and not arguments.temperature:

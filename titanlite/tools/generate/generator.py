@@ -86,7 +86,7 @@ class Generator:
 
     def _prefill(self, sequence: int, prompt: list[int]) -> torch.Tensor:
         """Put a prompt into the cache. Returns the logits of its last token, [1, V]."""
-        self.step.prefill(sequence)
+        self.step.sequence = sequence
         tokens = [*prompt, *[0] * (self._padded(len(prompt)) - len(prompt))]
         positions_BT = torch.arange(len(tokens), device=self.device)[None]
         last_B = torch.tensor([len(prompt) - 1], device=self.device)

@@ -2,8 +2,8 @@
 
 import sys
 
+from titanlite.launch.cli import run_command
 from titanlite.launch.process import exit_process
-from titanlite.tools.parity import command
 
 if __name__ == "__main__":
-    exit_process(command.main(sys.argv[1:]))
+    exit_process(run_command("parity", sys.argv[1:]))

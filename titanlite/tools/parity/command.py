@@ -13,7 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from titanlite.config import Config, ConfigError, Launch, check, load, loader
+from titanlite.config import Config, ConfigError, Launch, check, load
 from titanlite.config.schema import Comm
 from titanlite.launch.arguments import Parser, count
 from titanlite.launch.progress import progress
@@ -36,21 +36,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
     launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
     n_devices = count_devices() if launched else 0
-    try:
-        arguments, config_arguments = parser.parse_known_args(argv)
-        loaded = load(config_arguments)
-        launch = Launch.from_environment(n_devices)
-        if not launched:
-            world_size = ranks_wanted(loaded, os.environ, n_devices=0)
-            launch = Launch(0, 0, world_size, world_size, n_devices=0)
-        loaded = loaded if n_devices else adapt_to_cpu(loaded)
-        smaller, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), arguments.dtype)
-        config = check(smaller, launch)
-        if not launched:
-            _check_memory(loaded.file, launch.world_size)
-    except ConfigError as error:
-        loader.print_problems(error)
-        return 2
+    arguments, config_arguments = parser.parse_known_args(argv)
+    loaded = load(config_arguments)
+    launch = Launch.from_environment(n_devices)
+    if not launched:
+        world_size = ranks_wanted(loaded, os.environ, n_devices=0)
+        launch = Launch(0, 0, world_size, world_size, n_devices=0)
+    loaded = loaded if n_devices else adapt_to_cpu(loaded)
+    smaller, changes = shrink(dataclasses.replace(loaded, config=check(loaded, launch)), arguments.dtype)
+    config = check(smaller, launch)
+    if not launched:
+        _check_memory(loaded.file, launch.world_size)
     # Here, since it takes seconds to import torch, and --help and a wrong config need none.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh

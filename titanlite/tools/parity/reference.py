@@ -2,8 +2,7 @@
 of FSDP, gradient accumulation and torch.distributed: a layout that agrees with it computes what the model defines."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from titanlite import build
 from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config
-from titanlite.data.packing import Sequence, positions_in_documents
+from titanlite.data.packing import PackedSequences, Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED, cross_entropy
@@ -60,11 +59,7 @@ class RandomSequences:
         """Return the number of the dataset of each global index, like data.MixedSequences.datasets_of."""
         return [position % len(self.names) for position in positions]
 
-    def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Iterator[tuple[Sequence, None]]:
-        """Yield every stride-th sequence from index `first` on, like data.PackedSequences.read."""
-        while True:
-            yield self[first], None
-            first += stride
+    read = PackedSequences.read
 
 
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:

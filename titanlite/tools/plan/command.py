@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from titanlite.config import load
-from titanlite.config.loader import ConfigError, print_problems
 from titanlite.launch.arguments import Parser, new_file
 
 
@@ -28,19 +27,15 @@ def main(argv: list[str]) -> int:
     text = "also compare the plan with a run's metrics.jsonl"
     parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
     begin = time.monotonic()
-    try:
-        arguments, config_arguments = parser.parse_known_args(argv)
-        loaded = load(config_arguments)
-        # Here, since it takes seconds to import torch, and --help and wrong options need none.
-        from titanlite.tools.plan.comparison import comparison_table
-        from titanlite.tools.plan.planner import assumption, make_plan
-        from titanlite.tools.plan.report import print_report, verdict
+    arguments, config_arguments = parser.parse_known_args(argv)
+    loaded = load(config_arguments)
+    # Here, since it takes seconds to import torch, and --help and wrong options need none.
+    from titanlite.tools.plan.comparison import comparison_table
+    from titanlite.tools.plan.planner import assumption, make_plan
+    from titanlite.tools.plan.report import print_report, verdict
 
-        plan = make_plan(loaded, show_progress=True)
-        tables = [comparison_table(plan, arguments.against)] if arguments.against else []
-    except ConfigError as error:
-        print_problems(error)
-        return 2
+    plan = make_plan(loaded, show_progress=True)
+    tables = [comparison_table(plan, arguments.against)] if arguments.against else []
     if note := assumption(loaded.config, plan.world_size):
         print(note)
     print_report(plan, loaded.file, *tables)

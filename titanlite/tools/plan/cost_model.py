@@ -300,8 +300,8 @@ class CostModel:
     def _matmul_seconds(self, work: Work) -> float:
         """Return the seconds of a product whose tiles fill the multiprocessors in waves, and of writing its result."""
         times, m, n, _ = work.sizes
-        is_fp8 = work.dtype == "fp8"
-        share = self._rate("matmul", self.efficiency.matmul_fp8 if is_fp8 else self.efficiency.matmul)
+        of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
+        share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
         if "grouped" in work.name and work.dtype == "bf16":
             share *= self._rate("matmul", GROUPED_MATMUL)
         peak = getattr(self.device, work.dtype) or self.device.bf16
@@ -312,9 +312,10 @@ class CostModel:
 
     def _attention_seconds(self, work: Work) -> float:
         """Return the seconds of attention, whose rate grows with the number of keys of a query."""
-        backward, backend = "backward" in work.name, "cudnn" if "cudnn" in work.name else "flash"
-        share = self._rate("attention", getattr(self.efficiency, f"{backend}_backward" if backward else backend))
-        keys, half = work.sizes[1], self.efficiency.half_length[backward]
+        backward, efficiency = "backward" in work.name, self.efficiency
+        of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if "cudnn" in work.name else None
+        share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])
+        keys, half = work.sizes[1], efficiency.half_length[backward]
         return work.flops / (getattr(self.device, work.dtype) * share * keys / (keys + half))
 
     def collective_seconds(self, name: str, size: int, ranks: list[int]) -> float:
@@ -329,8 +330,9 @@ class CostModel:
         """Return the seconds of a ring: each of n ranks sends (n - 1) / n of the full tensor, and twice that in an
         all-reduce. A ring that spans nodes has as many network adapters as it has ranks on a node."""
         efficiency, doublings = self.efficiency, math.log2(nodes)
-        share = efficiency.interconnect_reduce if name == "all_reduce" else efficiency.interconnect
-        interconnect = self.device.interconnect_bandwidth * self._rate("interconnect", share)
+        of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
+        share = self._rate("interconnect", of_reduce or efficiency.interconnect)
+        interconnect = self.device.interconnect_bandwidth * share
         network = self.device.network_bandwidth * self._rate("network", NETWORK)
         network *= self._rate("network", NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
         latency = self._seconds("interconnect", efficiency.latency)

@@ -23,32 +23,33 @@ class Share(NamedTuple):
 ESTIMATE = "an estimate; not measured"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """What an architecture reaches.
 
     Attributes:
         multiprocessors: SMs or compute units, among which a matrix product's tiles are divided.
-        matmul, matmul_fp8: of the peak rate, in full waves.
+        matmul, matmul_fp8: of the peak rate, in full waves; None: as matmul.
         flash, flash_backward, cudnn, cudnn_backward: of attention by torch's two backends, of bf16's peak rate, over
-            sequences of any length; `half_length` is the number of tokens at which half of it is reached.
+            sequences of any length; None: as flash. `half_length` is the number of tokens at which half of it is
+            reached.
         memory: of the bandwidth of device memory.
         interconnect, interconnect_reduce: of the bandwidth within a node: of all-gather, reduce-scatter and
-            all-to-all, and of all-reduce, which NVLink adds up itself on some architectures.
+            all-to-all, and of all-reduce, which NVLink adds up itself on some architectures; None: the same.
         latency: seconds of a small collective within a node.
     """
 
     multiprocessors: int
     matmul: Share
-    matmul_fp8: Share
+    matmul_fp8: Share | None = None
     flash: Share
     flash_backward: Share
-    cudnn: Share
-    cudnn_backward: Share
+    cudnn: Share | None = None
+    cudnn_backward: Share | None = None
     half_length: tuple[int, int]
     memory: Share
     interconnect: Share
-    interconnect_reduce: Share
+    interconnect_reduce: Share | None = None
     latency: Share
 
 
@@ -63,7 +64,6 @@ EFFICIENCY: dict[str, Efficiency] = {
     "ampere": Efficiency(
         multiprocessors=108,
         matmul=Share(0.82, 0.75, 0.87, f"271 of 312 TFLOP/s at best: {ML_ENGINEERING}; less by power: {ESTIMATE}"),
-        matmul_fp8=Share(0.82, 0.75, 0.87, "there is none"),
         flash=Share(0.72, 0.65, 0.77, f"217 TFLOP/s at 8,192 tokens of an A100 PCIe: {CUDNN}"),
         flash_backward=Share(0.59, 0.53, 0.65, f"173 TFLOP/s there: {CUDNN}"),
         cudnn=Share(0.60, 0.53, 0.65, f"177 TFLOP/s there: {CUDNN}"),
@@ -71,7 +71,6 @@ EFFICIENCY: dict[str, Efficiency] = {
         half_length=(450, 450),
         memory=Share(0.85, 0.75, 0.92, "1,581 of 2,039 GB/s of a copy, more of other operators: " + ML_ENGINEERING),
         interconnect=Share(0.76, 0.65, 0.78, f"231 of 300 GB/s, of all-reduce: {ML_ENGINEERING}"),
-        interconnect_reduce=Share(0.76, 0.65, 0.78, f"231 of 300 GB/s: {ML_ENGINEERING}"),
         latency=Share(5e-5, 3e-5, 1e-4, f"44 us at 32 KiB, 102 us at 1 MiB, of all-reduce: {ML_ENGINEERING}"),
     ),
     "hopper": Efficiency(
@@ -108,12 +107,9 @@ EFFICIENCY: dict[str, Efficiency] = {
         matmul_fp8=Share(0.44, 0.36, 0.49, "1,273 of 2,615 TFLOP/s: ROCm blog, 2025-02"),
         flash=Share(0.42, 0.30, 0.46, f"487 to 547 TFLOP/s at 4,096 to 8,192 tokens, by AITER: {AITER}"),
         flash_backward=Share(0.33, 0.22, 0.38, f"417 to 468 TFLOP/s there: {AITER}"),
-        cudnn=Share(0.42, 0.30, 0.46, "there is none; as flash"),
-        cudnn_backward=Share(0.33, 0.22, 0.38, "there is none; as flash"),
         half_length=(800, 800),
         memory=Share(0.75, 0.70, 0.80, "3,948 to 4,256 of 5,300 GB/s: BabelStream"),
         interconnect=Share(0.70, 0.62, 0.71, "314 of 448 GB/s, of all-reduce over eight: ROCm blog, 2025-03"),
-        interconnect_reduce=Share(0.70, 0.62, 0.71, "the same"),
         latency=Share(3e-5, 1.4e-5, 6e-5, "14 us at 64 KiB, 149 us at 16 MiB: ROCm blog, 2025-03"),
     ),
     "ada": Efficiency(
@@ -122,26 +118,19 @@ EFFICIENCY: dict[str, Efficiency] = {
         matmul_fp8=Share(0.75, 0.60, 0.85, ESTIMATE),
         flash=Share(0.85, 0.70, 0.95, "151 of 165 TFLOP/s at 2,048 tokens of an RTX 4090: apache/tvm, flash_perf.md"),
         flash_backward=Share(0.62, 0.50, 0.75, "99 TFLOP/s there"),
-        cudnn=Share(0.85, 0.70, 0.95, ESTIMATE),
-        cudnn_backward=Share(0.62, 0.50, 0.75, ESTIMATE),
         half_length=(300, 300),
         memory=Share(0.85, 0.75, 0.92, ESTIMATE),
         interconnect=Share(0.60, 0.40, 0.80, ESTIMATE),
-        interconnect_reduce=Share(0.60, 0.40, 0.80, ESTIMATE),
         latency=Share(3e-5, 2e-5, 1e-4, ESTIMATE),
     ),
     "cpu": Efficiency(
         multiprocessors=1,
         matmul=Share(0.60, 0.30, 0.90, ESTIMATE),
-        matmul_fp8=Share(0.60, 0.30, 0.90, ESTIMATE),
         flash=Share(0.30, 0.10, 0.60, ESTIMATE),
         flash_backward=Share(0.25, 0.10, 0.50, ESTIMATE),
-        cudnn=Share(0.30, 0.10, 0.60, ESTIMATE),
-        cudnn_backward=Share(0.25, 0.10, 0.50, ESTIMATE),
         half_length=(100, 100),
         memory=Share(0.50, 0.20, 0.90, ESTIMATE),
         interconnect=Share(0.30, 0.10, 0.80, ESTIMATE),
-        interconnect_reduce=Share(0.30, 0.10, 0.80, ESTIMATE),
         latency=Share(1e-3, 3e-4, 3e-3, ESTIMATE),
     ),
 }

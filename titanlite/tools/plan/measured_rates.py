@@ -82,8 +82,4 @@ def rate_at(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
             weighted, total = weighted + weight * math.log(rate), total + weight
     if total:
         return math.exp(weighted / total)
-    return min(table.items(), key=lambda item: _distance(item[0], sizes))[1]
-
-
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    return math.dist([math.log(x) for x in one], [math.log(x) for x in other])
+    return min(table.items(), key=lambda item: math.dist([*map(math.log, item[0])], [*map(math.log, sizes)]))[1]

@@ -27,7 +27,7 @@ from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
-from titanlite.tools.plan.schedule import Group, all_actions
+from titanlite.tools.plan.schedule import all_actions
 from titanlite.tools.plan.segments import layers_of
 from titanlite.tools.plan.step import StageCost, StepTime, memory_points, step_time
 
@@ -72,7 +72,7 @@ def assumption(config: Config, world: int) -> str:
 def make_plan(
     loaded: LoadedConfig[Config], *, world_size: int | None = None, fold: bool = True, show_progress: bool = False
 ) -> Plan:
-    """Plan a run. Raises ConfigError as `resolve` does.
+    """Plan a run. Raises ConfigError as `resolve` does, and if the plan has no rates of its products in 8 bits.
 
     Args:
         world_size: see `resolve`.
@@ -80,20 +80,13 @@ def make_plan(
         show_progress: show progress on standard error.
     """
     config, device, world = resolve(loaded, world_size)
-    return plan_resolved(config, device, world, fold=fold, show_progress=show_progress)
-
-
-def plan_resolved(
-    config: Config, device: devices.Device, world: int, *, fold: bool = True, show_progress: bool = False
-) -> Plan:
-    """Plan a run from its resolved config, the device and the number of ranks. The arguments are make_plan's. Raises
-    ConfigError if the plan has no rates of its products in 8 bits."""
     _check_products(config, device)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
-    ranks = rank_of_stage(parallelism.pipeline_parallel_schedule, degree, len(names))
+    schedule = parallelism.pipeline_parallel_schedule
+    ranks = rank_of_stage(schedule, degree, len(names))
     dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
-    actions = _pipeline_actions(config, len(names)) if degree > 1 else []
+    actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
     dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
@@ -187,15 +180,6 @@ def _dry_run_stages(
         for _ in as_completed(futures.values()):
             advance(1)
     return [futures[kind_of_stage(config, names)].result() for names in stages]
-
-
-def _pipeline_actions(config: Config, n_stages: int) -> list[list[Group]]:
-    """Return the actions of each pipeline rank. torch's schedules need a process group, which the process of a run
-    already has: they are asked in a process of their own."""
-    parallelism = config.parallelism
-    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    with process_pool(1, preload="titanlite.tools.plan.dry_run", single_use=True) as pool:
-        return pool.submit(all_actions, schedule, degree, n_stages, config.n_microbatches).result()
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:

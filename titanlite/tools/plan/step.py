@@ -55,12 +55,6 @@ class StageCost:
         cost.add(backward, weight if action.kind == Pass.WEIGHT_GRADIENT else 1 - weight)
         return cost
 
-    def of_reduce(self) -> Cost:
-        """Return the cost of the reduction of all the stage's gradients after the last microbatch."""
-        cost = Cost()
-        cost.add(self.of_phase(("reduce",)), self.dry_run.scale)
-        return cost
-
     def of_update(self, *, communicates: bool = True) -> Cost:
         """Return the cost of the update of all the stage's weights. Its collectives are those of a rank, however many
         weights or stages it has: `communicates` says whether to count them."""
@@ -158,7 +152,7 @@ def _time_with_pipeline(
             n_messages += n_steps * sends
         reduce, update = Cost(), Cost()
         for number, stage in enumerate(own.values()):
-            reduce.add(stage.of_reduce())
+            reduce.add(stage.of_phase(("reduce",)), stage.dry_run.scale)  # of all the stage's gradients
             update.add(stage.of_update(communicates=number == 0))
         cost.add(reduce, n_steps)
         cost.add(update)
