@@ -33,11 +33,10 @@ from titanlite.config import Config
 from titanlite.config.errors import TrainingError
 from titanlite.data.loader import Loader
 from titanlite.files import safetensors
-from titanlite.launch import progress
+from titanlite.launch import process_group, progress
 from titanlite.launch.process import Signals, children
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import summary
-from titanlite.parallel import mesh
 from titanlite.step_guard import StepGuard
 from titanlite.techniques.loss_scale import LossScale
 from titanlite.tools.parity.training_run import TrainingRun
@@ -204,7 +203,7 @@ def test_no_value_is_read_between_backward_and_optimizer_step(runs, folder):
 def lines_of_a_run(argv: list[str], not_finite: Steps = ()) -> list[str]:
     """Train as run_train, and return what rank 0 prints."""
     lines: list[str] = []
-    with mock.patch.object(mesh, "print", lambda line, **keywords: lines.append(line), create=True):
+    with mock.patch.object(process_group, "print", lambda line, **keywords: lines.append(line), create=True):
         assert run_train(argv, not_finite=not_finite) == ""
     return lines
 

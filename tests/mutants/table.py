@@ -252,7 +252,7 @@ PARALLEL = [
            "int(number) % option == 0", "int(number) % option != 0", LAYOUT + " -k recomputed"),
     Mutant("parallel/activation_checkpoint.py", "the first matrix product is not saved, but the second",
            "counts[context.is_recompute] % 2 == 0", "counts[context.is_recompute] % 2 == 1",
-           LAYOUT + " -k recomputed"),
+           LAYOUT + " -k every_second_mm_saves"),
     Mutant("parallel/attention.py", "the math backend divides no gradient by the root of the head's width",
            ".sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])", ".sum(-1, keepdim=True))", CONTEXT + " -k backend"),
     Mutant("parallel/ring.py", "results over other keys are merged with each other's weights",

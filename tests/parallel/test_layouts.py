@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tests.parallel.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
 from titanlite import build, config, loss, optimizer
@@ -24,7 +25,7 @@ from titanlite.data import loader
 from titanlite.data.loader import Batch
 from titanlite.launch.process_group import set_timeout
 from titanlite.launch.watchdog import BACKSTOP_SECONDS
-from titanlite.parallel import fsdp, mesh, parallelize, pipeline, tensor, tiles
+from titanlite.parallel import activation_checkpoint, fsdp, mesh, parallelize, pipeline, tensor, tiles
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences, tolerances
 from titanlite.tools.parity.process_pool import RankError
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
@@ -567,8 +568,15 @@ def operator_counts(job: config.Config) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("options", "products", "attentions", "silus"),
-    [({}, 0, 0, 0), (FULL, 6, 1, 1), (SELECTIVE, 0, 0, 1), (EVERY_SECOND_MM, 3, 0, 1), (EVERY_2_LAYERS, 3, 0.5, 0.5)],
-    ids=["no AC", "full AC", "selective AC", "selective AC, every second mm", "selective AC, every 2 layers"],
+    [
+        ({}, 0, 0, 0),
+        (FULL, 6, 1, 1),
+        (SELECTIVE, 0, 0, 1),
+        (EVERY_SECOND_MM, 3, 0, 1),
+        (EVERY_2_LAYERS, 3, 0.5, 0.5),
+        (EVERY_2_LAYERS | {"activation_checkpoint__selective_ac_option": 4}, 1.5, 0.25, 0.25),
+    ],
+    ids=["no AC", "full AC", "selective AC", "every second mm", "every 2 layers", "every 4 layers"],
 )
 def test_recomputed_operators(ranks, tmp_path, options, products, attentions, silus):
     """Without AC, a block computes 7 products and their 14 gradients. No gradient needs the last product, so full AC,
@@ -578,6 +586,16 @@ def test_recomputed_operators(ranks, tmp_path, options, products, attentions, si
     (counts,) = ranks(1).run(operator_counts, job=job)
     once = layers * 21 + 3, layers, layers
     assert counts == tuple(n + layers * more for n, more in zip(once, (products, attentions, silus), strict=True))
+
+
+def test_which_products_every_second_mm_saves():
+    """The first, the third and so on, as torchtitan 0.2.2, and the same ones when the block is computed again."""
+    with mock.patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", lambda policy: policy):
+        policy = activation_checkpoint._every_second_product()
+    for is_recompute in (False, True):
+        context = SelectiveCheckpointContext(is_recompute=is_recompute)
+        decisions = [policy(context, torch.ops.aten.mm.default) for _ in range(4)]
+        assert [decision is CheckpointPolicy.MUST_SAVE for decision in decisions] == [True, False, True, False]
 
 
 def prefetched(job: config.Config) -> list[tuple[int, int]]:
