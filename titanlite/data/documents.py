@@ -12,7 +12,6 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, place, read_rows, segment_of
-from titanlite.data.hf_tokenizer import restart_time_limit
 from titanlite.data.source import Source
 
 # Suffixes of the files that are read from a folder, by dataset
@@ -146,7 +145,9 @@ def survivors(files: Iterable[Path]) -> Iterator[Path]:
 
 def _read_footer(_: Any, file: Path) -> None:
     """Read all of a footer, of which pyarrow reads parts only when they are asked for."""
-    import pyarrow.parquet  # here, since a run on other files does not need it
+    import pyarrow.parquet  # here, since a run on other files needs neither
+
+    from titanlite.data.hf_tokenizer import restart_time_limit
 
     with contextlib.suppress(Exception):  # whoever reads the file meets it too
         metadata = pyarrow.parquet.ParquetFile(file).metadata
