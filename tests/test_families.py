@@ -381,7 +381,7 @@ def _mean_of_own_heads(rank: int) -> Any:
     def norm(module: nn.Module, mesh: Any, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], local_weight(module.weight), module.eps)
 
-    return mock.patch.object(norm_over_heads.NormOverHeads, "_norm", staticmethod(norm))
+    return mock.patch.object(norm_over_heads, "norm_over_heads", norm)
 
 
 def _no_gradient_of_the_mean(rank: int) -> Any:

@@ -138,8 +138,7 @@ def survivors(files: Iterable[Path]) -> Iterator[Path]:
 
     with contextlib.closing(Worker()) as worker:
         for file in files:
-            damaged = f"{file}: cannot be read: its footer is damaged: pyarrow ended its process"
-            worker.call(_read_footer, file, ended=damaged)
+            worker.call(_read_footer, file, subject=f"{file}: reading its footer")
             yield file
 
 

@@ -55,11 +55,11 @@ class Worker:
         *arguments: Any,
         where: Callable[[], str] = lambda: "",
         received: Callable[..., None] = lambda *content: None,
-        ended: str = "",
+        subject: str = "",
     ) -> Any:
         """Return what a function does there. Raises what it raises, and ConfigError if it exceeds the limits or
-        crashes: `ended`, with its status, or by default that the tokenizer's files are wrong, and `where`. `received`
-        is called with what it sends meanwhile."""
+        crashes: `subject`, by default the tokenizer's files, with the reason and `where`. `received` is called with
+        what it sends meanwhile."""
         with self._lock, contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):  # it has ended
             pickle.dump((function, arguments), self.process.stdin)
             self.process.stdin.flush()
@@ -71,15 +71,14 @@ class Worker:
                     raise content
                 received(kind, *content)
         status = self.process.wait()
-        if ended:
-            raise ConfigError([f"{ended} with status {status}"])
         if status >= 0 or status == -signal.SIGKILL:
-            problem = f"a process that tokenizes ended with status {status}"
+            problem = f"a process that reads data ended with status {status}"
             raise TrainingError(f"{problem}; perhaps the memory was too small")
         problem = f"crashes ({signal.Signals(-status).name}) or takes more than {MEMORY / 2**30:.3g} GiB of memory"
         if status == -signal.SIGPROF:
             problem = f"takes more than {SECONDS} s of processor time"
-        raise ConfigError([f"{self.path}: its tokenizer.json or chat template {problem}{where()}; correct it"])
+        subject = subject or f"{self.path}: its tokenizer.json or chat template"
+        raise ConfigError([f"{subject} {problem}{where()}; correct it"])
 
     def close(self) -> None:
         """End the process."""

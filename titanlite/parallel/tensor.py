@@ -8,12 +8,12 @@ leads into each attention and feed-forward layer and a reduce-scatter out of it,
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,45 +30,36 @@ HEADS = 2  # the dimension of heads, of queries and keys [B, T, heads, K]
 FULL = Replicate()
 
 
-class VocabularyParallel(ParallelStyle):
-    """Shards the output head's weight by vocabulary. The sequence is gathered into a DTensor, from which
-    loss.chunked_cross_entropy takes what it needs; logits, where they are the output, are gathered."""
+class RowsParallel(ParallelStyle):
+    """Shards a module's weight by rows: each rank has some of the vocabulary. `forward`, which gets the module, the
+    mesh and the module's inputs, computes its output from them."""
+
+    def __init__(self, forward: Callable[..., Tensor]):
+        self.forward = forward
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, mesh, self._shard, self._gather_sequence, self._gather_logits)
-
-    @staticmethod
-    def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         weight = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter("weight", nn.Parameter(weight))
-
-    @staticmethod
-    def _gather_sequence(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x_ND, *targets = inputs
-        return x_ND.redistribute(placements=[FULL]), *targets  # the norm before it returns a DTensor
-
-    @staticmethod
-    def _gather_logits(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        return output.redistribute(placements=[FULL]).to_local() if isinstance(output, DTensor) else output
-
-
-class VocabularyParallelEmbedding(ParallelStyle):
-    """Shards the embedding's weight by vocabulary. Each rank looks up the tokens of its own shard, and the sums over
-    ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its backward allocates the
-    gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, mesh, VocabularyParallel._shard)
-        module.forward = functools.partial(self._look_up, module, mesh)
+        module.forward = functools.partial(self.forward, module, mesh)
         return module
 
-    @staticmethod
-    def _look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
-        weight_VD = module.weight.to_local()
-        local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
-        is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
-        x_ND = F.embedding(local_N.where(is_local_N, 0), weight_VD).where(is_local_N.unsqueeze(-1), 0)
-        return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
+
+def look_up(module: nn.Module, mesh: DeviceMesh, tokens_N: Tensor) -> Tensor:
+    """Return the embeddings of this rank's shard of the sequence. Each rank looks up the tokens of its own shard of the
+    vocabulary, and the sums over ranks are scattered over the sequence. (torch's RowwiseParallel does the same, but its
+    backward allocates the gradient of the full vocabulary on each rank, in torch 2.11 to 2.15.)"""
+    weight_VD = module.weight.to_local()
+    local_N = tokens_N - mesh.get_local_rank() * len(weight_VD)  # index in this rank's shard
+    is_local_N = (local_N >= 0) & (local_N < len(weight_VD))
+    x_ND = F.embedding(local_N.where(is_local_N, 0), weight_VD).where(is_local_N.unsqueeze(-1), 0)
+    return DTensor.from_local(x_ND, mesh, [Partial()]).redistribute(placements=[SEQUENCE]).to_local()
+
+
+def project(module: nn.Module, mesh: DeviceMesh, x_ND: DTensor, targets_N: Tensor | None = None) -> Tensor:
+    """Return the output head's logits, gathered, or its loss. The sequence is gathered into a DTensor, from which
+    loss.chunked_cross_entropy takes what it needs."""
+    output = type(module).forward(module, x_ND.redistribute(placements=[FULL]), targets_N)
+    return output.redistribute(placements=[FULL]).to_local() if targets_N is None else output
 
 
 # A bias of a column-wise layer is sharded with its outputs. That of a row-wise layer exists on every rank, and torch
@@ -93,9 +84,9 @@ BLOCK_STYLES: dict[str, ParallelStyle] = {
     "feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE),
 }
 ENDS: dict[str, ParallelStyle] = {
-    "tok_embeddings":   VocabularyParallelEmbedding(),
+    "tok_embeddings":   RowsParallel(look_up),
     "norm":             SequenceParallel(sequence_dim=0),
-    "output":           VocabularyParallel(),
+    "output":           RowsParallel(project),
 }
 # fmt: on
 

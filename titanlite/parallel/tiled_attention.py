@@ -63,9 +63,8 @@ class TiledAttention(nn.Module):
         return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend, window)[0]
 
 
-_GROUPS: dict[str, dist.ProcessGroup | None] = {
-    "": None
-}  # by name: arguments of operators are tensors, numbers and strings
+# By name, since arguments of operators are tensors, numbers and strings.
+_GROUPS: dict[str, dist.ProcessGroup | None] = {"": None}
 
 
 def _register(group: dist.ProcessGroup | None) -> str:
