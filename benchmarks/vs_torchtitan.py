@@ -22,6 +22,7 @@ GPU, install the CPU build of torch first, as README.md shows:
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python [--rounds N] [--steps N] [--modes alone ...]
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python --compiled [...]
     python benchmarks/vs_torchtitan.py --torchtitan-python titan/bin/python --device cuda [--flavor F] [--sequences N]
+    python benchmarks/vs_torchtitan.py --checkout FOLDER [...]         with another checkout of titanlite instead
     the same with --dry-run: both programs check their options, and the commands are printed
 
 On one GPU there is only the mode alone: Llama 3 8B with sequences of 4096; weights, gradients and optimizer states in
@@ -47,6 +48,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from interleaved import Options, Program, compare, parser, program
@@ -110,19 +112,30 @@ def options_of(mode: str, sequences: int, steps: int, *, gpu: bool, compiled: bo
 
 
 def programs_of(
-    mode: str, flavor: str, sequences: int, steps: int, *, torchtitan_python: str, gpu: bool, compiled: bool
+    mode: str,
+    flavor: str,
+    sequences: int,
+    steps: int,
+    *,
+    torchtitan_python: str | None,
+    checkout: Path | None,
+    gpu: bool,
+    compiled: bool,
 ) -> tuple[Program, Program]:
-    """Return the commands of titanlite and torchtitan for a mode; each writes to its own folder."""
+    """Return the commands of titanlite and of torchtitan, or of another checkout of titanlite, for a mode; each writes
+    to its own folder."""
     ranks, options = MODES[mode][0], options_of(mode, sequences, steps, gpu=gpu, compiled=compiled)
     titanlite_model, torchtitan_model = FLAVORS[flavor]
     folder = f"./outputs/vs_torchtitan/{mode}"
     titanlite = titanlite_model | options | {"job.dump_folder": f"{folder}/titanlite"}
     torchtitan = torchtitan_model | options | {"job.dump_folder": f"{folder}/torchtitan"}
     torchtitan |= {"metrics.disable_color_printing": True, "job.config_file": str(TOML)}
-    return (
-        program("titanlite", ranks, [str(ROOT / "train.py"), str(TOML)], titanlite, python=sys.executable),
-        program("torchtitan", ranks, [str(LAUNCHER)], torchtitan, python=torchtitan_python),
-    )
+    ours = program("titanlite", ranks, [str(ROOT / "train.py"), str(TOML)], titanlite, python=sys.executable)
+    if checkout:
+        other = titanlite | {"job.dump_folder": f"{folder}/checkout"}
+        script = [str(checkout.resolve() / "train.py"), str(TOML)]
+        return ours, program("checkout", ranks, script, other, python=sys.executable)
+    return ours, program("torchtitan", ranks, [str(LAUNCHER)], torchtitan, python=torchtitan_python)
 
 
 def dry_run(mode: str, programs: tuple[Program, Program], *, torchtitan_python: str, gpu: bool) -> None:
@@ -146,7 +159,9 @@ def dry_run(mode: str, programs: tuple[Program, Program], *, torchtitan_python: 
 
 def main() -> None:
     options = parser(__doc__, MODES)
-    options.add_argument("--torchtitan-python", required=True, help="Python of torchtitan's environment")
+    others = options.add_mutually_exclusive_group(required=True)
+    others.add_argument("--torchtitan-python", help="Python of torchtitan's environment")
+    others.add_argument("--checkout", type=Path, help="another checkout of titanlite, to compare with instead")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--flavor", choices=FLAVORS, help="default: debug on a CPU, llama3_8b on a GPU")
     options.add_argument("--sequences", type=int, help="global batch size; default: 8 on a CPU, 4 on a GPU")
@@ -169,17 +184,21 @@ def main() -> None:
             sequences,
             arguments.steps + 1,  # one more than is measured: the program ends after its last step
             torchtitan_python=arguments.torchtitan_python,
+            checkout=arguments.checkout,
             gpu=gpu,
             compiled=arguments.compiled,
         )
         for mode in modes
     }
     if arguments.dry_run:
+        if arguments.checkout:
+            options.error("--dry-run: checks torchtitan's options, and a checkout has none")
         for mode, programs in pairs.items():
             dry_run(mode, programs, torchtitan_python=arguments.torchtitan_python, gpu=gpu)
         return
     print(f"{describe_machine(gpu)}, Python {platform.python_version()}; {arguments.rounds} launches of each program")
-    print(f"titanlite with torch {torch.__version__}, torchtitan {describe_torchtitan(arguments.torchtitan_python)}")
+    other = describe_torchtitan(arguments.torchtitan_python) if arguments.torchtitan_python else arguments.checkout
+    print(f"titanlite with torch {torch.__version__}, compared with {other}")
     tokens = sequences * (GPU_SEQ_LEN if gpu else CPU_SEQ_LEN)
     for mode, programs in pairs.items():
         compare(mode, programs, rounds=arguments.rounds, steps=arguments.steps, tokens=tokens, gpu=gpu)
@@ -193,7 +212,7 @@ def describe_machine(gpu: bool) -> str:
 
 def describe_torchtitan(python: str) -> str:
     """Return the versions of torchtitan and of its torch, as its own Python reports them."""
-    code = "from importlib.metadata import version as v; print(v('torchtitan'), 'with torch', v('torch'))"
+    code = "from importlib.metadata import version as v; print('torchtitan', v('torchtitan'), 'with torch', v('torch'))"
     return subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
