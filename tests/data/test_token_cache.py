@@ -24,6 +24,7 @@ from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import cache_builder, shard_builder, shard_files, token_cache, token_shards
+from titanlite.data.documents import open_dataset
 from titanlite.data.open import open_cache
 from titanlite.data.shard_builder import is_validation_document
 from titanlite.data.source import Source
@@ -605,3 +606,20 @@ def test_a_new_token_cache_is_writable_by_this_user_only_whatever_the_umask(data
     modes = {path.name: path.stat().st_mode & 0o777 for path in (*folder.parents[:2], folder, *folder.iterdir())}
     assert [modes.pop(name) for name in ("new", "cache", folder.name)] == [0o755] * 3
     assert set(modes.values()) == {0o644}, modes
+
+
+def test_a_write_that_fails_leaves_no_thread_to_the_garbage_collector(dataset, tmp_path, monkeypatch):
+    """It may close what an error leaves behind in a thread that is just starting, where waiting for another to end
+    waits for ever (seen once, on Python 3.11)."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_files._Blocks, "write", fail)
+    options = shard_builder.CacheOptions(dataset.training, dataset.path_option, "", 0.0, None)
+    segments = list(open_dataset(dataset)[0])
+    before = threading.active_count()
+    with pytest.raises(OSError, match="No space left") as error:
+        shard_builder.build_shard(tmp_path / "shard", "uint16", 0, segments, options, lambda *counts: None, BYTES)
+    assert threading.active_count() == before
+    assert error.traceback, "which has held the frames until now"

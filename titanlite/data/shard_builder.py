@@ -66,15 +66,14 @@ def build_shard(
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
-        with ThreadPoolExecutor(2) as pool:
-            running: list[Any] = []
-            for texts, n_bytes in _batches(source, segments, document_of, at):
-                running.append((texts, pool.submit(encode, texts), n_bytes))
-                if len(running) > 2:
-                    texts, future, n_bytes = running.pop(0)
-                    yield texts, future.result(), n_bytes
-            for texts, future, n_bytes in running:
+        running: list[Any] = []
+        for texts, n_bytes in _batches(source, segments, document_of, at):
+            running.append((texts, pool.submit(encode, texts), n_bytes))
+            if len(running) > 2:
+                texts, future, n_bytes = running.pop(0)
                 yield texts, future.result(), n_bytes
+        for texts, future, n_bytes in running:
+            yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document = 0
@@ -86,7 +85,10 @@ def build_shard(
                 document += 1
             report(n_bytes, sum(map(len, tokens)))
 
-    return write_shard(path, dtype, documents())
+    # Not in a generator: the garbage collector may close one in any thread, and one that is just starting would wait for
+    # itself (Python 3.11).
+    with ThreadPoolExecutor(2) as pool:
+        return write_shard(path, dtype, documents())
 
 
 def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
