@@ -285,14 +285,13 @@ PARALLEL = [
     Mutant("build.py", "replica groups read the same sequences",
            '        share["data_rank"] += groups.replica_id * share["data_parallel_degree"]\n', "", REPLICAS),
     Mutant("build.py", "float8 scales are not computed ahead",
-           "        precompute_scales(stages, optimizer)\n", "        pass\n", LAYOUT + " -k all-gather",
-           "the scales are then computed when a weight is gathered, with the same result"),
+           "        precompute_scales(stages, optimizer)\n", "        pass\n", STEP_COSTS + " -k ahead"),
     Mutant("build.py", "the quantized states of the embedding are quantized too",
            "embedding = [] if model.tok_embeddings is None else [model.tok_embeddings.weight]", "embedding = []",
-           f"{TRAIN} {STEP_COSTS} -k 'low_bit or quantized'"),
+           f"{STEP_COSTS} -k quantized"),
     Mutant("validation.py", "a run is not validated after its last step",
            "(is_last or step % self.validation.freq == 0)", "step % self.validation.freq == 0",
-           TRAIN + " -k validation"),
+           TRAIN + " -k 'validation or files_of_a_run'"),
 ]  # fmt: skip
 
 DATA = [

@@ -18,6 +18,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
+from torch.distributed.tensor.debug import CommDebugMode
 
 from titanlite import build, config
 from titanlite.build import optimizer_for
@@ -210,6 +211,19 @@ def test_quantized_states_move_weights_alike_in_both_directions(name, size):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
+def test_states_of_the_embedding_are_not_quantized(name):
+    model = small_model()
+    model.tok_embeddings = nn.Embedding(64, 64)
+    model.tok_embeddings.weight.grad = torch.ones(64, 64)
+    optimizer = optimizer_for(model, OPTIMIZERS[name])
+    optimizer.step()
+    of_embedding, of_layer = (optimizer.state[weight] for weight in (model.tok_embeddings.weight, model.layers[0]))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert (type(of_embedding[key]), of_embedding[key].dtype) == (Tensor, torch.float32)
+        assert type(of_layer[key]) is not Tensor
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_what_is_quantized_is_quantized_to_itself(name):
     """So a run that resumes under the same layout continues bit for bit."""
     model = small_model()
@@ -321,6 +335,31 @@ def test_the_low_bit_step_is_compiled_once():
 
 
 # Asynchronous tensor parallel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_float8_scales_computed_ahead_need_one_all_reduce(ahead):
+    """Otherwise the scale of each weight is reduced whenever FSDP gathers it."""
+    float8 = ["enable", "emulate", "enable_fsdp_float8_all_gather"]
+    options = [f"--float8.{name}" for name in float8 + ["precompute_float8_dynamic_scale_for_fsdp"] * ahead]
+    options += ["--float8.recipe=tensorwise", "--parallelism.data_parallel_shard_degree=2", "--training.seq_len=32"]
+    arguments = [DEBUG, "--model.n_layers=2", "--model.vocab_size=512", *options]
+    job = config.check(config.load(arguments), config.Launch(0, 0, 2, 2, n_devices=0))
+    with fake_world(0, 2):
+        layout = mesh.build_layout(job.parallelism, CPU)
+        model, stages = build.build_model(job, layout, CPU)
+        optimizer = build.build_optimizer(job, model, stages.values(), layout)
+        step = build.build_train_step(job, layout, model, stages, CPU)
+        counts = []
+        for _ in range(2):
+            tokens = torch.zeros(1, 32, dtype=torch.int64)
+            with CommDebugMode() as communication:
+                step.forward_backward([Batch(tokens, tokens, tokens)])
+                optimizer.step()
+            counts.append(communication.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
+    mesh.forget_layouts()
+    n_weights, n_gathers = 2 * 7, 2  # for the forward and for the backward
+    assert counts[1] == (1 if ahead else n_weights * n_gathers)
 
 
 def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
