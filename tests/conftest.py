@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 from tests.data_helpers import Assets, built_in_texts
 from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])  # how a mutant fails is not shrunk
 NIGHTLY = Path(__file__).parent / "nightly.txt"
 MAX_CALLS_PER_POOL, MAX_CALLS_OF_AN_IDLE_POOL = 30, 10
 

@@ -34,7 +34,7 @@ RESULTS, TABLE = Path(__file__).parent / "results.json", Path(__file__).parent /
 COPIED = ("titanlite", "tests", "configs", "benchmarks", "docs", "train.py", "run_train.sh", "pyproject.toml")
 LOOK_AT_TEXT = ("architecture", "benchmarks", "docs", "language", "mutants", "support_page", "tutorials", "wheel")
 """Tests that do not run the code, or run all of it once more."""
-OPTIONS = ("-x", "-q", "--no-header", "--timeout=120", "-p", "no:cacheprovider")
+OPTIONS = ("-x", "-q", "--no-header", "--timeout=120", "-p", "no:cacheprovider", "--hypothesis-profile=mutants")
 
 
 def mutated(mutant: Mutant, source: str) -> str:

@@ -85,8 +85,8 @@ def build_shard(
                 document += 1
             report(n_bytes, sum(map(len, tokens)))
 
-    # Not in a generator: the garbage collector may close one in any thread, and one that is just starting would wait for
-    # itself (Python 3.11).
+    # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
+    # wait for itself (Python 3.11).
     with ThreadPoolExecutor(2) as pool:
         return write_shard(path, dtype, documents())
 
