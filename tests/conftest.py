@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, settings
 
 from tests.data_helpers import Assets, built_in_texts
+from titanlite.launch.process import forkserver
 from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])  # how a mutant fails is not shrunk
@@ -92,6 +93,7 @@ class RankPools:
         if pool and not pool.broken and pool.calls >= MAX_CALLS_PER_POOL:
             pool.close()
         if not pool or pool.broken:
+            forkserver("tests.preloaded")
             self.pools[world_size] = ProcessPool(world_size, timeout_seconds=60 if world_size <= 4 else 900)
         return self.pools[world_size]
 

@@ -33,7 +33,9 @@ MODEL, FAMILIES, TRAIN = "tests/test_model.py", "tests/test_families.py", "tests
 OUTLIERS = f"{TECHNIQUES}/test_outlier_steps.py"
 LOADER, PACKING = "tests/data/test_loader.py", "tests/data/test_packing.py"
 CONTEXT, DOCUMENTS = f"{PARALLEL_TESTS}/test_context.py", f"{LAYOUT} -k document"
-CHECKPOINT, SAVES = "tests/checkpoint/test_checkpoint.py", "tests/checkpoint/test_faults_of_saves.py"
+CHECKPOINT, SAVES, RESTORED = (
+    f"tests/checkpoint/test_{name}.py" for name in ("checkpoint", "faults_of_saves", "checkpointer")
+)
 RESUME = f"{TRAIN} -k 'resume or killed or wrapped or weights'"
 MOE, MUON = f"{TECHNIQUES}/moe/test_moe.py", f"{TECHNIQUES}/test_muon.py"
 STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
@@ -309,7 +311,7 @@ DATA = [
     Mutant("data/loader.py", "the last sequences of the validation split are left out",
            "return -(-min(sequences.n_sequences, cap) //", "return (min(sequences.n_sequences, cap) //", LOADER),
     Mutant("data/loader.py", "positions do not begin anew with a document",
-           "positions = document_positions if document_mask else np", "positions = np", DOCUMENTS),
+           "positions = document_positions if document_mask else np", "positions = np", LOADER),
     Mutant("data/packing.py", "the end of a document predicts the next one",
            "    targets[ends] = IGNORED\n", "", PACKING),
     Mutant("data/packing.py", "the second sequence begins one token late",
@@ -354,7 +356,7 @@ DATA = [
 CHECKPOINTS = [
     Mutant("checkpoint/checkpointer.py", "an asynchronous save writes weights that the training changes",
            "copies[name] = copy.copy_(tensor, non_blocking=True), offset, shape",
-           "copies[name] = tensor, offset, shape", f"{TRAIN} -k 'resumed or wrapped' {SAVES}"),
+           "copies[name] = tensor, offset, shape", RESTORED),
     Mutant("checkpoint/checkpointer.py", "the step that was just taken confirms its own checkpoint",
            "if each < min(self._finite_step, self.agreed_step)", "if each <= min(self._finite_step, self.agreed_step)",
            SAVES),
@@ -362,24 +364,24 @@ CHECKPOINTS = [
            "!= value and key not in self.may_differ", "!= value and key in self.may_differ", TRAIN + " -k rejects"),
     Mutant("checkpoint/checkpointer.py", "the outer state of replica groups is not saved",
            "slices_to_save(model_tensors(model) | states | self.further)",
-           "slices_to_save(model_tensors(model) | states)", DILOCO),
+           "slices_to_save(model_tensors(model) | states)", RESTORED),
     Mutant("checkpoint/checkpointer.py", "squares are quantized as signed numbers when they are loaded",
-           'is_square=name.endswith(".exp_avg_sq")', "is_square=False", LAYOUT + " -k low_bit"),
+           'is_square=name.endswith(".exp_avg_sq")', "is_square=False", RESTORED),
     Mutant("checkpoint/checkpointer.py", "random states are not restored",
-           "(torch.cuda if name.startswith(\"random.cuda.\") else torch).set_rng_state(value)", "pass", RESUME),
+           "(torch.cuda if name.startswith(\"random.cuda.\") else torch).set_rng_state(value)", "pass", RESTORED),
     Mutant("checkpoint/checkpointer.py", "the weights of the last step are not tested",
            "        if math.isfinite(loss):\n", "        if loss is not None:\n", SAVES),
     Mutant("checkpoint/tensors.py", "each replica saves its shard",
            "saves = _replica(tensor) == index % n_replicas(tensor) if is_sharded else",
            "saves = True if is_sharded else", TRAIN + " -k shards_and_replicas"),
     Mutant("checkpoint/tensors.py", "the biases that balance experts are not saved",
-           'for key in ("balance_bias", "load")', 'for key in ("load",)', f"{MOE} tests/hf/test_hf_load.py"),
+           'for key in ("balance_bias", "load")', 'for key in ("load",)', RESTORED),
     Mutant("files/safetensors.py", "no byte of a tensor is verified",
            "        if checksum(block) != expected:\n", "        if False:\n", CHECKPOINT),
     Mutant("files/safetensors.py", "a file that ends early is not noticed",
            "        if not n:\n            raise DamagedError",
            "        if not n:\n            return\n            raise DamagedError",
-           f"{CHECKPOINT} tests/data/test_token_cache.py"),
+           "tests/files"),
     Mutant("checkpoint/files.py", "the header is not verified",
            "if checksum(header) != entry.xxh3_64:", "if False:", CHECKPOINT),
     Mutant("checkpoint/files.py", "rows are read from one row too far",
@@ -387,12 +389,12 @@ CHECKPOINTS = [
            "min(part.offset[0] - stored.offset[0] + 1, stored.size[0] - 1)) if stored.size else (1, 0)", CHECKPOINT),
     Mutant("checkpoint/folder.py", "what a killed run has not finished is taken for a checkpoint",
            'paths = checkpoints(self.path, "", UNCONFIRMED)\n        return',
-           'paths = checkpoints(self.path, "", UNCONFIRMED, TEMPORARY)\n        return', f"{RESUME} {SAVES}"),
+           'paths = checkpoints(self.path, "", UNCONFIRMED, TEMPORARY)\n        return', RESTORED),
     Mutant("checkpoint/run.py", "a checkpoint that was asked for is not saved",
            "% self.checkpoint.interval == 0 or is_last or asked:", "% self.checkpoint.interval == 0 or is_last:",
-           f"{TRAIN} -k asked tests/launch/test_launcher.py tests/launch/test_slurm.py"),
+           RESTORED),
     Mutant("checkpoint/run.py", "the state of the groups is not saved",
-           "**self.groups.state()}", "}", f"{DILOCO} {REPLICAS}"),
+           "**self.groups.state()}", "}", RESTORED),
 ]  # fmt: skip
 
 TECHNIQUES = [
@@ -441,7 +443,7 @@ TECHNIQUES = [
            'mul_(1 - own["lr"] * own["weight_decay"] * takes)', "mul_(1.0)", MUON),
     Mutant("techniques/low_bit_adam.py", "exp_avg_sq has no bias correction",
            "(new_second / (1 - beta2**step)).sqrt()", "new_second.sqrt()",
-           LAYOUT + " -k 'states and low_precision'"),
+           STEP_COSTS),
     Mutant("techniques/low_bit_adam.py", "a small exp_avg_sq becomes 0",
            "        relative = relative.clamp(min=smallest)\n", "        pass\n", STEP_COSTS),
     Mutant("techniques/low_bit_adam.py", "the scale of a block has no sign",

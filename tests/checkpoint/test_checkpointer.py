@@ -1,0 +1,120 @@
+"""What a checkpoint of one rank has of a model, its optimizer and a run, and that all of it comes back."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.build import optimizer_for
+from titanlite.build_llama import build_llama
+from titanlite.checkpoint import checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.reader import CheckpointReader
+from titanlite.checkpoint.run import RunCheckpoints, RunState
+from titanlite.checkpoint.tensors import dequantized, model_tensors, optimizer_tensors
+from titanlite.config.schema import Checkpoint, Comm, Model, Optimizer
+from titanlite.launch.process import Signals
+
+WEIGHT, STATE = "model.layer.weight", {"data": {"next_sequence": 0}, "skipped": 0}
+
+
+def parts(state_dtype: str = "auto") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of one matrix, and its optimizer after a step."""
+    model = nn.Module()
+    model.tok_embeddings, model.layer = None, nn.Linear(64, 64, bias=False)
+    optimizer = optimizer_for(model, Optimizer(state_dtype=state_dtype))
+    model.layer.weight.grad = torch.randn(64, 64)
+    optimizer.step()
+    return model, optimizer
+
+
+def open_checkpointer(folder: Path, **options: Any) -> Checkpointer:
+    further = options.pop("further", None)
+    return Checkpointer(folder, Checkpoint(enable=True, **options), {"seed": 1}, Comm(), further=further)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer, further: Tensor) -> dict[str, Tensor]:
+    states = {name: dequantized(state).clone() for name, state in optimizer_tensors(model, optimizer).items()}
+    weights = {name: tensor.clone() for name, tensor in model_tensors(model).items()}
+    return weights | states | {"further": further.clone(), "random": torch.get_rng_state()}
+
+
+def save_and_resume(folder: str, state_dtype: str) -> list[str]:
+    """Return the names of what differs after a resume from what was saved."""
+    torch.manual_seed(0)
+    (model, optimizer), further = parts(state_dtype), torch.randn(8)
+    saving = open_checkpointer(Path(folder), further={"outer.momentum": further})
+    saved = everything(model, optimizer, further)
+    saving.save(3, model, optimizer, STATE)
+    saving.close()
+    (model, optimizer), further = parts(state_dtype), torch.zeros(8)
+    resuming = open_checkpointer(Path(folder), further={"outer.momentum": further})
+    other = everything(model, optimizer, further)
+    assert [name for name in saved if torch.equal(saved[name], other[name]) and not name.endswith(".step")] == []
+    assert resuming.resume(model, optimizer)["step"] == 3
+    resumed = everything(model, optimizer, further)
+    resuming.close()
+    return [name for name in saved if not torch.equal(saved[name], resumed[name])]
+
+
+def test_a_resume_restores_everything_bit_for_bit(ranks, tmp_path):
+    for state_dtype in ("auto", "int8", "int4", "float8"):
+        assert ranks(1).run(save_and_resume, folder=str(tmp_path / state_dtype), state_dtype=state_dtype) == [[]]
+
+
+def save_while_the_weights_change(folder: str) -> bool:
+    """Return whether an asynchronous save has the weights of when it began."""
+    model, optimizer = parts()
+    saved, changed, write_file = model.layer.weight.detach().clone(), threading.Event(), checkpointer.write_file
+
+    def write_later(*arguments: Any) -> Any:
+        assert changed.wait(30)
+        return write_file(*arguments)
+
+    saving = open_checkpointer(Path(folder), async_mode="async")
+    with mock.patch.object(checkpointer, "write_file", write_later):
+        saving.save(1, model, optimizer, STATE)
+        with torch.no_grad():
+            model.layer.weight.add_(1)
+        changed.set()
+        saving.close()
+    (step,) = (Path(folder) / "checkpoint").iterdir()
+    return torch.equal(CheckpointReader(step).read(WEIGHT), saved)
+
+
+def test_an_asynchronous_save_has_the_weights_of_its_step(ranks, tmp_path):
+    assert ranks(1).run(save_while_the_weights_change, folder=str(tmp_path)) == [True]
+
+
+def test_the_state_of_a_run_has_that_of_each_part():
+    loader, guard, groups = (SimpleNamespace(state=lambda name=name: {name: 1}) for name in ("loader", "guard", "ft"))
+    assert RunState(loader, guard, groups).save() == {"guard": 1, "data": {"loader": 1}, "ft": 1}
+
+
+def test_a_step_is_saved_when_it_is_due_or_asked_for():
+    due = mock.Mock(spec=Checkpointer)
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        run = RunCheckpoints(due, Checkpoint(enable=True, interval=4), nn.Module(), mock.Mock(), 10, Signals())
+        state = mock.Mock(spec=RunState)
+        for step in range(1, 11):
+            run.after_step(step, state, asked=step == 6, is_last=step == 10)
+    assert [call.args[0] for call in due.save.call_args_list] == [4, 6, 8, 10]
+
+
+def test_routers_are_saved_with_what_balances_their_experts():
+    moe = {"n_experts": 4, "n_experts_per_token": 2, "balance_bias": True}
+    section = Model.model_validate({"flavor": "debug", "n_layers": 1, "moe": moe})
+    names = set(model_tensors(build_llama(section, max_seq_len=8)))
+    assert {"model.layers.0.feed_forward.router.balance_bias", "model.layers.0.feed_forward.router.load"} <= names
+
+
+def test_what_a_killed_run_has_not_finished_is_no_checkpoint(tmp_path):
+    for name in ("step-2", "step-3.unconfirmed", "step-4.tmp", "step-1.diverged"):
+        (tmp_path / name).mkdir()
+    assert CheckpointFolder(tmp_path, keep_latest_k=0).to_resume() == ["step-2", "step-3.unconfirmed"]
