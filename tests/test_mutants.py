@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NIGHTLY, is_nightly, patterns
 from tests.mutants.__main__ import TABLE, known, mutated, table
 from tests.mutants.table import MUTANTS, Mutant
 
@@ -37,3 +38,9 @@ def test_every_mutant_that_was_run_is_noticed_or_explained():
     results, by_name = known(), {mutant.what: mutant for mutant in MUTANTS}
     assert results.keys() <= by_name.keys()
     assert [name for name, each in results.items() if not (each["noticed by"] or by_name[name].survives)] == []
+
+
+def test_what_notices_a_mutant_runs_every_time():
+    lines = patterns(NIGHTLY.read_text())
+    assert [name for name in (each["noticed by"] for each in known().values()) if is_nightly(name, lines)] == []
+    assert is_nightly("tests/test_chaos.py::test_many_faults", lines)

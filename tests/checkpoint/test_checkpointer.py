@@ -64,7 +64,7 @@ def save_and_resume(folder: str, state_dtype: str) -> list[str]:
 
 
 def test_a_resume_restores_everything_bit_for_bit(ranks, tmp_path):
-    for state_dtype in ("auto", "int8", "int4", "float8"):
+    for state_dtype in ("auto", "int8"):
         assert ranks(1).run(save_and_resume, folder=str(tmp_path / state_dtype), state_dtype=state_dtype) == [[]]
 
 

@@ -225,7 +225,8 @@ class Groups:
 
 
 @needs_torchft
-def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(tmp_path, lighthouse):
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(tmp_path, lighthouse, deaths):
     """Both groups die once, one of them twice, in the middle of a step and between two, fully and in part, and
     return. In float64 weights agree to 1e-11 after every step, and are bit for bit the same in both groups. A sum that
     were an average would have half the norm and half the number of tokens."""
@@ -235,32 +236,33 @@ def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(t
     try:
         groups.start(0, 1)
         groups.both()
-        groups.both()
-        groups.step(dying=1, ranks=(0, 1))
-        groups.step()
-        groups.start(1)
-        groups.both()
         groups.step(dying=1, ranks=(1,))  # one connection of two is lost: the other rank's sums must not count
         groups.start(1)
         groups.both()
-        groups.both()
-        groups.kill(0)
-        groups.step()
-        groups.start(0)
-        groups.both()
-        groups.both()
+        if deaths == 3:
+            groups.both()
+            groups.step(dying=1, ranks=(0, 1))
+            groups.step()
+            groups.start(1)
+            groups.both()
+            groups.both()
+            groups.kill(0)
+            groups.step()
+            groups.start(0)
+            groups.both()
+            groups.both()
     finally:
         groups.close()
     first, second = groups.records
     history = [(first.get(step) or second[step]) for step in range(1, max(first | second) + 1)]
     print([(record["step"], record["living"], record["attempts"]) for record in history])
     lived = [record["living"] for record in history]
-    assert {tuple(living) for living in lived} == {(0,), (1,), (0, 1)}
-    assert sum(record["attempts"] > 1 for record in history) >= 2
+    assert {tuple(living) for living in lived} == ({(0,), (1,), (0, 1)} if deaths == 3 else {(0,), (0, 1)})
+    assert sum(record["attempts"] > 1 for record in history) >= (2 if deaths == 3 else 1)
     for record, expected in zip(history, one_process(configs[0], lived), strict=True):
         assert_equal(record, expected)
     common = first.keys() & second.keys()
-    assert len(common) >= 6
+    assert len(common) >= 2 * deaths
     for step in common:
         assert_equal(first[step], {name: value for name, value in second[step].items() if "weight" in name}, 0.0)
 
