@@ -68,6 +68,28 @@ def test_a_resume_restores_everything_bit_for_bit(ranks, tmp_path):
         assert ranks(1).run(save_and_resume, folder=str(tmp_path / state_dtype), state_dtype=state_dtype) == [[]]
 
 
+def smallest_square_after_a_change_of_type(folder: str) -> float:
+    """Save states in float32 and resume with 8-bit ones; return the smallest exp_avg_sq."""
+    model, optimizer = parts()
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            optimizer.state[weight]["exp_avg_sq"].fill_(1).view(-1)[::2] = 1e-8  # too small for the blocks' 8 bits
+    saving = open_checkpointer(Path(folder))
+    saving.save(3, model, optimizer, STATE)
+    saving.close()
+    model, optimizer = parts("int8")
+    resuming = open_checkpointer(Path(folder))
+    resuming.resume(model, optimizer)
+    resuming.close()
+    states = optimizer_tensors(model, optimizer)
+    return min(dequantized(state).min().item() for name, state in states.items() if name.endswith("exp_avg_sq"))
+
+
+def test_no_square_is_rounded_to_zero_when_it_is_loaded(ranks, tmp_path):
+    """With an exp_avg_sq of 0, the next step would be exp_avg / eps."""
+    assert ranks(1).run(smallest_square_after_a_change_of_type, folder=str(tmp_path))[0] > 0
+
+
 def save_while_the_weights_change(folder: str) -> bool:
     """Return whether an asynchronous save has the weights of when it began."""
     model, optimizer = parts()
