@@ -34,8 +34,7 @@ def parts(state_dtype: str = "auto") -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def open_checkpointer(folder: Path, **options: Any) -> Checkpointer:
-    further = options.pop("further", None)
+def open_checkpointer(folder: Path, further: dict[str, Tensor] | None = None, **options: Any) -> Checkpointer:
     return Checkpointer(folder, Checkpoint(enable=True, **options), {"seed": 1}, Comm(), further=further)
 
 

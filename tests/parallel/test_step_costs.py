@@ -334,9 +334,6 @@ def test_the_low_bit_step_is_compiled_once():
     assert not [arg for call in update.call_args_list for arg in call.args if "DTensor" in type(arg).__name__]
 
 
-# Asynchronous tensor parallel ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_float8_scales_computed_ahead_need_one_all_reduce(ahead):
     """Otherwise the scale of each weight is reduced whenever FSDP gathers it."""
@@ -360,6 +357,9 @@ def test_float8_scales_computed_ahead_need_one_all_reduce(ahead):
     mesh.forget_layouts()
     n_weights, n_gathers = 2 * 7, 2  # for the forward and for the backward
     assert counts[1] == (1 if ahead else n_weights * n_gathers)
+
+
+# Asynchronous tensor parallel ----------------------------------------------------------------------------------------
 
 
 def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:

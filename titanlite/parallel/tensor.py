@@ -31,8 +31,8 @@ FULL = Replicate()
 
 
 class RowsParallel(ParallelStyle):
-    """Shards a module's weight by rows: each rank has some of the vocabulary. `forward`, which gets the module, the
-    mesh and the module's inputs, computes its output from them."""
+    """Shards a module's weight over its first dimension: the vocabulary, or the channels of a norm. `forward`, which
+    gets the module, the mesh and the module's inputs, computes the output."""
 
     def __init__(self, forward: Callable[..., Tensor]):
         self.forward = forward
