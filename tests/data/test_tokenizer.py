@@ -81,8 +81,9 @@ def test_unusable_tokenizers_are_rejected(assets):
     missing, content = assets.folder / "nowhere", assets.file.read_text()
     assert str(missing) in rejection(lambda: build_tokenizer(str(missing)))
     for key in ("bos_token", "eos_token"):
-        line = rejection(lambda key=key: assets.open(**{key: "<nope>"}))
-        assert f'{assets.settings} names {key} "<nope>", which the vocabulary lacks' in line
+        for token, shown in {"<nope>": "<nope>", "\ud800": r"\ud800"}.items():
+            line = rejection(lambda key=key, token=token: assets.open(**{key: token}))
+            assert f'{assets.settings} names {key} "{shown}", which the vocabulary lacks' in line
     for settings in ("{", "[1]"):
         assets.settings.write_text(settings)
         assert str(assets.file) in rejection(lambda: build_tokenizer(str(assets.folder)))

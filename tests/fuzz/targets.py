@@ -34,6 +34,7 @@ from titanlite.config.schema import Model
 from titanlite.data import cache_builder, token_shards
 from titanlite.data.documents import open_dataset, read_documents
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
+from titanlite.data.open import open_cache
 from titanlite.files.durable import checksum
 from titanlite.hf.load import INDEX, SINGLE, load_hf_weights
 from titanlite.hf.names import from_hf, hf_name, named_weights
@@ -226,18 +227,18 @@ def token_cache(folder: Path) -> Any:
     fast = functools.partial(folder_lock.FolderLock, beat_seconds=0.001)
 
     @mock.patch.object(cache_builder, "FolderLock", fast)
-    def open_cache() -> tuple[token_shards.TokenCache, list[Any]]:
+    def build_and_read() -> tuple[token_shards.TokenCache, list[Any]]:
         cache = open_cache(dataset, BYTES, 0.25, cache_folder=str(folder / "cache"), builds_cache=True)
         return cache, [cache.tokens(split)[:].tolist() for split in ("train", "validation")]
 
-    cache, expected = open_cache()
+    cache, expected = build_and_read()
     files = {file.name: file.read_bytes() for file in cache.folder.iterdir()}
     index = json.loads(files[token_shards.INDEX])
     del index["xxh3_64"]
 
     def check(data: tuple[str, bytes, bool]) -> None:
         write_files(cache.folder, {**files, data[0]: data[1]})
-        opened, tokens = open_cache()
+        opened, tokens = build_and_read()
         counts = [(shard.train_tokens, shard.validation_tokens) for shard in opened.index.shards]
         assert [len(split) for split in tokens] == [sum(each) for each in zip(*counts, strict=True)]
         assert data[2] or tokens == expected

@@ -92,7 +92,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if token is None:
             token_ids = (self.tokenizer.token_to_id(token) for token in known)
             return next((token_id for token_id in token_ids if token_id is not None), None)
-        token_id = self.tokenizer.token_to_id(str(token))
+        token_id = self.tokenizer.get_vocab(with_added_tokens=True).get(str(token))  # token_to_id takes no surrogates
         if token_id is None:
             raise ConfigError([f"model.hf_assets_path: {file} names {name} {show(token)}, which the vocabulary lacks"])
         return token_id
