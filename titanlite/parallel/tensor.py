@@ -108,7 +108,3 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             del modules["attention.q_norm"], modules["attention.k_norm"]
         parallelize_module(block, mesh, {name: style for name, style in BLOCK_STYLES.items() if name in modules})
     model.tie()
-    if model.tok_embeddings is not None:
-        # Its output is an AsyncCollectiveTensor, whose reduce-scatter is in flight: a compiled block computes wrong
-        # gradients from it (torch 2.13), but not from a copy.
-        model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
