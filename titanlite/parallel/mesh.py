@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Parallelism
 
@@ -46,26 +46,31 @@ def build_layout(parallelism: Parallelism, device: torch.device) -> Layout:
 @functools.cache  # a process group keeps its threads and connections until the process ends
 def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: int) -> Layout:
     pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
-    shape, world_size = (pp, dp_replicate, dp_shard * ring * ulysses, tp), math.prod(degrees)
-    # Groups of some ranks need no gloo on CUDA. An axis of all ranks uses the default group, unless it is named here.
-    backend = "nccl" if device_type == "cuda" else None
-    backends = {axis: backend for axis, degree in zip(AXES, shape, strict=True) if backend and degree < world_size}
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)
-    expert_mesh = None
+    # Groups of some ranks need no gloo on CUDA. Only their members make them, or all ranks would wait for each of them.
+    options = {"backend": "nccl" if device_type == "cuda" else None, "use_local_synchronization": True}
+    alone = dist.new_group([dist.get_rank()], **options)
+
+    def group_along(axis: int, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
+        """Return the group of the ranks along an axis; of all ranks it is the default one, unless it needs its own."""
+        rows = ranks.movedim(axis, -1).flatten(0, -2)
+        (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
+        if len(members) == ranks.numel() and not own:
+            return dist.group.WORLD
+        return dist.new_group(members, **options) if len(members) > 1 else alone
+
+    all_ranks = torch.arange(math.prod(degrees)).reshape(degrees)
+    ranks = all_ranks.reshape(pp, dp_replicate, -1, tp)
+    groups = [group_along(axis, ranks) for axis in range(len(AXES))]
+    mesh, expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES), None
     if ep > 1:
-        shape = pp, dp_replicate, dp_shard * ring * ulysses * tp // ep, ep
+        ranks = all_ranks.reshape(pp, dp_replicate, -1, ep)
         # The group of ep is never the default one, or its collectives would wait for those of FSDP that are in flight.
-        backends = {axis: backend for axis in EXPERT_AXES if backend} or {"ep": dist.get_backend()}
-        expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES, backend_override=backends)
-    ranks = torch.arange(world_size).reshape(degrees)
-
-    def group_along(axis: int) -> dist.ProcessGroup | None:
-        members = ranks.movedim(axis, -1).reshape(-1, degrees[axis]).tolist()
-        return dist.new_subgroups_by_enumeration(members, backend=backend)[0] if degrees[axis] > 1 else None
-
+        groups[2:] = group_along(2, ranks), group_along(3, ranks, own=True)
+        expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=EXPERT_AXES)
+    of_ring, of_ulysses = (group_along(axis, all_ranks, own=True) if degrees[axis] > 1 else None for axis in (3, 4))
     shard_rank, context_rank = divmod(mesh.get_local_rank("fsdp"), ring * ulysses)
     data_rank = mesh.get_local_rank("dp_replicate") * dp_shard + shard_rank
-    return Layout(mesh, expert_mesh, group_along(3), group_along(4), data_rank, context_rank)
+    return Layout(mesh, expert_mesh, of_ring, of_ulysses, data_rank, context_rank)
 
 
 def forget_layouts() -> None:

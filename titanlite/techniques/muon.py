@@ -314,13 +314,12 @@ def _slices(weight: Tensor, rank: int, n_ranks: int) -> list[Slice]:
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks that have the pipeline stages of this one, of a layout's mesh. Every rank must call
+    """Return the group of all ranks that have the pipeline stages of this one, of a layout's mesh. They must all call
     it. A pipeline gets a new group each time."""
-    stages = mesh.mesh.flatten(1).tolist()
-    if len(stages) == 1:
+    if mesh["pp"].size() == 1:
         return dist.group.WORLD
-    backend = "nccl" if mesh.device_type == "cuda" else None
-    return dist.new_subgroups_by_enumeration(stages, backend=backend)[0]
+    ranks, backend = mesh.mesh[mesh.get_local_rank("pp")], "nccl" if mesh.device_type == "cuda" else None
+    return dist.new_group(ranks.flatten().tolist(), backend=backend, use_local_synchronization=True)
 
 
 def build_muon(
