@@ -84,9 +84,9 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
     `rope_TK2` is cos and sin, [T, K/2, 2], or [B, T, K/2, 2] where positions differ between sequences."""
     pairs = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cos_sin = rope_TK2.unsqueeze(-3)
-    if torch.compiler.is_compiling():  # inductor has no kernels for complex numbers, and fuses these into one
-        (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
-        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    if torch.compiler.is_compiling():  # inductor has no kernels for complex numbers, and fuses this into one
+        (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
+        rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
     else:  # one pass instead of seven
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)

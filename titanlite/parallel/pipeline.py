@@ -107,35 +107,28 @@ class PipelineRunner:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the token losses as `forward_backward` does, without gradients, under any schedule."""
+        """Return the sum of the token losses as `forward_backward` does, without gradients, under any schedule. At tick
+        t, stage s computes microbatch t - s. What a rank then sends and receives is one batch of messages, so that none
+        waits for another, and NCCL makes no communicator for each pair of ranks."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        microbatches = self._split(batch)
-        on_this_rank: list[Tensor] = []  # outputs whose next stage is on this rank too
-        sends: list[tuple[dist.Work, Tensor]] = []
-        for number, stage in self.stages.items():
-            source, destination = self._rank_of.get(number - 1), self._rank_of.get(number + 1)
-            outputs: list[Tensor] = []
-            for microbatch in microbatches:
-                hidden = microbatch.tokens
-                if source == self.group.rank():
-                    hidden = on_this_rank.pop(0)
-                elif source is not None:
-                    hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
-                    dist.recv(hidden, group=self.group, group_src=source)
-                hidden = stage(hidden, **microbatch.inputs())
-                if destination is None:
-                    loss_sum += hidden
-                elif destination == self.group.rank():
-                    on_this_rank.append(hidden)
-                else:
-                    outputs.append(hidden.contiguous())
-                # Between the same two ranks all is received before any is sent, since NCCL wants messages between two
-                # ranks in one order on both sides.
-                if source != destination or microbatch is microbatches[-1]:
-                    sends += [(dist.isend(x, group=self.group, group_dst=destination), x) for x in outputs]
-                    outputs = []
-        for work, _ in sends:
-            work.wait()
+        microbatches, n_stages = self._split(batch), self.parallelism.n_stages
+        outputs: dict[int, Tensor] = {}  # of the tick before, by the number of the next stage
+        for tick in range(len(microbatches) + n_stages - 1):
+            due = [number for number in self.stages if 0 <= tick - number < len(microbatches)]
+            inputs = {number: outputs.pop(number) for number in due if number in outputs}  # from stages of this rank
+            received = [number for number in due if number and number not in inputs]
+            inputs |= {n: torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device) for n in received}
+            messages = [(dist.isend, outputs[number], self._rank_of[number]) for number in outputs]
+            messages += [(dist.irecv, inputs[number], self._rank_of[number - 1]) for number in received]
+            batched = [dist.P2POp(way, x, group=self.group, group_peer=peer) for way, x, peer in messages]
+            for work in dist.batch_isend_irecv(batched) if batched else []:
+                work.wait()
+            outputs = {}
+            for number in due:
+                microbatch = microbatches[tick - number]
+                output = self.stages[number](inputs.get(number, microbatch.tokens), **microbatch.inputs())
+                outputs[number + 1] = output.contiguous()
+            loss_sum += outputs.pop(n_stages, 0)
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
@@ -153,8 +146,7 @@ class PipelineRunner:
             stage.zero_grad()
 
     def _split(self, batch: Batch) -> list[Batch]:
-        n = self.n_microbatches
-        fields = [[None] * n if field is None else field.chunk(n) for field in batch]
+        fields = [[None] * self.n_microbatches if x is None else x.chunk(self.n_microbatches) for x in batch]
         return [Batch(*microbatch) for microbatch in zip(*fields, strict=True)]
 
 

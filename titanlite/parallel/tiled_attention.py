@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.model import Documents
 from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
@@ -183,13 +184,19 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
+# By positions: all layers of a step, and its backward, have the same. Private: torch.utils.weak (torch 2.11 to 2.14).
+_BOUNDS = WeakTensorKeyDictionary()
+
+
 def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:
-    """Return PackedAttention's bounds and longest. Those of documents are computed on the host, and copied without
-    waiting."""
+    """Return PackedAttention's bounds and longest. Those of documents are computed on the host."""
     batch, length = q_BSHK.shape[:2]
     if document_positions_BS is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BSHK.device), length
-    begins = document_positions_BS == 0
-    begins[:, 0] = True  # also where a sequence begins in the middle of a document
-    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
-    return bounds.to(q_BSHK.device, non_blocking=True), int(bounds.diff().max())
+    if document_positions_BS not in _BOUNDS:
+        begins = document_positions_BS == 0
+        begins[:, 0] = True  # also where a sequence begins in the middle of a document
+        bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")]).int()
+        on_device = bounds.pin_memory().to(q_BSHK.device, non_blocking=True) if q_BSHK.is_cuda else bounds
+        _BOUNDS[document_positions_BS] = on_device, int(bounds.diff().max())
+    return _BOUNDS[document_positions_BS]

@@ -1,4 +1,4 @@
-"""Pools of gloo ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
+"""Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
 
 import faulthandler
 import os
@@ -23,18 +23,19 @@ class RankDied(RankError):
 
 
 class ProcessPool:
-    """Ranks that run one call after the other. Where one has failed, the others wait until a collective times out."""
+    """Ranks that run one call after the other. Where one has failed, the others wait until a collective times out.
+    They are forked from a server that has imported torch and done nothing with it, unless given another `context`."""
 
-    def __init__(self, world_size: int, timeout_seconds: int = 60):
+    def __init__(self, world_size: int, timeout_seconds: int = 60, backend: str = "gloo", context: Any = None):
         self.world_size, self.timeout_seconds, self.calls, self.broken = world_size, timeout_seconds, 0, False
-        # Ranks are forked from a server that has imported torch and done nothing with it: they share its memory.
-        context = forkserver("titanlite.build")
+        context = context or forkserver("titanlite.build")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
+        group = {"backend": backend, "init_method": f"file://{self._folder.name}/store", "world_size": world_size}
+        group["timeout"] = timedelta(seconds=timeout_seconds)
         for rank in range(world_size):
             pipe, other_end = context.Pipe()
-            store, timeout = f"{self._folder.name}/store", timedelta(seconds=timeout_seconds)
-            process = context.Process(target=_serve, args=(rank, world_size, store, timeout, other_end), daemon=True)
+            process = context.Process(target=_serve, args=(rank, group, other_end), daemon=True)
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
@@ -74,15 +75,15 @@ class ProcessPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Any) -> None:
-    """Run the calls that arrive at this rank, one after the other."""
+def _serve(rank: int, group: dict[str, Any], pipe: Any) -> None:
+    """Run the calls that arrive at this rank, one after the other. `group` has the options of its process group."""
     end_with_main_process()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    size = group["world_size"]
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # as launch.process_group
     faulthandler.enable()  # prints where a rank was when it died
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(rank=rank, **group)
     while True:
         try:
             call, arguments = pipe.recv()

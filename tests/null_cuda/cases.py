@@ -1,0 +1,50 @@
+"""The cases of the parity tests as CUDA runs them: in bfloat16, with the attention and the products of a GPU."""
+
+from typing import Any
+
+from tests import test_families
+from tests.parallel import test_layouts, test_parity
+from tests.parallel.test_layouts import with_batches, world_size
+from tests.techniques import test_mla
+from tests.techniques.moe import test_moe
+
+ON_CUDA = {
+    "training__dtype": "float32",
+    "training__seq_len": 64,
+    "model__dim": 128,  # attention on CUDA takes heads of multiples of 8 channels
+    "model__n_heads": 8,
+    "model__ffn_dim": 256,
+}
+LARGER = {key: value for key, value in ON_CUDA.items() if isinstance(value, int)}
+NOT_ON_CUDA = ("cpu backend",)
+
+
+def layouts() -> dict[str, dict[str, Any]]:
+    """Return the options of each case by name, those of few ranks first."""
+    cases: dict[str, dict[str, Any]] = {}
+    for title, module, common in (
+        ("", test_layouts, {}),
+        ("experts, ", test_moe, test_moe.EXPERTS | {"model__moe__expert_dim": 64}),
+        ("latent attention, ", test_mla, {}),
+        ("families, ", test_families, {}),
+    ):
+        cases |= {f"{title}{name}": common | layout for name, layout in module.LAYOUTS.items()}
+    for name, layout in test_layouts.LOW_PRECISION.items():
+        real = layout.get("float8__recipe") != "mxfp8"  # which only Blackwell has
+        cases[name] = {key: value for key, value in layout.items() if not (real and key == "float8__emulate")}
+    cases = {name: layout for name, layout in cases.items() if not name.endswith(NOT_ON_CUDA)}
+    return dict(sorted(cases.items(), key=lambda case: world_size(case[1])))
+
+
+def case(layout: dict[str, Any], *, steps: int = 3) -> dict[str, Any]:
+    """Return a case for the server."""
+    options = ON_CUDA | with_batches(layout)
+    options |= {key: max(value, options[key]) for key, value in LARGER.items() if key != "model__n_heads"}
+    if "model__head_dim" in options:
+        options["model__head_dim"] = 16
+    if options["training__dtype"] == "float64":
+        options["training__dtype"] = "float32"
+    names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
+    values = [str(value).lower() if isinstance(value, bool) else str(value) for value in options.values()]
+    arguments = [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
+    return {"world_size": world_size(layout), "config": test_parity.SMALL, "arguments": arguments, "steps": steps}
