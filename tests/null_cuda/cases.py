@@ -16,6 +16,7 @@ ON_CUDA = {
     "model__ffn_dim": 256,
 }
 LARGER = {key: value for key, value in ON_CUDA.items() if isinstance(value, int)}
+MOST_RANKS = 8
 NOT_ON_CUDA = ("cpu backend",)
 
 
@@ -32,6 +33,7 @@ def layouts() -> dict[str, dict[str, Any]]:
     for name, layout in test_layouts.LOW_PRECISION.items():
         real = layout.get("float8__recipe") != "mxfp8"  # which only Blackwell has
         cases[name] = {key: value for key, value in layout.items() if not (real and key == "float8__emulate")}
+    cases = {name: layout for name, layout in cases.items() if world_size(layout) <= MOST_RANKS}
     cases = {name: layout for name, layout in cases.items() if not name.endswith(NOT_ON_CUDA)}
     return dict(sorted(cases.items(), key=lambda case: world_size(case[1])))
 

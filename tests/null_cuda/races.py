@@ -7,7 +7,7 @@ NCCL's arguments. Strided tensors count as all the bytes from their first to the
 
 The allocator gives released memory to the stream that it was allocated on, at once. So before that stream does anything
 else, it must wait for the streams that use the memory, or the allocator must have been told of them
-(Tensor.record_stream).
+(Tensor.record_stream). torch.distributed tells it of messages, and keeps tensors until their collectives are done.
 """
 
 import bisect
@@ -235,8 +235,9 @@ def races(operations: list[Operation], accesses: list[Access]) -> list[Race]:
             streams.use(access)
             access = next(waiting, None)
         if operation.kind in ("collective", "receive") and operation.bytes:
-            first, writes = operation.object, operation.kind == "receive"
-            streams.use(Access(position, operation.stream, first, first + operation.bytes, writes, operation.name))
+            where = operation.stream, operation.object, operation.object + operation.bytes
+            streams.use(Access(position, *where, operation.kind == "receive", operation.name))
+            streams.use(Access(position, *where, False, RECORD_STREAM))
         else:
             streams.order(operation)
     return streams.found

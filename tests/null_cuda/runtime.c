@@ -393,7 +393,12 @@ API cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *
     return 0;
 }
 API cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
-API cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { *event = malloc(1); return 0; }
+API cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    unsigned *made = malloc(sizeof *made);
+    *made = flags;
+    *event = (cudaEvent_t)made;
+    return 0;
+}
 API cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaEventDestroy(cudaEvent_t event) { free(event); return 0; }
 API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { null_cuda_log(RECORD, stream, event, 0, 0); return 0; }
@@ -401,8 +406,11 @@ API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned fl
     return cudaEventRecord(event, stream);
 }
 API cudaEventSynchronize(cudaEvent_t event) { null_cuda_log(SYNC_EVENT, 0, event, 0, 0); return 0; }
-// A device that is never done: memory that record_stream keeps is not given out again while it is asked so.
-API cudaEventQuery(cudaEvent_t event) { return getenv("NULL_CUDA_IS_BUSY") ? cudaErrorNotReady : 0; }
+// A busy device is never done, so that memory that record_stream keeps is not given out again. Times can be taken.
+API cudaEventQuery(cudaEvent_t event) {
+    int takes_times = !(*(unsigned *)event & cudaEventDisableTiming);
+    return getenv("NULL_CUDA_IS_BUSY") && !takes_times ? cudaErrorNotReady : 0;
+}
 API cudaEventElapsedTime(float *ms, cudaEvent_t first, cudaEvent_t last) { *ms = 0.05f; return 0; }
 
 // Kernels -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ def device() -> Device:
 def take_steps(job: config.Config, steps: int) -> list[dict[str, Any]]:
     """Build a run and take steps. Return what building it asked of this rank's device, and then each step."""
     launch, asked = config.Launch.from_environment(torch.cuda.device_count()), []
+    gc.collect()  # the run before, whose memory would count
     device().begin()
     torch.cuda.set_device(launch.local_rank)
     torch.compiler.reset()  # what earlier cases compiled counts towards a limit

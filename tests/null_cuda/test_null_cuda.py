@@ -9,6 +9,7 @@ Nothing here is measured on a GPU.
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,12 @@ pytestmark = [
 
 
 class Server:
-    """Runs cases one after the other on the pools of server.py."""
+    """Runs cases one after the other on the pools of server.py. `folder` is for the libraries."""
 
     def __init__(self, folder: Path, **variables: str):
-        self.errors = (folder / "errors.txt").open("w")
-        environment = build.variables(folder / "libraries") | {"NULL_CUDA_DEVICES": "8"} | variables
+        environment = build.variables(folder) | {"NULL_CUDA_DEVICES": "8"} | variables
         command = [sys.executable, "-m", "tests.null_cuda.server"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
     def run(self, case: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -50,47 +50,51 @@ class Server:
 
     def close(self) -> None:
         self.process.communicate()
-        self.errors.close()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("null_cuda"))
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.fixture(scope="module")
+def server(libraries: Path) -> Iterator[Server]:
+    server = Server(libraries)
     yield server
     server.close()
 
 
 # Every option and axis ------------------------------------------------------------------------------------------------
 
-EXPERTS_READ = "titanlite/techniques/moe/counts.py read"
-CLIP = ("titanlite/optimizer.py gradient_norm", "titanlite/optimizer.py clipped_step")
-
-
-def allowed_waits(options: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the lines that may make the host wait between the first forward and the last update of a step, each with
-    the reason."""
-    lines: dict[str, set[str]] = {}
-    if options.get("expert_parallel_degree", 1) > 1 or "experts of any sides" in options:
-        lines["the host gives what experts get its size"] = {EXPERTS_READ}
-    if options.get("training__enable_cpu_offload"):
-        lines["gradients are copied to the host, whose optimizer updates the weights"] = {"?", *CLIP}
-        lines["gradients are copied to the host, whose optimizer updates the weights"] |= {
-            "titanlite/parallel/pipeline.py forward_backward"
-        }
-    if options.get("optimizer__enable_cpu_offload"):
-        lines["the host updates weights that are copied from and to the device meanwhile"] = {
-            f"titanlite/techniques/offloaded_adam.py {name}"
-            for name in ("wait_until_copied", "wait_until_free", "<dictcomp>")  # the last reads the clip factor
-        }
-    return lines
+WAITS = [
+    (
+        "expert_parallel_degree",
+        "the host gives what experts receive its size",
+        {"titanlite/techniques/moe/counts.py read"},
+    ),
+    (
+        "training__enable_cpu_offload",
+        "gradients are copied to the host, whose optimizer updates the weights; ?: by FSDP in a thread of autograd",
+        {"?", *(f"titanlite/{line}" for line in ("optimizer.py gradient_norm", "optimizer.py clipped_step",
+                                                 "parallel/pipeline.py forward_backward"))},
+    ),
+    (
+        "optimizer__enable_cpu_offload",
+        "the host updates weights by the clip factor, while others are copied",
+        {f"titanlite/techniques/offloaded_adam.py {name}" for name in ("wait_until_copied", "wait_until_free",
+                                                                       "<dictcomp>")},
+    ),
+]  # fmt: skip
+"""Options under which the host waits for the device between the first forward and the last update of a step, why, and
+the lines that wait."""
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step(server: Server, name: str):
     """Three steps: after the second, nothing is compiled anew and no communicator is made. In none does the host wait
-    for the device, but for the reasons of `allowed_waits`."""
+    for the device, but by the lines of WAITS."""
     options = LAYOUTS[name]
-    allowed = set().union(*allowed_waits(options).values())
+    allowed = {line for option, _, lines in WAITS if options.get(option) for line in lines}
     for _, first, second, third in server.run(case(options)):
         for step in (second, third):
             assert step["communicators"] == []
@@ -105,9 +109,9 @@ def test_a_step(server: Server, name: str):
 
 
 @pytest.fixture(scope="module")
-def busy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def busy_server(libraries: Path) -> Iterator[Server]:
     """A server whose devices are never done, so that only the order of streams lets memory be used again."""
-    server = Server(tmp_path_factory.mktemp("busy"), NULL_CUDA_IS_BUSY="1")
+    server = Server(libraries, NULL_CUDA_IS_BUSY="1")
     yield server
     server.close()
 
@@ -122,7 +126,7 @@ def test_streams_are_ordered(busy_server: Server, name: str):
 @pytest.mark.parametrize(
     ("name", "bug", "operators"),
     [
-        ("experts, shard, ep", "forget the stream", ["aten::add_", "fsdp::chunk_cat"]),
+        ("experts, shard, ep", "forget the stream", ["aten::add_", "release"]),
         ("cp 2", "do not wait for the ring", ["ncclRecv", "aten::_scaled_dot_product_flash_attention"]),
         ("optimizer offload, pp", "update before the copy", ["aten::copy_", "aten::_fused_adamw_"]),
     ],
@@ -132,12 +136,64 @@ def test_streams_without_order_are_found(busy_server: Server, name: str, bug: st
         assert operators in [race[:2] for race in races]
 
 
+# Kernels of a compiled block ------------------------------------------------------------------------------------------
+
+LARGE = "benchmarks/gpu_session.toml"
+LLAMA_8B = ["--model.flavor=llama3_8b", "--training.seq_len=4096", "--compile.enable", "--training.dtype=bfloat16"]
+
+
+def of_8b(*arguments: str, batch: int, accumulation_steps: int = 1) -> dict[str, Any]:
+    """Return two steps of Llama 3 8B on one device."""
+    batches = [f"--training.local_batch_size={batch}", f"--training.global_batch_size={batch * accumulation_steps}"]
+    arguments = (*LLAMA_8B, *batches, *arguments)
+    return {"world_size": 1, "config": (ROOT / LARGE).read_text(), "arguments": arguments, "steps": 2}
+
+
+def test_kernels_of_a_compiled_block(server: Server):
+    """Those that one more layer of Llama 3 8B adds to a step. Inductor has at most 5 in the forward and 10 in the
+    backward, and copies and transposes nothing."""
+    two, three = (server.run(of_8b(f"--model.n_layers={n}", batch=2))[0][-1]["launches"] for n in (2, 3))
+    kinds = {
+        "triton_": "of inductor",
+        "cublas": "products",
+        "pytorch_flash": "attention",
+        "reduce_kernel": "sums over the query heads of a KV head, and over the rows of norms' gradients",
+        "chunk_cat": "FSDP puts the gradients into its buffer",
+        "bfloat16_copy": "FSDP turns the gradients to the weights' type",
+        "multi_tensor_apply": "gradient norm and optimizer",
+    }
+    added = Counter[str]()
+    for name in three:
+        readable = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
+        added[next((kind for kind in kinds if kind in readable), readable)] += three[name] - two.get(name, 0)
+    assert 0 < added.pop("triton_") <= 5 + 10
+    assert added.pop("multi_tensor_apply") > 0
+    expected = {"cublas": 3 * 7, "pytorch_flash": 1 + 3, "reduce_kernel": 4, "chunk_cat": 1, "bfloat16_copy": 1}
+    assert {kind: count for kind, count in added.items() if count} == expected
+
+
+def test_rotary_embeddings_load_each_number_without_a_mask(libraries: Path):
+    """x, its neighbour, cos and sin in the forward, and as many in the backward."""
+    script = """
+import torch
+from torch._inductor.utils import run_and_get_code
+from titanlite.model import apply_rotary_emb
+
+def forward_and_backward():
+    y = torch.compile(apply_rotary_emb)(x, torch.empty(64, 64, 2, device="cuda"))
+    y.backward(torch.empty_like(y))
+
+x = torch.empty(1, 64, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+for code in run_and_get_code(forward_and_backward)[1]:
+    loads = [line for line in code.splitlines() if "tl.load(" in line]
+    print(len(loads), sum(", None" in line for line in loads))
+"""
+    variables, pipes = build.variables(libraries), {"stdout": subprocess.PIPE}
+    run = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, check=True, text=True, **pipes)
+    assert run.stdout.splitlines() == ["4 4", "4 4"]
+
+
 # The whole program ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("libraries")
 
 
 def train(libraries: Path, folder: Path, *arguments: str, ranks: int = 1) -> list[list[dict[str, Any]]]:
@@ -167,3 +223,13 @@ def test_no_communicator_is_made_after_the_first_step(libraries: Path, tmp_path:
     arguments += ["--parallelism.data_parallel_shard_degree=2", "--training.global_batch_size=-1"]
     for steps in train(libraries, tmp_path, *arguments, ranks=4):
         assert [step["communicators"] for step in steps[1:]] == [[], [], []]
+
+
+def test_out_of_memory_is_one_line(libraries: Path, tmp_path: Path):
+    """The device has 300 MiB beside what CUDA itself takes, and the debug model asks for more."""
+    variables = build.variables(libraries) | {"NULL_CUDA_MIB": "900"}
+    command = [sys.executable, "train.py", "configs/debug.toml", f"--job.dump_folder={tmp_path}"]
+    run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert "out of memory" in line

@@ -2,8 +2,8 @@
 output and log-sum-exp over all keys but only some of the keys, their gradients are these keys' contributions to a sum.
 
 torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
-to them stands in this file. The three for CUDA ("flash", "cudnn", "efficient") were run on meta tensors only, on no GPU
-yet. There is no dropout, so their backward reads no random state, and empty tensors stand for it.
+to them stands in this file. The three for CUDA were run on meta tensors, "flash" on a null CUDA (tests/null_cuda), none
+on a GPU yet. There is no dropout, so their backward reads no random state, and empty tensors stand for it.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.
 """

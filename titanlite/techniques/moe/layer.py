@@ -38,7 +38,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return [N, D]."""
         scores_NK, experts_NK, counts_E = self.router(x_ND)
-        order_M = experts_NK.flatten().argsort(stable=True)  # pairs, those of expert 0 first
+        order_M = order_by_expert(experts_NK.flatten(), self.router.n_experts)
         inverse_M = inverse(order_M)
         compute = self.dispatch(_Dispatch.apply(x_ND, order_M, inverse_M), counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows are sent to other ranks
@@ -105,6 +105,12 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
         (inverse_M,) = ctx.saved_tensors
         return gradient_MD[inverse_M].unflatten(0, (ctx.n_tokens, -1)).sum(1), None, None
+
+
+def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
+    """Return the permutation that sorts rows by their experts and changes nothing else in their order. CUDA sorts keys
+    of 8 bits in one pass, and those of 64 in eight."""
+    return experts_M.to(torch.uint8 if n_experts <= 256 else torch.int16).argsort(stable=True)
 
 
 def inverse(order_M: Tensor) -> Tensor:

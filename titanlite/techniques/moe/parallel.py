@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titanlite.techniques.moe import counts
-from titanlite.techniques.moe.layer import MixtureOfExperts, inverse, permute
+from titanlite.techniques.moe.layer import MixtureOfExperts, inverse, order_by_expert, permute
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
@@ -94,7 +94,7 @@ def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts
         n_experts = received_RE.shape[1]
         of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
         expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
-        order = expert_of_row.argsort(stable=True)
+        order = order_by_expert(expert_of_row, n_experts)
         back = inverse(order)
         y = permute(experts(permute(in_flight, order, back), received_RE.sum(0)), back, order)
         return _all_to_all(y, sent, received, group)
