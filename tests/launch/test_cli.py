@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
 from titanlite.launch import cli
@@ -346,7 +347,9 @@ def test_a_command_that_is_ended_leaves_no_process(command: str, how: signal.Sig
         text=True,
         start_new_session=True,
     ) as process:
-        time.sleep(15)
+        measures = arguments[0] == "calibrate"  # in its own process first
+        wait_until(lambda: measures or len(processes_of(process.pid)) > 1, "it has started others")
+        time.sleep(10 if measures else 5)
         assert process.poll() is None
         if how == signal.SIGINT:
             os.killpg(process.pid, how)

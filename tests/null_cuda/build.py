@@ -7,6 +7,7 @@ without a GPU can count what a step launches, copies, waits for and allocates. V
 
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -33,7 +34,8 @@ def why_not() -> str:
         return "this torch is built without CUDA"
     if not list(PACKAGES.glob("nvidia/*/include/cuda_runtime_api.h")):
         return "no headers of CUDA among the installed packages"
-    return ""
+    missing = [program for program in ("gcc", "nm", "readelf") if not shutil.which(program)]
+    return f"needs {', '.join(missing)}" if missing else ""
 
 
 def environment(folder: Path) -> dict[str, str]:

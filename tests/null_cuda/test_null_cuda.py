@@ -20,7 +20,6 @@ from tests.null_cuda import build
 from tests.null_cuda.cases import case, layouts
 
 ROOT = Path(__file__).parents[2]
-H200_MIB, H100_MIB = 143_771, 81_559
 LAYOUTS = layouts()
 
 pytestmark = [
