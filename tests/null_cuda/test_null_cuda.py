@@ -171,6 +171,22 @@ def test_kernels_of_a_compiled_block(server: Server):
     assert {kind: count for kind, count in added.items() if count} == expected
 
 
+def test_rows_are_sorted_by_expert_in_one_pass(server: Server):
+    """Two layers of Qwen3 30B-A3B. The backward of the embedding sorts too, by tokens of 64 bits, in eight passes."""
+    options = "--model.n_layers=2 --model.hf_assets_path= --training.dataset=pydoc_topics --training.streaming=false"
+    options += " --training.local_batch_size=2 --training.global_batch_size=4 --training.seq_len=4096"
+    options += " --parallelism.data_parallel_shard_degree=2 --parallelism.expert_parallel_degree=2"
+    config = (ROOT / "configs" / "qwen3_30b_a3b.toml").read_text()
+    case = {"world_size": 2, "config": config, "arguments": options.split(), "steps": 2}
+    launches = server.run(case)[0][-1]["launches"]
+    sorts, passes = (
+        sum(count for name, count in launches.items() if kernel in name)
+        for kernel in ("DeviceRadixSortHistogramKernel", "DeviceRadixSortOnesweepKernel")
+    )
+    assert sorts == 1 + 8
+    assert passes == 8 + 8
+
+
 def test_rotary_embeddings_load_each_number_without_a_mask(libraries: Path):
     """x, its neighbour, cos and sin in the forward, and as many in the backward."""
     script = """
