@@ -53,6 +53,8 @@ def test_the_groups_are_those_of_the_mesh():
                     expected = of_axes.mesh[index].tolist()
                     assert dist.get_process_group_ranks(of_axes.get_group(name)) == expected
                     assert dist.get_rank(of_axes.get_group(name)) == coordinate[axis]
+                    if len(expected) > 1:  # as a flight recorder shows it
+                        assert of_axes.get_group(name).group_desc == f"mesh_{name}"
         mesh.forget_layouts()
 
 

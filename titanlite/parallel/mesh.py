@@ -50,24 +50,25 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     options = {"backend": "nccl" if device_type == "cuda" else None, "use_local_synchronization": True}
     alone = dist.new_group([dist.get_rank()], **options)
 
-    def group_along(axis: int, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
+    def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
         """Return the group of the ranks along an axis; of all ranks it is the default one, unless it needs its own."""
         rows = ranks.movedim(axis, -1).flatten(0, -2)
         (members,) = rows[(rows == dist.get_rank()).any(1)].tolist()
         if len(members) == ranks.numel() and not own:
             return dist.group.WORLD
-        return dist.new_group(members, **options) if len(members) > 1 else alone
+        return dist.new_group(members, group_desc=f"mesh_{name}", **options) if len(members) > 1 else alone
 
     all_ranks = torch.arange(math.prod(degrees)).reshape(degrees)
     ranks = all_ranks.reshape(pp, dp_replicate, -1, tp)
-    groups = [group_along(axis, ranks) for axis in range(len(AXES))]
+    groups = [group_along(axis, name, ranks) for axis, name in enumerate(AXES)]
     mesh, expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES), None
     if ep > 1:
         ranks = all_ranks.reshape(pp, dp_replicate, -1, ep)
         # The group of ep is never the default one, or its collectives would wait for those of FSDP that are in flight.
-        groups[2:] = group_along(2, ranks), group_along(3, ranks, own=True)
+        groups[2:] = group_along(2, "efsdp", ranks), group_along(3, "ep", ranks, own=True)
         expert_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=EXPERT_AXES)
-    of_ring, of_ulysses = (group_along(axis, all_ranks, own=True) if degrees[axis] > 1 else None for axis in (3, 4))
+    of_ring = group_along(3, "ring", all_ranks, own=True) if ring > 1 else None
+    of_ulysses = group_along(4, "ulysses", all_ranks, own=True) if ulysses > 1 else None
     shard_rank, context_rank = divmod(mesh.get_local_rank("fsdp"), ring * ulysses)
     data_rank = mesh.get_local_rank("dp_replicate") * dp_shard + shard_rank
     return Layout(mesh, expert_mesh, of_ring, of_ulysses, data_rank, context_rank)

@@ -184,8 +184,7 @@ def _local_backward(
     return tuple(grad.view(x.shape) for grad, x in zip(grads, saved[1:4], strict=True))
 
 
-# By positions: all layers of a step, and its backward, have the same. Private: torch.utils.weak (torch 2.11 to 2.14).
-_BOUNDS = WeakTensorKeyDictionary()
+_BOUNDS = WeakTensorKeyDictionary()  # by positions, alike in all layers. Private: torch.utils.weak (2.11 to 2.14)
 
 
 def _bounds(document_positions_BS: Tensor | None, q_BSHK: Tensor) -> tuple[Tensor, int]:

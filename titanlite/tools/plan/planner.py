@@ -105,7 +105,6 @@ def make_plan(
     degrees.append(shards)
     if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
-        degrees.append(parallelism.data_parallel_replicate_degree)
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
     return Plan(
         config=config,
