@@ -46,7 +46,5 @@ def case(layout: dict[str, Any], *, steps: int = 3) -> dict[str, Any]:
         options["model__head_dim"] = 16
     if options["training__dtype"] == "float64":
         options["training__dtype"] = "float32"
-    names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
-    values = [str(value).lower() if isinstance(value, bool) else str(value) for value in options.values()]
-    arguments = [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
+    arguments = test_parity.arguments_of(options)
     return {"world_size": world_size(layout), "config": test_parity.SMALL, "arguments": arguments, "steps": steps}

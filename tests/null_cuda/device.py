@@ -12,7 +12,6 @@ KINDS = (
     "copy to device", "copy on device", "copy pageable", "fill", "communicator",
 )  # fmt: skip
 """As in null_cuda.h."""
-HOST_WAITS = ("sync stream", "sync event", "sync device", "copy pageable")
 
 
 class Operation(NamedTuple):

@@ -9,8 +9,6 @@
 
 #define API CUresult CUDAAPI
 extern int cudaGetDeviceCount(int *);
-extern int cudaSetDevice(int);
-extern int cudaStreamWaitEvent(CUstream, CUevent, unsigned);
 
 static char contexts[64];
 

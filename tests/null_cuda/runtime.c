@@ -12,13 +12,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #define API cudaError_t CUDARTAPI
 #define MOST_DEVICES 64
 #define READ_AS_ZEROS (64u << 10)
 #define COPIED (1u << 20)  // tokens and offsets arrive on the device; weights do not
-#define OF_THE_CONTEXT (600ull << 20)  // what CUDA, its libraries and NCCL take beside the allocator
+#define OF_THE_CONTEXT (600ull << 20)  // what CUDA, its libraries and NCCL take besides the allocator
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int current_device;
@@ -40,7 +39,6 @@ static void (*hook)(int kind, size_t bytes);
 static __thread int in_hook;
 
 void null_cuda_open_log(void) { is_open = 1; n_operations = 0; }
-void null_cuda_close_log(void) { is_open = 0; }
 size_t null_cuda_operations(struct operation **first) { *first = operations; return n_operations; }
 void null_cuda_set_hook(void (*function)(int kind, size_t bytes)) { hook = function; }
 
@@ -180,7 +178,7 @@ API cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     return 0;
 }
 
-// Whether the memory that a copy between host and device uses there is not pinned, and the host has to wait.
+// The host waits for a copy from or to host memory that is not pinned.
 static void copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     enum memory target = null_cuda_memory(to, 0), source = null_cuda_memory(from, 0);
     if (target == DEVICE && source == DEVICE) {

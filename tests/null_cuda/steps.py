@@ -17,6 +17,7 @@ from titanlite.parallel import ring
 from titanlite.techniques import offloaded_adam
 from titanlite.techniques.moe import counts, router
 from titanlite.tools.parity.training_run import TrainingRun
+from titanlite.tools.plan.expert_load import even_shares
 
 
 @functools.cache
@@ -118,8 +119,7 @@ def balanced_experts() -> Iterator[None]:
 
     def read_balanced(numbers: Tensor) -> list[Any]:
         read(numbers)  # the host waits, as it does on a GPU
-        share, left = divmod(rows[0], numbers.shape[-1])
-        row = [share + (i < left) for i in range(numbers.shape[-1])]
+        row = even_shares(rows[0], numbers.shape[-1])
         return [row] * len(numbers) if numbers.dim() == 2 else row
 
     with mock.patch.object(counts, "read", read_balanced), mock.patch.object(router, "_count", count_and_remember):

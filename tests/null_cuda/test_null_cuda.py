@@ -241,7 +241,7 @@ def test_no_communicator_is_made_after_the_first_step(libraries: Path, tmp_path:
 
 
 def test_out_of_memory_is_one_line(libraries: Path, tmp_path: Path):
-    """The device has 300 MiB beside what CUDA itself takes, and the debug model asks for more."""
+    """The device has 300 MiB besides what CUDA itself takes, and the debug model asks for more."""
     variables = build.variables(libraries) | {"NULL_CUDA_MIB": "900"}
     command = [sys.executable, "train.py", "configs/debug.toml", f"--job.dump_folder={tmp_path}"]
     run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)

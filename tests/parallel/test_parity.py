@@ -56,10 +56,16 @@ def resolve(tmp_path: Any, world_size: int, options: dict[str, Any]) -> config.C
     launch."""
     file = tmp_path / "config.toml"
     file.write_text(SMALL)
+    return config.check(
+        config.load([str(file), *arguments_of(options)]), config.Launch(0, 0, world_size, world_size, 0)
+    )
+
+
+def arguments_of(options: dict[str, Any]) -> list[str]:
+    """Return options (see `resolve`) as arguments of the command line."""
     names = [key.replace("__", ".") if "__" in key else f"parallelism.{key}" for key in options]
     values = [str(value).lower() if isinstance(value, bool) else str(value) for value in options.values()]
-    arguments = [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
-    return config.check(config.load([str(file), *arguments]), config.Launch(0, 0, world_size, world_size, 0))
+    return [f"--{name}={value}" for name, value in zip(names, values, strict=True)]
 
 
 # Functions that run on every rank of a pool --------------------------------------------------------------------------

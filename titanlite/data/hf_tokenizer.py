@@ -47,6 +47,18 @@ def split_text(text: str) -> list[str]:
     return [*chunks, text[begin:]]
 
 
+def special_token(name: str, settings: dict[str, Any], file: Path, known: tuple[str, ...], ids: dict[str, int]) -> Any:
+    """Return the id of the token that the settings name, as a string or an object with its content; else that of the
+    first known token in the vocabulary, `ids`; else None. Raise ConfigError if the named one is not in it."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return next((ids[token] for token in known if token in ids), None)
+    if str(token) not in ids:
+        raise ConfigError([f"model.hf_assets_path: {file} names {name} {show(token)}, which the vocabulary lacks"])
+    return ids[str(token)]
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """Encodes text by a tokenizer.json, which the `tokenizers` library runs on all cores.
 
@@ -75,27 +87,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
         self.tokenizer.no_padding()
         known_bos = () if "bos_token" in settings else self.KNOWN_BOS  # null: the model has none
-        self.bos = self._special_token("bos_token", settings, settings_file, known_bos)
-        eos = self._special_token("eos_token", settings, settings_file, self.KNOWN_EOS)
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.bos = special_token("bos_token", settings, settings_file, known_bos, ids)
+        eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
         if eos is None:
             problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
             raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
         self.eos = eos
-        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(ids.values()) + 1
         self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
-
-    def _special_token(self, name: str, settings: dict[str, Any], file: Path, known: tuple[str, ...]) -> int | None:
-        """Return the id of the token that the settings name, as a string or an object with its content; else that of
-        the first known token that the vocabulary has. Raise ConfigError if the named one is not in the vocabulary."""
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is None:
-            token_ids = (self.tokenizer.token_to_id(token) for token in known)
-            return next((token_id for token_id in token_ids if token_id is not None), None)
-        token_id = self.tokenizer.get_vocab(with_added_tokens=True).get(str(token))  # token_to_id takes no surrogates
-        if token_id is None:
-            raise ConfigError([f"model.hf_assets_path: {file} names {name} {show(token)}, which the vocabulary lacks"])
-        return token_id
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is

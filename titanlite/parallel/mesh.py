@@ -48,7 +48,7 @@ def _layout(device_type: str, degrees: tuple[int, int, int, int, int, int], ep: 
     pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
     # Groups of some ranks need no gloo on CUDA. Only their members make them, or all ranks would wait for each of them.
     options = {"backend": "nccl" if device_type == "cuda" else None, "use_local_synchronization": True}
-    alone = dist.new_group([dist.get_rank()], **options)
+    alone = dist.new_group([dist.get_rank()], **options) if math.prod(degrees) > 1 else dist.group.WORLD
 
     def group_along(axis: int, name: str, ranks: torch.Tensor, *, own: bool = False) -> dist.ProcessGroup:
         """Return the group of the ranks along an axis; of all ranks it is the default one, unless it needs its own."""
