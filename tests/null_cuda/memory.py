@@ -1,45 +1,88 @@
-"""Compare the plan's memory of Llama 3 8B on one device with the peak of torch's allocator on the null CUDA.
+"""Compare the memory of the plan with the peak of torch's allocator on the null CUDA, for Llama 3 8B on one device with
+each kind of option, and for the reference configs for 8 devices.
 
-    python -m tests.null_cuda.memory          prints a row for each option, after minutes
+    python -m tests.null_cuda.memory          prints a row for each, after half an hour
 
 Tensors only: both leave out the CUDA context, and what the allocator reserves besides.
 """
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from tests.null_cuda.test_null_cuda import LARGE, ROOT, Server, of_8b
+from tests.null_cuda.client import ROOT, Server
 from titanlite import config
 from titanlite.tools.plan.planner import make_plan
 
-SELECTIVE = "--activation_checkpoint.mode=selective"
-OPTIONS: dict[str, tuple[int, list[str]]] = {
-    "no AC": (2, []),
-    "not compiled": (2, ["--compile.enable=false"]),
-    "full AC": (2, ["--activation_checkpoint.mode=full"]),
-    "full AC, batch 8": (8, ["--activation_checkpoint.mode=full"]),
-    "selective AC": (4, [SELECTIVE]),
-    "selective AC, every second mm": (4, [SELECTIVE, "--activation_checkpoint.selective_ac_option=every_second_mm"]),
-    "selective AC, float8": (4, [SELECTIVE, "--float8.enable"]),
-    "selective AC, 8-bit optimizer states": (2, [SELECTIVE, "--optimizer.state_dtype=int8"]),
-    "selective AC, Muon": (2, [SELECTIVE, "--optimizer.name=Muon"]),
-    "selective AC, document mask": (2, [SELECTIVE, "--training.document_mask"]),
-}
 GIB = 2**30
+LARGE = "benchmarks/gpu_session.toml"
+LLAMA_8B = ["--model.flavor=llama3_8b", "--training.seq_len=4096", "--compile.enable", "--training.dtype=bfloat16"]
+OWN_DATA = ["--model.hf_assets_path=", "--training.dataset=pydoc_topics", "--training.streaming=false"]
+OFF = ["--checkpoint.enable=false", "--metrics.enable_tensorboard=false"]
+
+
+def of_8b(*arguments: str, batch: int, accumulation_steps: int = 1) -> dict[str, Any]:
+    """Return two steps of Llama 3 8B on one device."""
+    batches = [f"--training.local_batch_size={batch}", f"--training.global_batch_size={batch * accumulation_steps}"]
+    arguments = (*LLAMA_8B, *batches, *arguments)
+    return {"world_size": 1, "config": (ROOT / LARGE).read_text(), "arguments": arguments, "steps": 2}
+
+
+def of_reference(name: str, *, global_batch_size: int) -> dict[str, Any]:
+    """Return two steps of a reference config on 8 devices."""
+    arguments = [*OWN_DATA, *OFF, f"--training.global_batch_size={global_batch_size}"]
+    return {"world_size": 8, "config": (ROOT / f"configs/{name}.toml").read_text(), "arguments": arguments, "steps": 2}
+
+
+SELECTIVE = "--activation_checkpoint.mode=selective"
+CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
+    f"8B, {name}": of_8b(*options, batch=batch, accumulation_steps=2)
+    for name, batch, *options in (
+        ("no AC", 2),
+        ("not compiled", 2, "--compile.enable=false"),
+        ("full AC", 2, "--activation_checkpoint.mode=full"),
+        ("full AC, batch 8", 8, "--activation_checkpoint.mode=full"),
+        ("selective AC", 4, SELECTIVE),
+        ("selective AC, not compiled", 2, SELECTIVE, "--compile.enable=false"),
+        ("selective AC, every second mm", 4, SELECTIVE, "--activation_checkpoint.selective_ac_option=every_second_mm"),
+        ("selective AC, every second layer", 2, SELECTIVE, "--activation_checkpoint.selective_ac_option=2"),
+        ("selective AC, float8", 4, SELECTIVE, "--float8.enable"),
+        ("no AC, float8", 2, "--float8.enable"),
+        ("selective AC, 8-bit optimizer states", 2, SELECTIVE, "--optimizer.state_dtype=int8"),
+        ("selective AC, Muon", 2, SELECTIVE, "--optimizer.name=Muon"),
+        ("selective AC, document mask", 2, SELECTIVE, "--training.document_mask"),
+        ("selective AC, float32 weights", 2, SELECTIVE, "--training.dtype=float32"),
+    )
+} | {
+    "llama2_7b.toml": of_reference("llama2_7b", global_batch_size=32),
+    "llama2_13b.toml": of_reference("llama2_13b", global_batch_size=16),
+    "llama3_8b.toml": of_reference("llama3_8b", global_batch_size=16),
+    "llama3_8b_256k.toml": of_reference("llama3_8b_256k", global_batch_size=2),
+    "mixtral_8x7b.toml": of_reference("mixtral_8x7b", global_batch_size=32),
+    "qwen3_30b_a3b.toml": of_reference("qwen3_30b_a3b", global_batch_size=64),
+}
+
+
+def peaks(server: Server, case: dict[str, Any], *arguments: str) -> tuple[int, int]:
+    """Return the most bytes that the allocator had given out on a device in the second step, and the plan's."""
+    case = {**case, "arguments": [*case["arguments"], *arguments]}
+    allocated = max(steps[-1]["active"] for steps in server.run(case))
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(case["config"])
+        file.flush()
+        loaded = config.load([file.name, *case["arguments"], "--plan.device=h200"])
+    return allocated, make_plan(loaded, world_size=case["world_size"]).worst.peak.total
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), PYTORCH_ALLOC_CONF="expandable_segments:True")
-        print("| Llama 3 8B, 4,096 tokens, bfloat16 | batch | allocator, GiB | plan, GiB | difference |")
+        print("| 8B: Llama 3 8B, 4,096 tokens, bfloat16 | batch | allocator, GiB | plan, GiB | difference |")
         print("| --- | --- | --- | --- | --- |")
-        for name, (batch, options) in OPTIONS.items():
-            steps = of_8b(*options, batch=batch, accumulation_steps=2)
-            allocated = server.run(steps)[0][-1]["active"]
-            loaded = config.load([str(ROOT / LARGE), *steps["arguments"], "--plan.device=h200"])
-            planned = make_plan(loaded, world_size=1).worst.peak.total
+        for name, case in CASES.items():
+            allocated, planned = peaks(server, case)
             error = f"{100 * (planned / allocated - 1):+.1f} %"
-            print(f"| {name} | {batch} | {allocated / GIB:.1f} | {planned / GIB:.1f} | {error} |", flush=True)
+            print(f"| {name} | {allocated / GIB:.1f} | {planned / GIB:.1f} | {error} |", flush=True)
         server.close()
 
 

@@ -18,37 +18,15 @@ import pytest
 
 from tests.null_cuda import build
 from tests.null_cuda.cases import case, layouts
+from tests.null_cuda.client import ROOT, Server
+from tests.null_cuda.memory import CASES, of_8b, peaks
 
-ROOT = Path(__file__).parents[2]
 LAYOUTS = layouts()
 
 pytestmark = [
     pytest.mark.skipif(bool(build.why_not()), reason=build.why_not()),
     pytest.mark.timeout(900),
 ]
-
-
-class Server:
-    """Runs cases one after the other on the pools of server.py. `folder` is for the libraries."""
-
-    def __init__(self, folder: Path, **variables: str):
-        environment = build.variables(folder) | {"NULL_CUDA_DEVICES": "8"} | variables
-        command = [sys.executable, "-m", "tests.null_cuda.server"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
-
-    def run(self, case: dict[str, Any]) -> list[list[dict[str, Any]]]:
-        """Return what each rank was asked: in building the run, and in each step. Skip a test whose config this
-        version of torch or this device does not have."""
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
-        if "unsupported" in answer:
-            pytest.skip(answer["unsupported"])
-        assert "error" not in answer, answer["error"]
-        return answer["ranks"]
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +114,6 @@ def test_streams_without_order_are_found(busy_server: Server, name: str, bug: st
 
 
 # Kernels of a compiled block ------------------------------------------------------------------------------------------
-
-LARGE = "benchmarks/gpu_session.toml"
-LLAMA_8B = ["--model.flavor=llama3_8b", "--training.seq_len=4096", "--compile.enable", "--training.dtype=bfloat16"]
-
-
-def of_8b(*arguments: str, batch: int, accumulation_steps: int = 1) -> dict[str, Any]:
-    """Return two steps of Llama 3 8B on one device."""
-    batches = [f"--training.local_batch_size={batch}", f"--training.global_batch_size={batch * accumulation_steps}"]
-    arguments = (*LLAMA_8B, *batches, *arguments)
-    return {"world_size": 1, "config": (ROOT / LARGE).read_text(), "arguments": arguments, "steps": 2}
 
 
 def test_kernels_of_a_compiled_block(server: Server):
@@ -248,3 +216,10 @@ def test_out_of_memory_is_one_line(libraries: Path, tmp_path: Path):
     assert run.returncode == 1
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
     assert "out of memory" in line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_that_of_the_plan(server: Server, name: str):
+    """With four layers; memory.py has all."""
+    allocated, planned = peaks(server, CASES[name], "--model.n_layers=4")
+    assert planned == pytest.approx(allocated, rel=0.05)

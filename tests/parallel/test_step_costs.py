@@ -18,6 +18,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from titanlite import build, config
@@ -378,7 +379,7 @@ def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
 
     job = resolve("--model.n_layers=1", "--training.seq_len=64")
     with fake_world(0, 4):
-        tp = mesh.init_device_mesh("cpu", (4,))
+        tp = init_device_mesh("cpu", (4,))
         model = build.meta_model(job).to(torch.bfloat16)
         apply_tensor_parallel(model, tp)
         model.materialize(CPU)

@@ -195,17 +195,23 @@ def _global_batch_size(config: Config, shard_degree: int) -> int:
     return config.training.local_batch_size * degree * config.fault_tolerance.n_groups
 
 
+def loss_chunks(tokens: int, vocabulary: float) -> int:
+    """Return into how many chunks the loss of some tokens is split so that a chunk's logits take at most 2 GiB in
+    float32: equal ones, which need one compilation, unless that takes twice as many. Smaller chunks save no more than
+    other peaks allow, and each adds to the head's gradient once more. `vocabulary` is a rank's share."""
+    least = math.ceil(tokens * vocabulary * 4 / 2**31)
+    return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+
+
 def _loss_chunks(config: Config) -> int:
-    """Return into how many chunks of tokens the loss is split so that a chunk's logits on a rank take at most 1 GiB in
-    float32. Smaller chunks save no more than other peaks allow, and each adds to the head's gradient once more."""
     parallelism, training = config.parallelism, config.training
     if training.loss_chunks != -1:
         return training.loss_chunks
     piped = parallelism.pipeline_parallel_degree > 1
     sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
-    tokens = sequences * training.seq_len / parallelism.context_parallel_degree
     shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
-    return math.ceil(tokens * config.model.vocab_size / shards * 4 / 2**30)
+    tokens = sequences * training.seq_len // parallelism.context_parallel_degree
+    return loss_chunks(tokens, config.model.vocab_size / shards)
 
 
 def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) -> None:
@@ -224,7 +230,7 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
         message = f"{config.tokens_per_step} tokens in a step: expected at most {MOST_TOKENS}, as float64 counts them"
         reject("training.global_batch_size", message)
     if training.loss_chunks > MOST_CHUNKS:
-        message = f"{training.loss_chunks} loss chunks: expected at most {MOST_CHUNKS}, which have 1 GiB of logits each"
+        message = f"{training.loss_chunks} loss chunks: expected at most {MOST_CHUNKS}, which have 2 GiB of logits each"
         reject("training.local_batch_size", f"{message}; set fewer sequences, or shorter ones")
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"

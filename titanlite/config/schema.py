@@ -395,7 +395,7 @@ class Training(DatasetOptions):
     """float16: steps without overflow after which the loss scale doubles."""
     loss_chunks: Union[Literal[-1], Count] = -1
     """Chunked cross-entropy: chunks of tokens in the output head and the loss; only one chunk's logits are resident.
-    -1: as many as keep a chunk's logits on a rank within 1 GiB in float32, which is 1 for small vocabularies."""
+    -1: as many as keep a chunk's logits on a rank within 2 GiB in float32, which is 1 for small vocabularies."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; copy a layer's weights to the device when used."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from titanlite.config import load
+from titanlite.config.launch import loss_chunks
 from titanlite.config.loader import LoadedConfig
 from titanlite.config.schema import Config, Model, count_parameters
 from titanlite.config.stage_split import SPLIT_BACKWARD
@@ -103,10 +104,9 @@ class Candidate(NamedTuple):
         return f"{self.schedule}, {self.stages} per rank" if self.mesh.pp > 1 else ""
 
     def loss_chunks(self, task: Task) -> int:
-        """Return the chunks of cross-entropy that keep a rank's logits, in bfloat16 and float32, within 1 GiB."""
-        mesh, model = self.mesh, task.model
-        logits = self.microbatch * task.seq_len / mesh.cp * model.vocab_size / mesh.tp * 6
-        return 2 ** max(0, math.ceil(math.log2(logits / GIB)))
+        """Return the chunks of cross-entropy, as many as `training.loss_chunks` is by default."""
+        tokens = self.microbatch * task.seq_len // self.mesh.cp
+        return loss_chunks(tokens, task.model.vocab_size / self.mesh.tp)
 
     def options(self, task: Task) -> dict[str, dict[str, Any]]:
         """Return the options of a config with this layout, by section: only those that differ from the defaults."""
@@ -127,7 +127,6 @@ class Candidate(NamedTuple):
                 "seq_len": task.seq_len,
                 "local_batch_size": self.local_batch,
                 "global_batch_size": task.sequences,
-                "loss_chunks": self.loss_chunks(task),
                 # Each data-parallel rank needs the same number of them.
                 "streaming_shards": math.ceil(defaults.training.streaming_shards / mesh.dp) * mesh.dp,
             },

@@ -23,7 +23,9 @@ from titanlite.model import Llama
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
-from titanlite.tools.plan.fusion import fuse
+from titanlite.tools.plan.find_device import find_device
+from titanlite.tools.plan.fused_norm import fused_norm
+from titanlite.tools.plan.fusion import fuse, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
 from titanlite.tools.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
 from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
@@ -120,6 +122,8 @@ def dry_run(
             create_states = muon_step.create_states
             record = muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
+        if fused or find_device(config.plan.device).kind == "gpu":
+            stack.enter_context(fused_norm(trace, _local))
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
         stage.materialize(CPU)
@@ -154,7 +158,13 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
 
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
-    """Fuse the operators of the components that torch.compile compiles."""
+    """Model what torch.compile does with the components that it compiles."""
+    if "model" in components:
+        forward, backward = (
+            [number for number, segment in enumerate(segments) if segment.mark[0] == f"layer {letter}"]
+            for letter in "FB"
+        )
+        save_less(segments, set(forward), set(backward))
     labels = {"model": ("layer F", "layer B"), "loss": ("layer head",)}
     wanted = [label for component in components for label in labels[component]]
     compiled = [segment for segment in segments if segment.mark[0] in wanted]
@@ -267,20 +277,35 @@ def _persistent(
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:
-    """Have each block mark the beginning of its forward and of its backward."""
+    """Have each block mark the beginning of its forward and of its backward, and of the part with experts of each."""
 
     def before_forward(layer: int, *_: object) -> None:
         trace.mark("layer F", layer)
 
-    def after_forward(layer: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def before_backward(mark: str, layer: int, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda grad: trace.mark("layer B", layer))
+            output.register_hook(lambda grad: trace.mark(mark, layer))
+
+    def attend_and_mark(attend: Callable[..., Tensor], layer: int, *args: Any) -> Tensor:
+        again = trace.segments[-1].mark[0].endswith(" B")  # under full AC
+        if again:
+            trace.mark("layer B", layer)
+        output = attend(*args)
+        trace.mark("layer experts B" if again else "layer experts F", layer)
+        before_backward("layer B", layer, output)
+        return output
+
+    def after_forward(mark: str, layer: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        before_backward(mark, layer, output)
 
     if stage.norm is not None:
         stage.norm.register_forward_pre_hook(lambda *_: trace.mark("layer head", -1), prepend=True)
     for name, block in stage.layers.items():
-        block.register_forward_pre_hook(functools.partial(before_forward, int(name)), prepend=True)
-        block.register_forward_hook(functools.partial(after_forward, int(name)))
+        layer, last = int(name), "layer B"
+        if hasattr(block.feed_forward, "experts"):
+            last, block.attend = "layer experts B", functools.partial(attend_and_mark, block.attend, layer)
+        block.register_forward_pre_hook(functools.partial(before_forward, layer), prepend=True)
+        block.register_forward_hook(functools.partial(after_forward, last, layer))
 
 
 def _batch(config: Config, n_sequences: int) -> Batch:

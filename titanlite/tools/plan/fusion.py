@@ -1,13 +1,14 @@
 """Model what torch.compile does with a block's operators, without compiling: neighbouring pointwise operators become
-one kernel, and results that no other kernel reads are never written.
+one kernel, results that no other kernel reads are never written, and what the backward can compute again at little
+cost is not saved for it.
 
 This is a model of inductor, not a run of it: all pointwise operators between two matrix multiplications, attentions or
 collectives count as one fused kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from titanlite.tools.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Work
+from titanlite.tools.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Segment, Work
 
 UNFUSED = ("fsdp.", "c10d.", "aten._foreach", "aten._fused", "aten.embedding", "aten.split_with_sizes")
 """Prefixes of the names of operators that keep a kernel of their own."""
@@ -21,13 +22,18 @@ def is_fusible(work: Work) -> bool:
 def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
     """Return the events of some segments with neighbouring operators fused; no kernel spans two segments. The first
     operator of a group has all the bytes that the group reads and writes. The others are gone, and so are allocations
-    that only the group uses. The host dispatches one operator for each kernel, and none on DTensors."""
+    that only the group reads and its segment frees. The host dispatches one operator for each kernel, and none on
+    DTensors."""
     group_of: dict[int, int] = {}  # by the operator's identity
     readers: dict[Allocation, set[int]] = {}
     writer: dict[Allocation, int] = {}
+    freed: set[Allocation] = set()  # by the segment that allocates them
     group, members = 0, {}
     for segment in segments:
         group += 1
+        memory = [event for event in segment if isinstance(event, Memory)]
+        born = {event.allocation for event in memory if event.change > 0}
+        freed |= {event.allocation for event in memory if event.change < 0} & born
         for event in segment:
             separate = isinstance(event, (Communication, HostWait)) or (
                 isinstance(event, Work) and not is_fusible(event)
@@ -46,7 +52,8 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
         for allocation, number in writer.items()
         if is_fusible(members[number][0])
         and allocation.kind in ("temporary", "logits")
-        and readers.get(allocation, set()) <= {number}
+        and readers.get(allocation) == {number}  # nothing: a collective reads it
+        and allocation in freed
         and allocation.shape != ()
     }
     fused: list[list[Event]] = []
@@ -76,3 +83,92 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
             written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
     sizes = {"read": sum(read.values()), "written": sum(written.values())}
     return group[0]._replace(inputs=tuple(read), outputs=tuple(written), **sizes)
+
+
+class _Life:
+    """What happens to an allocation: the numbers of the segments that allocate and free it, the operators of the first
+    one that use it and those of them that write it, and the operators of other segments that use it."""
+
+    def __init__(self, born: int):
+        self.born, self.freed, self.changes = born, -1, 0
+        self.uses: list[Work] = []
+        self.writers: list[Work] = []
+        self.later: list[tuple[int, Work]] = []
+
+
+def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
+    """Free in the forward what eager autograd saves and a compiled block does not. Two kinds of results are not saved
+    (torch._functorch.partitioners.min_cut_rematerialization_partition): those that no backward reads, and pointwise
+    ones that only pointwise operators read there, if all that they are computed from is still there.
+
+    `forward` and `backward` are the numbers of the compiled segments."""
+    lives = _lives(segments)
+    sources: dict[Allocation, set[Allocation]] = {}  # of what the backward computes again
+
+    def exists(allocation: Allocation, number: int) -> bool:
+        life = lives.get(allocation)
+        return life is None or (allocation not in freed and (life.freed == -1 or life.freed >= number))
+
+    def computed_from(allocation: Allocation, number: int) -> set[Allocation] | None:
+        """Return what a pointwise result can be computed from in a segment; None if it cannot."""
+        life, found = lives[allocation], set()
+        if not life.writers or not all(map(is_fusible, life.writers)):
+            return None
+        for source in {source for work in life.writers for source in work.inputs} - {allocation}:
+            if exists(source, number):
+                found.add(source)
+                continue
+            deeper = computed_from(source, number) if lives[source].born == life.born else None
+            if deeper is None:
+                return None
+            found |= deeper
+        return found
+
+    freed: dict[Allocation, int] = {}
+    for allocation, life in lives.items():
+        if life.born not in forward or life.freed <= life.born or life.changes != 2:
+            continue
+        if not life.later:
+            if life.uses and not any(map(is_fusible, life.writers)):
+                freed[allocation] = life.born
+        elif all(number in backward and is_fusible(work) for number, work in life.later):
+            found = computed_from(allocation, life.later[0][0])
+            if found is not None:
+                freed[allocation], sources[allocation] = life.born, found
+    _free(segments, lives, freed)
+    for number in backward:
+        events = segments[number].events
+        for index, event in enumerate(events):
+            if isinstance(event, Work) and not sources.keys().isdisjoint(event.inputs):
+                read = {source for x in event.inputs for source in sources.get(x, (x,))}
+                events[index] = event._replace(inputs=tuple(read))
+
+
+def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
+    lives: dict[Allocation, _Life] = {}
+    for number, segment in enumerate(segments):
+        for event in segment.events:
+            if isinstance(event, Memory):
+                life = lives.setdefault(event.allocation, _Life(number))
+                life.changes += 1
+                life.freed = -1 if event.change > 0 else number
+            elif isinstance(event, Work):
+                for allocation in {*event.inputs, *event.outputs} & lives.keys():
+                    life = lives[allocation]
+                    if number > life.born:
+                        life.later.append((number, event))
+                    else:
+                        life.uses.append(event)
+                        life.writers += [event] if allocation in event.outputs else []
+    return lives
+
+
+def _free(segments: Sequence[Segment], lives: dict[Allocation, _Life], freed: dict[Allocation, int]) -> None:
+    """Move the end of some allocations to after their last use in the segment that allocates them."""
+    for allocation, number in freed.items():
+        allocation.kind = "temporary"
+        late, early = segments[lives[allocation].freed].events, segments[number].events
+        end = next(event for event in late if isinstance(event, Memory) and event.allocation is allocation)
+        late.remove(end)
+        last = lives[allocation].uses[-1]
+        early.insert(next(index for index, event in enumerate(early) if event is last) + 1, end)

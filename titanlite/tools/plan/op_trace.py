@@ -182,6 +182,23 @@ class OpTrace(TorchDispatchMode):
         yield
         self._maker = before
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the body."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def record_work(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Record an operator, without products, of some plain tensors."""
+        self._operators += 1
+        written_to = self._allocations(name, outputs)
+        sizes = (sum(map(_n_bytes, tensors)) for tensors in (inputs, outputs))
+        read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
+        self.record(Work(name, 0, "", *sizes, read_from, tuple(written_to)))
+
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of a plain tensor; None if it was allocated outside the trace."""
         return self.live.get(tensor.untyped_storage()._cdata)
@@ -353,11 +370,8 @@ def recording() -> Iterator[OpTrace]:
         return resize(storage, size)
 
     def unrecorded_propagate(*args: Any) -> Any:
-        before, trace.enabled = trace.enabled, False
-        try:
+        with trace.paused():
             return propagate(*args)
-        finally:
-            trace.enabled = before
 
     torch.UntypedStorage.resize_ = recorded_resize
     setattr(ShardingPropagator, name, unrecorded_propagate)

@@ -137,23 +137,18 @@ def _check_products(config: Config, device: devices.Device) -> None:
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the same allocations and the same work.
 
-    A compiled block runs as Python and recomputes pointwise results in its backward, as inductor's partitioner does; it
-    is fused afterwards (fusion.py). Fake tensors are the CPU's, so the attention backend is set to the one that CUDA
-    would choose. Offloaded weights stay on the device, where they are gathered from.
+    A compiled block runs as Python; fusion.py models afterwards what the compiler does with it. Fake tensors are the
+    CPU's, so the attention backend is set to the one that CUDA would choose. Offloaded weights stay on the device,
+    where they are gathered from.
     """
-    backend, mode = config.training.attention_backend, config.activation_checkpoint.mode
+    backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":
         backend = ATTENTION_BACKENDS_ON_CUDA[config.training.mixed_precision_param][0]
-    compiled = config.compile.enable and "model" in config.compile.components
-    if compiled and mode == "none":
-        mode = "selective"
-        config = config.replace(activation_checkpoint__selective_ac_option="op")
     return config.replace(
         training__attention_backend=backend,
         training__enable_cpu_offload=False,
         optimizer__enable_cpu_offload=False,
         compile__enable=False,
-        activation_checkpoint__mode=mode,
         parallelism__enable_async_tensor_parallel=False,
     )
 

@@ -2,17 +2,20 @@
 repeated layers.
 
 Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it ("layer F", n) and
-("layer B", n) begin block n, and ("layer head", -1) begins what follows the last block, together with the head's own
-backward where there is no pipeline. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
+("layer B", n) begin block n, ("layer experts F", n) and ("layer experts B", n) the part of a block with experts that
+torch.compile leaves alone, and ("layer head", -1) what follows the last block, together with the head's own backward
+where there is no pipeline. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
 gradient norm, clipping and the optimizer.
 """
 
 import enum
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from titanlite.tools.plan.op_trace import Allocation, Memory, Segment
 
+FORWARD_MARKS, BACKWARD_MARKS = ("layer F", "layer experts F"), ("layer B", "layer experts B")
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 """Kinds of memory; see memory_timeline.py."""
 
@@ -80,7 +83,7 @@ def name_kinds(segments: Sequence[Segment], *, logits: Collection[int]) -> None:
         name, *number = segment.mark
         if isinstance(name, Pass):  # a split backward is one phase
             phase, microbatch = ("F" if name == Pass.FORWARD else "B") + str(number[0]), str(number[0])
-        elif name == "layer B":
+        elif name in BACKWARD_MARKS:
             phase = "B" + microbatch
         elif not name.startswith("layer"):
             phase = name
@@ -121,7 +124,7 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
             current, kind = phases.setdefault(segment.mark, []), name
             microbatch = segment.mark[1] if len(segment.mark) > 1 else 0
         # Without a pipeline a backward begins with that of its first layer.
-        elif name == "layer B" and kind == Pass.FORWARD:
+        elif name in BACKWARD_MARKS and kind == Pass.FORWARD:
             current, kind = phases.setdefault((Pass.BACKWARD, microbatch), []), Pass.BACKWARD
         current.append(segment)
     return {mark: _unfold(phase, folded) for mark, phase in phases.items()}
@@ -129,16 +132,26 @@ def phases_of(segments: Sequence[Segment], folded: FoldedStage) -> Phases:
 
 def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
     """Insert the copies of the repeated layers after the last of them, and number all layers as in the full stage."""
-    segments, repeated = [], []
-    for segment in phase:
-        segments.append(segment)
-        if segment.mark[0].startswith("layer") and segment.mark[1] in folded.repeated:
-            repeated.append(segment)
+    layers: list[list[Segment]] = []
+    repeated: list[list[Segment]] = []
+    for number, group in groupby(phase, lambda segment: segment.mark[1] if is_layer(segment) else -1):
+        layers.append(list(group))
+        if number in folded.repeated:
+            repeated.append(layers[-1])
             if len(repeated) == len(folded.repeated):
-                segments += repeated * folded.copies
+                layers += repeated * folded.copies
                 repeated = []
-    numbers = {"layer F": iter(folded.numbers), "layer B": reversed(folded.numbers)}
-    for number, (mark, events) in enumerate(segments):
-        if mark[0] in numbers:
-            segments[number] = Segment((mark[0], next(numbers[mark[0]])), events)
+    forward, backward = iter(folded.numbers), reversed(folded.numbers)
+    segments = []
+    for layer in layers:
+        if is_layer(layer[0]):
+            number = next(backward if layer[0].mark[0] in BACKWARD_MARKS else forward)
+            layer = [Segment((segment.mark[0], number), segment.events) for segment in layer]
+        segments += layer
     return segments
+
+
+def is_layer(segment: Segment) -> bool:
+    """Return whether a segment is of a block."""
+    name = segment.mark[0]
+    return name in FORWARD_MARKS or name in BACKWARD_MARKS
