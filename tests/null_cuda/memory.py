@@ -18,6 +18,7 @@ GIB = 2**30
 LARGE = "benchmarks/gpu_session.toml"
 LLAMA_8B = ["--model.flavor=llama3_8b", "--training.seq_len=4096", "--compile.enable", "--training.dtype=bfloat16"]
 OWN_DATA = ["--model.hf_assets_path=", "--training.dataset=pydoc_topics", "--training.streaming=false"]
+AXES = ("pipeline_parallel", "data_parallel_shard", "tensor_parallel", "context_parallel", "expert_parallel")
 OFF = ["--checkpoint.enable=false", "--metrics.enable_tensorboard=false"]
 
 
@@ -28,12 +29,29 @@ def of_8b(*arguments: str, batch: int, accumulation_steps: int = 1) -> dict[str,
     return {"world_size": 1, "config": (ROOT / LARGE).read_text(), "arguments": arguments, "steps": 2}
 
 
-def of_reference(name: str, *, global_batch_size: int) -> dict[str, Any]:
+def of_reference(name: str, *options: str, global_batch_size: int) -> dict[str, Any]:
     """Return two steps of a reference config on 8 devices."""
-    arguments = [*OWN_DATA, *OFF, f"--training.global_batch_size={global_batch_size}"]
-    return {"world_size": 8, "config": (ROOT / f"configs/{name}.toml").read_text(), "arguments": arguments, "steps": 2}
+    text = (ROOT / f"configs/{name}.toml").read_text()
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("streaming_shards"))
+    arguments = [*OWN_DATA, *OFF, f"--training.global_batch_size={global_batch_size}", *options]
+    return {"world_size": 8, "config": text, "arguments": arguments, "steps": 2}
 
 
+def degrees(**axes: int) -> list[str]:
+    """Return the options for the degrees of parallelism, of which the others are 1."""
+    return [f"--parallelism.{axis}_degree={axes.get(axis, 1)}" for axis in AXES]
+
+
+def layers(n: int) -> list[str]:
+    """Return the option for the number of layers."""
+    return [f"--model.n_layers={n}"]
+
+
+PP_TP = degrees(pipeline_parallel=2, tensor_parallel=4)
+CP_TP = degrees(context_parallel=2, tensor_parallel=4)
+PP_EP = degrees(pipeline_parallel=2, data_parallel_shard=4, expert_parallel=4)
+STAGES = ["--parallelism.pipeline_parallel_stages_per_rank=2"]
+FEWER_EXPERTS = ["--model.moe.n_experts=64", "--model.moe.n_groups=1", "--model.moe.n_groups_per_token=1"]
 SELECTIVE = "--activation_checkpoint.mode=selective"
 CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
     f"8B, {name}": of_8b(*options, batch=batch, accumulation_steps=2)
@@ -54,12 +72,27 @@ CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
         ("selective AC, float32 weights", 2, SELECTIVE, "--training.dtype=float32"),
     )
 } | {
-    "llama2_7b.toml": of_reference("llama2_7b", global_batch_size=32),
-    "llama2_13b.toml": of_reference("llama2_13b", global_batch_size=16),
-    "llama3_8b.toml": of_reference("llama3_8b", global_batch_size=16),
+    "llama2_7b.toml": of_reference("llama2_7b", global_batch_size=64),
+    "llama2_13b.toml": of_reference("llama2_13b", global_batch_size=32),
+    "llama3_8b.toml": of_reference("llama3_8b", global_batch_size=32),
     "llama3_8b_256k.toml": of_reference("llama3_8b_256k", global_batch_size=2),
     "mixtral_8x7b.toml": of_reference("mixtral_8x7b", global_batch_size=32),
     "qwen3_30b_a3b.toml": of_reference("qwen3_30b_a3b", global_batch_size=64),
+    "llama_30b.toml, pp 2 x tp 4, 16 layers": of_reference(
+        "llama_30b", *PP_TP, *layers(16), "--training.local_batch_size=16", global_batch_size=16
+    ),
+    "70b.toml, pp 2 x tp 4, 12 layers": of_reference(
+        "70b", *PP_TP, *layers(12), "--training.local_batch_size=8", global_batch_size=8
+    ),
+    "405b.toml, pp 2 x tp 4, 6 layers": of_reference(
+        "405b", *PP_TP, *layers(6), *STAGES, "--training.local_batch_size=8", global_batch_size=8
+    ),
+    "llama3_8b_1m.toml, cp 2 x tp 4, 131,072 tokens": of_reference(
+        "llama3_8b_1m", *CP_TP, "--training.seq_len=131_072", global_batch_size=2
+    ),
+    "deepseek_v3_671b.toml, pp 2 x ep 4, 6 layers, 64 experts": of_reference(
+        "deepseek_v3_671b", *PP_EP, *layers(6), *FEWER_EXPERTS, "--training.local_batch_size=4", global_batch_size=16
+    ),
 }
 
 

@@ -295,8 +295,12 @@ def _grouped_mm(
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
-RESULTS: dict[str, Callable[..., Any]] = {"aten._grouped_mm": _grouped_mm}
-"""Results of operators that torch does not compute on fake tensors; _grouped_mm in float32, in torch 2.11 to 2.14."""
+RESULTS: dict[str, Callable[..., Any]] = {
+    "aten._grouped_mm": _grouped_mm,
+    "_c10d_functional.wait_tensor": lambda tensor: tensor,
+}
+"""Results of operators that fake tensors do not have, or not as they are: _grouped_mm in float32 (torch 2.11 to 2.14),
+and wait_tensor, which returns its argument and not another tensor."""
 
 
 def _group_of(args: tuple[Any, ...]) -> str:
