@@ -26,9 +26,10 @@ UNBALANCED = "twice the mean load on one rank", "--plan.expert_imbalance=2"
 VARIANTS = (
     ("llama_30b", "2 gradient accumulation steps", "--training.local_batch_size=16"),
     ("70b", "without float8", "--float8.enable=false"),
+    ("70b", *SELECTIVE),
     ("405b_512", *SELECTIVE),
     ("405b_512", "per-device batch of 64 sequences, global batch of 256", *BATCH),
-    ("405b", *SELECTIVE),
+    ("405b", "full AC", "--activation_checkpoint.mode=full"),
     ("llama3_8b_256k", *SELECTIVE),
     ("llama3_8b_256k", "unchunked cross-entropy", "--training.loss_chunks=1"),
     ("mixtral_8x7b", "float32 optimizer states", "--optimizer.state_dtype=auto"),

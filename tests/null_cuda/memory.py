@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
         ("selective AC, 8-bit optimizer states", 2, SELECTIVE, "--optimizer.state_dtype=int8"),
         ("selective AC, Muon", 2, SELECTIVE, "--optimizer.name=Muon"),
         ("selective AC, document mask", 2, SELECTIVE, "--training.document_mask"),
-        ("selective AC, float32 weights", 2, SELECTIVE, "--training.dtype=float32"),
+        ("selective AC, float32 weights, 24 layers", 2, SELECTIVE, "--training.dtype=float32", "--model.n_layers=24"),
     )
 } | {
     "llama2_7b.toml": of_reference("llama2_7b", global_batch_size=64),
