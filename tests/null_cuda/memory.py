@@ -110,8 +110,8 @@ def peaks(server: Server, case: dict[str, Any], *arguments: str) -> tuple[int, i
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), PYTORCH_ALLOC_CONF="expandable_segments:True")
-        print("| 8B: Llama 3 8B, 4,096 tokens, bfloat16 | batch | allocator, GiB | plan, GiB | difference |")
-        print("| --- | --- | --- | --- | --- |")
+        print("| 8B: Llama 3 8B, 4,096 tokens, bfloat16 | allocator, GiB | plan, GiB | difference |")
+        print("| --- | --- | --- | --- |")
         for name, case in CASES.items():
             allocated, planned = peaks(server, case)
             error = f"{100 * (planned / allocated - 1):+.1f} %"

@@ -217,6 +217,29 @@ def test_settings_that_save_memory_do():
     assert peak("--compile.enable") < peak("--compile.enable", '--compile.components=["loss"]') < peak()
 
 
+SELECTIVE, COMPILED = "--activation_checkpoint.mode=selective", "--compile.enable"
+SAVED = {  # options; what a layer saves of each token: numbers in bfloat16 of the model's and of the feed-forward's
+    # width besides those of attention, and numbers in float32 besides its log-sum-exp
+    "no AC": ([], 4, 4, 2),  # inputs and outputs of norms and their scales, outputs of w1 and w3, silu, its product
+    "no AC, compiled": ([COMPILED], 4, 3, 2),  # silu is computed again
+    "selective AC": ([SELECTIVE], 3, 2, 0),  # the layer's input, outputs of wo and w2, and of w1 and w3
+    "selective AC, compiled": ([SELECTIVE, COMPILED], 2, 2, 0),  # no backward reads w2's output
+}
+
+
+@pytest.mark.parametrize(("options", "of_model", "of_feed_forward", "in_float32"), SAVED.values(), ids=SAVED)
+def test_what_a_layer_saves_for_its_backward(options, of_model, of_feed_forward, in_float32):
+    plan = make_plan(loaded("--plan.device=h100", *options))
+    model, tokens = plan.config.model, plan.config.training.local_batch_size * plan.config.training.seq_len
+    after = {
+        point.label: point.bytes["activations"] for point in reversed(plan.worst.points)
+    }  # of the first microbatch
+    saved = [after[label] for label in after if "forward" in label and label.endswith(("layer 3", "layer 4"))]
+    channels = (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim  # q, k, v and attention's output
+    numbers = of_model * model.dim + of_feed_forward * model.ffn_dim + channels
+    assert abs(saved[1] - saved[0]) == tokens * (2 * numbers + 4 * (model.n_heads + in_float32))
+
+
 def test_offloaded_states_are_in_host_memory():
     off = make_plan(loaded("--training.enable_cpu_offload"))
     on = make_plan(loaded())

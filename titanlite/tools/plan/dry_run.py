@@ -287,6 +287,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
             output.register_hook(lambda grad: trace.mark(mark, layer))
 
     def attend_and_mark(attend: Callable[..., Tensor], layer: int, *args: Any) -> Tensor:
+        """Stand for the part of a block that comes before its experts."""
         again = trace.segments[-1].mark[0].endswith(" B")  # under full AC
         if again:
             trace.mark("layer B", layer)
