@@ -1,12 +1,13 @@
 """Measure on one GPU what needs one: tests, tokens/s, MFU and memory of Llama 3, attention, a trace, planned memory.
 
-    python benchmarks/gpu_session.py [--out FOLDER] [--seconds 540] [--steps '8b-*' ...] [--retry]
-    python benchmarks/gpu_session.py --dry-run          (on any machine: every step on a CPU, at toy size)
+    python benchmarks/gpu_session.py --out FOLDER [--seconds 540] [--steps '8b-*' ...] [--retry]
+    python benchmarks/gpu_session.py --out FOLDER --dry-run    (on any machine: every step on a CPU, at toy size)
+    python benchmarks/gpu_session.py --list                    (the parts, of at most ten minutes, and their steps)
 
-gpu_steps.py has the steps, in order of worth. Each runs in a process of its own, which is killed at the step's time
-limit. The folder gets session.log (the output of every step as it comes, and the metrics of every training step),
-trace.json.gz (of the profiler), state.json (the result of each step) and summary.md (tables, rewritten after each
-step).
+gpu_steps.py has the steps, in order of worth; gpu_wheels.txt what to install where only torch is. Each step runs in a
+process of its own, which is killed at the step's time limit. The folder gets session.log (the output of every step as
+it comes, and the metrics of every training step), trace.json.gz (of the profiler), device.toml (of `titanlite
+calibrate`), state.json (the result of each step) and summary.md (tables, rewritten after each step).
 
 A session may take several calls: a step that is done or has failed is not run again (--retry: those that failed are).
 --seconds N starts no step whose time limit could end after N seconds. --resume-from FOLDER copies the files of earlier
@@ -54,6 +55,7 @@ from python_path import ROOT, with_python_path
 WARM_UP = 4  # steps without a measurement: compilation, and clocks that settle
 MEDIANS = (THROUGHPUT, "tflops", "mfu(%)", "time_metrics/data_loading(%)")
 PEAKS = ("memory/max_active(GiB)", "memory/max_reserved(GiB)")
+PART = 600  # seconds
 LAST_LINES = 15  # of the output of a step that failed, in the summary
 KERNELS = 25  # lines of the trace's table
 LAYERS = re.compile(r"(\d+) layers, dim (\d+),.*; ([\d,]+) parameters")
@@ -239,6 +241,13 @@ def tests(session: Session, step: Step) -> Result:
     return {"result": output.strip().splitlines()[-1].strip("= ")}
 
 
+def calibrate(session: Session, step: Step) -> Result:
+    """Measure the device for plans, into device.toml."""
+    command = [sys.executable, "-m", "titanlite", "calibrate", str(session.out / "device.toml")]
+    session.run(command + (["--ranks", "1"] if session.dry_run else []), step.limit)
+    return {"result": "device.toml"}
+
+
 def ring(session: Session, step: Step) -> Result:
     """Run ring_attention.py at one rank."""
     command = [sys.executable, str(HERE / "ring_attention.py")]
@@ -284,8 +293,8 @@ def run_step(session: Session, step: Step) -> Result:
             return trace(session, step, folder)
         if step.kind == "torchtitan":
             return torchtitan(session, step, folder)
-    if step.kind == "pytest":
-        return tests(session, step)
+    if step.kind in ("pytest", "calibrate"):
+        return (tests if step.kind == "pytest" else calibrate)(session, step)
     return ring(session, step) if step.kind == "ring" else measure(session, step, step.kind)
 
 
@@ -314,7 +323,7 @@ def resume(folder: Path, out: Path) -> None:
 
 def load_session(arguments: argparse.Namespace) -> Session:
     """Return the session of the output folder, with the results of earlier calls."""
-    out = arguments.out or (Path(tempfile.mkdtemp()) if arguments.dry_run else HERE / "logs" / "gpu_session")
+    out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     if arguments.resume_from:
         resume(arguments.resume_from, out)
@@ -326,6 +335,19 @@ def load_session(arguments: argparse.Namespace) -> Session:
             sys.exit(f"error: {out} has the results of {kind}; name another folder with --out")
         results = content["steps"]
     return Session(out.resolve(), arguments.dry_run, arguments.torchtitan_python, results)
+
+
+def parts(steps: list[Step]) -> list[str]:
+    """Return a line for each part of a session: as many steps as end within ten minutes by their time limits."""
+    lines: list[str] = []
+    names, seconds = [], 0
+    for step in [*steps, None]:
+        if step is None or seconds + step.limit > PART:
+            lines.append(f"part {len(lines) + 1}, at most {seconds} s: {', '.join(names)}")
+            names, seconds = [], 0
+        if step is not None:
+            names, seconds = [*names, step.name], seconds + step.limit
+    return lines
 
 
 def run_session(session: Session, arguments: argparse.Namespace) -> list[str]:
@@ -359,9 +381,9 @@ def run_session(session: Session, arguments: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, help="default: benchmarks/logs/gpu_session; of a dry run a temporary folder"
-    )
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--out", type=Path, help="the folder of the results")
+    task.add_argument("--list", action="store_true", help="print the parts of at most ten minutes and their steps")
     parser.add_argument("--resume-from", type=Path, metavar="FOLDER", help="copy earlier results from this folder")
     parser.add_argument("--seconds", type=float, help="start no step that its time limit could take past this")
     parser.add_argument("--steps", nargs="+", metavar="PATTERN", help="only the steps of these names (default: all)")
@@ -369,6 +391,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="every step on a CPU, at toy size")
     parser.add_argument("--torchtitan-python", default=sys.executable, help="Python of torchtitan's environment")
     arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(parts(all_steps())))
+        return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     session = load_session(arguments)
     waiting = run_session(session, arguments)

@@ -12,7 +12,7 @@ TOML = HERE / "gpu_session.toml"
 TOKENS = 32768
 Options = dict[str, str | int]
 NO_OPTIONS: Options = {}
-Kind = str  # environment, rates, pytest, train, trace, ring, torchtitan, plan
+Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, torchtitan, plan
 
 
 class Step(NamedTuple):
@@ -74,21 +74,23 @@ def attention(backend: str) -> Options:
     return {"training.attention_backend": backend}
 
 
-BEST = "8b-b4-selective"  # the expected one, and what the variants are compared with
+BEST = "8b-b4-selective"  # what the variants are compared with
 PUBLISHED_CASE = "8b-published"
 LLAMA_8B: dict[str, Options] = {
     BEST: llama_8b(4, SELECTIVE),
-    "8b-b2-selective": llama_8b(2, SELECTIVE),
+    "8b-b4-selective-reduced-once": llama_8b(4, SELECTIVE, REDUCED_ONCE),  # the fastest by the plan
+}
+VARIANTS_8B: dict[str, Options] = {
+    "8b-b4-none": llama_8b(4),  # 134 GiB of tensors by the plan
     "8b-b2-none": llama_8b(2),
-    "8b-b4-none": llama_8b(4),
+    "8b-b2-selective": llama_8b(2, SELECTIVE),
     "8b-b4-selective-cudnn": llama_8b(4, SELECTIVE, attention("cudnn")),
     "8b-b4-selective-flash": llama_8b(4, SELECTIVE, attention("flash")),
-    "8b-b4-selective-reduced-once": llama_8b(4, SELECTIVE, REDUCED_ONCE),
 }
 LOW_PRECISION: dict[str, Options] = {
-    f"8b-float8-{recipe}": llama_8b(4, SELECTIVE, FLOAT8, {"float8.recipe": recipe})
+    f"8b-float8-{recipe}": llama_8b(4, SELECTIVE, REDUCED_ONCE, FLOAT8, {"float8.recipe": recipe})
     for recipe in ("tensorwise", "rowwise")
-} | {"8b-stochastic-rounding": llama_8b(4, SELECTIVE, ROUNDED)}
+} | {"8b-stochastic-rounding": llama_8b(4, SELECTIVE, REDUCED_ONCE, ROUNDED)}
 MEMORY: dict[str, Options] = {
     "memory-1b": smaller("1b", 2),
     "memory-1b-unchunked": smaller("1b", 2, {"training.loss_chunks": 1}),
@@ -142,27 +144,36 @@ DEBUG: Options = {"model.flavor": "debug", "training.seq_len": 256, "training.lo
 
 def all_steps() -> list[Step]:
     """Return every step, in order of worth. Plans need no GPU, so they come last, and can be run anywhere."""
+    attention, *other_tests = (
+        Step(name, "Tests", "pytest", 240, dict.fromkeys(names, ""), ("pytest", "pytest_timeout", *modules_for(name)))
+        for name, names in TESTS.items()
+    )
     steps = [
         Step("environment", "Machine", "environment", 60, needs=()),
         Step("rates", "Machine", "rates", 60, needs=()),
-        Step("debug-eager", "Debug model", "train", 100, DEBUG),
         Step("debug-compiled", "Debug model", "train", 160, DEBUG | COMPILED),
+        attention,
     ]
-    for name, tests in TESTS.items():
-        needs = ("pytest", "pytest_timeout", *(TORCHAO if name in NEED_TORCHAO else TORCHAO[:2]))
-        steps.append(Step(name, "Tests", "pytest", 240, dict.fromkeys(tests, ""), needs))
     steps += [Step(name, "Llama 3 8B", "train", 220, options) for name, options in LLAMA_8B.items()]
     steps.append(Step("trace", "Profiler trace", "trace", 220))
+    steps += [Step(name, "Llama 3 8B", "train", 220, options) for name, options in VARIANTS_8B.items()]
     steps.append(Step(PUBLISHED_CASE, "Published configuration", "train", 220, llama_8b(2, FULL)))
+    steps.append(Step("calibrate", "Device file", "calibrate", 300))
+    steps += other_tests
     steps += [Step(name, "Low precision", "train", 240, options, TORCHAO) for name, options in LOW_PRECISION.items()]
     steps.append(Step("ring-attention", "Attention backends", "ring", 120))
     steps += [Step(name, "Memory", "train", 120, options) for name, options in MEMORY.items()]
-    steps.append(Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 420))
     steps += [Step(name, "Other sizes", "train", 220, options) for name, options in OTHER_SIZES.items()]
     steps += [Step(name, "Other sizes", "train", 240, options, TORCHAO) for name, options in OTHER_SIZES_FLOAT8.items()]
+    steps.append(Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 420))
     options = {step.name: step.options for step in steps}
     steps += [Step(f"plan-{name}", "Planned memory", "plan", 120, options[name]) for name in PLANNED]
     return steps
+
+
+def modules_for(tests: str) -> tuple[str, ...]:
+    """Return the modules that a group of tests needs."""
+    return TORCHAO if tests in NEED_TORCHAO else TORCHAO[:2]
 
 
 def toy(step: Step) -> Step:

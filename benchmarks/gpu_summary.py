@@ -1,7 +1,6 @@
 """The summary of gpu_session.py in Markdown: a row for every step, also for those that did not run."""
 
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 from gpu_steps import PUBLISHED_CASE, Step
@@ -31,8 +30,10 @@ def summary(steps: Iterable[Step], results: dict[str, Result], *, dry_run: bool)
     """Return the page: a table for each group of steps, and what its steps printed."""
     title = "# A session on one GPU\n"
     parts = [title, f"**{DRY_RUN}**\n"] if dry_run else [title]
-    for group, members in groupby(steps, key=lambda step: step.group):
-        members = list(members)
+    groups: dict[str, list[Step]] = {}
+    for step in steps:
+        groups.setdefault(step.group, []).append(step)
+    for group, members in groups.items():
         parts.append(f"## {group}\n")
         if members[0].kind == "plan":
             parts += plan_table(members, results)
