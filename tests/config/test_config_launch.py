@@ -52,6 +52,8 @@ REJECTED = [
      {BACKEND: 'expected one of "auto", "efficient", "math" on CUDA in float32'}),
     ({MASK: True, BACKEND: "cudnn"}, on(1, devices=1), {BACKEND: "cuDNN takes dense tensors"}),
     ({WINDOW: 2047, BACKEND: "cudnn"}, on(1, devices=1), {BACKEND: "cuDNN takes dense tensors"}),
+    ({"model.head_dim": 20, BACKEND: "flash"}, on(1, devices=1), {BACKEND: "a multiple of 8, and it is 20; set"}),
+    ({"model.head_dim": 20, MASK: True}, on(1, devices=1), {BACKEND: "a multiple of 8, and it is 20; set"}),
     ({CONTEXT: 4, ULYSSES: 2, BACKEND: "cudnn"}, on(4, devices=4), {BACKEND: "cuDNN takes dense tensors"}),
     ({MASK: True, PARAM: "float16", BACKEND: "cpu"}, on(1, devices=1),
      {BACKEND: 'expected one of "auto", "flash", "cudnn", "efficient", "math" on CUDA in float16'}),

@@ -259,6 +259,10 @@ def _device_rules(config: Config, on_cuda: bool, reject: Rejections) -> None:
         if os.environ.get(CUDNN_SWITCH) == "1":
             message = f"{CUDNN_SWITCH}=1 changes the layout of its log-sum-exp; unset that variable, or set"
             reject("training.attention_backend", f'{message} "flash"')
+    if config.training.attention_backend in ("flash", "cudnn") and (odd := config.model.head_dim % 8):
+        wider = config.model.head_dim + 8 - odd
+        message = f"its kernels take a head_dim that is a multiple of 8, and it is {config.model.head_dim}; set"
+        reject("training.attention_backend", f'{message} "math", or another head_dim, as {wider}', "model.head_dim")
     needs_cuda = "needs CUDA, and this run is on a CPU; set"
     if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not on_cuda:
         reject(ASYNC_TENSOR, f"{needs_cuda} false")
