@@ -124,18 +124,20 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
             found |= deeper
         return found
 
-    freed: dict[Allocation, int] = {}
+    freed: set[Allocation] = set()
     for allocation, life in lives.items():
         if life.born not in forward or life.freed <= life.born or life.changes != 2:
             continue
         if not life.later:
             if life.uses and not any(map(is_fusible, life.writers)):
-                freed[allocation] = life.born
+                freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
             found = computed_from(allocation, life.later[0][0])
             if found is not None:
-                freed[allocation], sources[allocation] = life.born, found
-    _free(segments, lives, freed)
+                freed.add(allocation)
+                sources[allocation] = found
+    for allocation in freed:
+        _free_early(segments, allocation, lives[allocation])
     for number in backward:
         events = segments[number].events
         for index, event in enumerate(events):
@@ -163,12 +165,10 @@ def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
     return lives
 
 
-def _free(segments: Sequence[Segment], lives: dict[Allocation, _Life], freed: dict[Allocation, int]) -> None:
-    """Move the end of some allocations to after their last use in the segment that allocates them."""
-    for allocation, number in freed.items():
-        allocation.kind = "temporary"
-        late, early = segments[lives[allocation].freed].events, segments[number].events
-        end = next(event for event in late if isinstance(event, Memory) and event.allocation is allocation)
-        late.remove(end)
-        last = lives[allocation].uses[-1]
-        early.insert(next(index for index, event in enumerate(early) if event is last) + 1, end)
+def _free_early(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> None:
+    """Move the end of an allocation to after its last use in the segment that allocates it."""
+    allocation.kind = "temporary"
+    late, early = segments[life.freed].events, segments[life.born].events
+    end = next(event for event in late if isinstance(event, Memory) and event.allocation is allocation)
+    late.remove(end)
+    early.insert(next(index for index, event in enumerate(early) if event is life.uses[-1]) + 1, end)
