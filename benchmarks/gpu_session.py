@@ -293,8 +293,10 @@ def run_step(session: Session, step: Step) -> Result:
             return trace(session, step, folder)
         if step.kind == "torchtitan":
             return torchtitan(session, step, folder)
-    if step.kind in ("pytest", "calibrate"):
-        return (tests if step.kind == "pytest" else calibrate)(session, step)
+    if step.kind == "pytest":
+        return tests(session, step)
+    if step.kind == "calibrate":
+        return calibrate(session, step)
     return ring(session, step) if step.kind == "ring" else measure(session, step, step.kind)
 
 

@@ -22,6 +22,10 @@ NAMES = (
 SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective"
 BATCH = "--training.local_batch_size=64", "--training.global_batch_size=256"
 WITHOUT_EP = "without expert parallel", "--parallelism.expert_parallel_degree=1"
+INTERLEAVED = (
+    *("--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--parallelism.pipeline_parallel_stages_per_rank=2"),
+    *("--training.local_batch_size=128", "--training.global_batch_size=16384"),
+)
 UNBALANCED = "twice the mean load on one rank", "--plan.expert_imbalance=2"
 VARIANTS = (
     ("llama_30b", "2 gradient accumulation steps", "--training.local_batch_size=16"),
@@ -40,6 +44,8 @@ VARIANTS = (
     ("qwen3_235b_a22b", *WITHOUT_EP),
     ("qwen3_235b_a22b", "expert parallel over 4 nodes", "--parallelism.expert_parallel_degree=32"),
     ("qwen3_235b_a22b", *UNBALANCED),
+    ("deepseek_v3_671b", "expert parallel over 8 nodes", "--parallelism.expert_parallel_degree=64"),
+    ("deepseek_v3_671b", "two stages per rank, global batch of 16,384", *INTERLEAVED),
     ("deepseek_v3_671b", *SELECTIVE),
     ("deepseek_v3_671b", *UNBALANCED),
 )

@@ -231,9 +231,8 @@ SAVED = {  # options; what a layer saves of each token: numbers in bfloat16 of t
 def test_what_a_layer_saves_for_its_backward(options, of_model, of_feed_forward, in_float32):
     plan = make_plan(loaded("--plan.device=h100", *options))
     model, tokens = plan.config.model, plan.config.training.local_batch_size * plan.config.training.seq_len
-    after = {
-        point.label: point.bytes["activations"] for point in reversed(plan.worst.points)
-    }  # of the first microbatch
+    points = reversed(plan.worst.points)  # of equal labels the first microbatch's counts
+    after = {point.label: point.bytes["activations"] for point in points}
     saved = [after[label] for label in after if "forward" in label and label.endswith(("layer 3", "layer 4"))]
     channels = (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim  # q, k, v and attention's output
     numbers = of_model * model.dim + of_feed_forward * model.ffn_dim + channels
