@@ -1,11 +1,14 @@
 """titanlite convert: checkpoints in torchtitan's names and format become folders that a run starts from."""
 
+import io
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from titanlite import build
 from titanlite.checkpoint.checkpointer import load_weights
@@ -86,6 +89,19 @@ def test_files_of_other_folders_and_damaged_ones_are_rejected(tmp_path: Path):
     (old / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes()[:1000])
     with pytest.raises(convert.ConfigError, match="cannot be read"):
         convert.convert(old, MODEL.model, tmp_path / "new")
+
+
+def by_getattr(*arguments: object) -> bytes:
+    """Return the pickle of a call of getattr."""
+    return pickle.dumps(type("Call", (), {"__reduce__": lambda self: (getattr, arguments)})())
+
+
+def test_members_of_enums_are_read_as_python_3_11_0_writes_them():
+    unpickled = convert._Unpickler(io.BytesIO(by_getattr(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))).load()
+    assert unpickled is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for arguments in ((_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__"), ({}, "get")):
+        with pytest.raises(pickle.UnpicklingError, match="is not what DCP writes there"):
+            convert._Unpickler(io.BytesIO(by_getattr(*arguments))).load()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")

@@ -12,6 +12,7 @@ itself writes; anything else is rejected before it is built. The tensors' files 
 Exit status: 0 converted; 2 the checkpoint cannot be read, or is not of this model.
 """
 
+import enum
 import io
 import json
 import pickle
@@ -62,10 +63,19 @@ ALLOWED = {
 """What .metadata may name: classes that only hold values, and _get_layout, which looks one of torch's up."""
 
 
+def _enum_member(kind: Any, name: str) -> Any:
+    """Stand for getattr, by which Python 3.11.0 to 3.11.3 pickles members of enums. It has no other attributes."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"getattr of {name} is not what DCP writes there")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds only what DCP writes into .metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not what DCP writes there")
         return super().find_class(module, name)

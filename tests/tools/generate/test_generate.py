@@ -20,6 +20,7 @@ from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model,
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
+from titanlite.config.loader import printable
 from titanlite.config.schema import Moe, Parallelism
 from titanlite.data.text import continuation
 from titanlite.data.tokenizer import ByteTokenizer
@@ -468,7 +469,7 @@ def test_the_tokenizer_of_the_folder_is_used(assets, tmp_path: Path, capsys):
     prompt = [tokenizer.bos, *tokenizer.encode(["some text"])[0].tolist()]
     (text,) = generate(tmp_path / "hf", [prompt])
     status, output, _ = run(capsys, tmp_path / "hf", "some text", "--max-new-tokens", NEW, "--dtype", "float64")
-    assert (status, output) == (0, continuation(tokenizer, prompt, text) + "\n")
+    assert (status, output) == (0, printable(continuation(tokenizer, prompt, text), "\n\t") + "\n")
 
 
 def test_decoding(assets):
