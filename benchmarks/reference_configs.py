@@ -19,7 +19,13 @@ NAMES = (
     *("llama3_8b_256k", "llama3_8b_1m", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_235b_a22b"),
     "deepseek_v3_671b",
 )
-SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective"
+OPERATORS = "--activation_checkpoint.selective_ac_option=op"
+SELECTIVE = "selective AC", "--activation_checkpoint.mode=selective", OPERATORS
+ATTENTION = (
+    *("attention saved", "--activation_checkpoint.mode=selective"),
+    "--activation_checkpoint.selective_ac_option=attention",
+)
+FULL = "full AC", "--activation_checkpoint.mode=full", OPERATORS
 BATCH = "--training.local_batch_size=64", "--training.global_batch_size=256"
 WITHOUT_EP = "without expert parallel", "--parallelism.expert_parallel_degree=1"
 INTERLEAVED = (
@@ -33,12 +39,14 @@ VARIANTS = (
     ("70b", *SELECTIVE),
     ("405b_512", *SELECTIVE),
     ("405b_512", "per-device batch of 64 sequences, global batch of 256", *BATCH),
-    ("405b", "full AC", "--activation_checkpoint.mode=full"),
+    ("405b", *FULL),
     ("llama3_8b_256k", *SELECTIVE),
+    ("llama3_8b_256k", *FULL),
     ("llama3_8b_256k", "unchunked cross-entropy", "--training.loss_chunks=1"),
     ("mixtral_8x7b", "float32 optimizer states", "--optimizer.state_dtype=auto"),
     ("mixtral_8x7b", *UNBALANCED),
     ("qwen3_30b_a3b", *SELECTIVE),
+    ("qwen3_30b_a3b", *FULL),
     ("qwen3_30b_a3b", *WITHOUT_EP),
     ("qwen3_30b_a3b", *UNBALANCED),
     ("qwen3_235b_a22b", *WITHOUT_EP),
@@ -47,6 +55,7 @@ VARIANTS = (
     ("deepseek_v3_671b", "expert parallel over 8 nodes", "--parallelism.expert_parallel_degree=64"),
     ("deepseek_v3_671b", "two stages per rank, global batch of 16,384", *INTERLEAVED),
     ("deepseek_v3_671b", *SELECTIVE),
+    ("deepseek_v3_671b", *ATTENTION),
     ("deepseek_v3_671b", *UNBALANCED),
 )
 PAGE, NOTEBOOK = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "NOTEBOOK.md"
@@ -80,13 +89,15 @@ def table_line(cells: Iterable[str]) -> str:
 def config_line(name: str) -> str:
     """Plan a config and return its line of the table."""
     plan = planned(name)
+    checkpointing = plan.config.activation_checkpoint
+    saved = f", {checkpointing.selective_ac_option}" if checkpointing.selective_ac_option != "op" else ""
     degrees, *experts = describe_mesh(plan.config).split(", ")
     layout = ", ".join([" x ".join(each for each in degrees.split(" x ") if not each.endswith(" 1")), *experts])
     cells = [
         f"[{name}](../configs/{name}.toml)",
         f"{plan.world_size:,} {plan.config.plan.device}",
         layout,
-        plan.config.activation_checkpoint.mode,
+        checkpointing.mode + saved,
         "yes" if plan.config.float8.enable else "no",
     ]
     return table_line(cells + results(plan))

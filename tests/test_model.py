@@ -464,6 +464,8 @@ def test_model_knows_no_parallelism():
         section,
         "titanlite.model.FeedForward",
         "titanlite.techniques.moe.counts",
+        "titanlite.techniques.moe.operators",
+        "titanlite.techniques.moe.operators.Operators",
         "titanlite.techniques.moe.router.Router",
     ]
     assert list(distributed_uses((experts / "counts.py").read_text())) == []

@@ -182,11 +182,12 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
-        x_ND = self.attend(x_ND, rope_TK2, documents)
-        return x_ND + self.feed_forward(self.ffn_norm(x_ND))
+        x_ND, normed_ND = self.attend(x_ND, rope_TK2, documents)
+        return x_ND + self.feed_forward(normed_ND)
 
-    def attend(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
-        return x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
+    def attend(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        x_ND = x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
+        return x_ND, self.ffn_norm(x_ND)
 
 
 class Output(nn.Linear):

@@ -142,14 +142,14 @@ def make_experts_figure() -> None:
         _, experts, _ = router(torch.randn(2 * n_tokens, model.dim, generator=generator))
     of_rank = [range(rank * n_tokens, (rank + 1) * n_tokens) for rank in range(2)]
     pairs = [[(token, expert) for token in own for expert in experts[token].tolist()] for own in of_rank]
-    by_expert = [sorted(own, key=lambda pair: pair[1]) for own in pairs]
-    arrived = [[pair for own in by_expert for pair in own if pair[1] // 2 == rank] for rank in range(2)]
+    # The first experts of all ranks, then the second ones: an all-to-all for each
+    sent = [sorted(own, key=lambda pair: (pair[1] % 2, pair[1] // 2)) for own in pairs]
+    arrived = [[p for e in own for rows in sent for p in rows if p[1] == e] for own in ((0, 1), (2, 3))]
     columns = {
         "tokens": [[(token, None) for token in own] for own in of_rank],
-        "sorted by expert": by_expert,
-        "after the all-to-all": arrived,
-        "computed, sorted by expert": [sorted(rows, key=lambda pair: pair[1]) for rows in arrived],
-        "after the all-to-all back": by_expert,
+        "sorted by expert of a rank": sent,
+        "computed, after two all-to-alls": arrived,
+        "after two all-to-alls back": sent,
         "summed": [[(token, None) for token in own] for own in of_rank],
     }
     figure = Figure((11, 5), layout="constrained")
@@ -176,7 +176,7 @@ def make_experts_figure() -> None:
         text = f"rank {rank}\nexperts {2 * rank} and {2 * rank + 1}"
         axes.text(-0.3, rank * 8.5 + 3, text, ha="right", va="center", fontsize=11)
     axes.axhline(7.75, color="black", linestyle="--", linewidth=0.8)
-    axes.set_xlim(-2, 11.2)
+    axes.set_xlim(-2, 9.2)
     axes.set_ylim(14.8, -2)
     axes.axis("off")
     save(rounded(stack([render(lambda: figure)])), "expert_parallel.png")

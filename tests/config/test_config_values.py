@@ -196,7 +196,7 @@ WRONG_VALUES = {
     'one of "none", "full", "selective"': [
         'activation_checkpoint.mode = "op"', "activation_checkpoint.mode = true",
     ],
-    'one of "op", "every_second_mm", or an integer >= 1': [
+    'one of "op", "every_second_mm", "attention", or an integer >= 1': [
         'activation_checkpoint.selective_ac_option = "2"', "activation_checkpoint.selective_ac_option = 0",
         "activation_checkpoint.selective_ac_option = true",
     ],
@@ -632,7 +632,8 @@ HELP = {
     "  --training.datasets   an array of tables; default []",
     "      epochs: -1, or a finite number > 0; default -1. How often it may be read at most, also a fraction; then it "
     "drops out. -1: without a limit.",
-    '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", or an integer >= 1; default "op"',
+    '  --activation_checkpoint.selective_ac_option   one of "op", "every_second_mm", "attention", or an integer >= 1; '
+    'default "op"',
     "  --lr_scheduler.min_lr_factor   a finite number >= 0 and <= 1; default 0.0",
     "  --profiling.profile_freq   an integer >= 4; default 10",
     '  --compile.backend   one of "inductor", "aot_eager"; default "inductor"',

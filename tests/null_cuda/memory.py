@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
         ("selective AC", 4, SELECTIVE),
         ("selective AC, not compiled", 2, SELECTIVE, "--compile.enable=false"),
         ("selective AC, every second mm", 4, SELECTIVE, "--activation_checkpoint.selective_ac_option=every_second_mm"),
+        ("selective AC, attention", 4, SELECTIVE, "--activation_checkpoint.selective_ac_option=attention"),
         ("selective AC, every second layer", 2, SELECTIVE, "--activation_checkpoint.selective_ac_option=2"),
         ("selective AC, float8", 4, SELECTIVE, "--float8.enable"),
         ("no AC, float8", 2, "--float8.enable"),

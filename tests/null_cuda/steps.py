@@ -119,8 +119,11 @@ def balanced_experts() -> Iterator[None]:
 
     def read_balanced(numbers: Tensor) -> list[Any]:
         read(numbers)  # the host waits, as it does on a GPU
-        row = even_shares(rows[0], numbers.shape[-1])
-        return [row] * len(numbers) if numbers.dim() == 2 else row
+        if numbers.dim() == 1:
+            return even_shares(rows[0], len(numbers))
+        _, n_ranks, n_experts = numbers.shape
+        by_rank = [even_shares(n_rows, n_experts) for n_rows in even_shares(rows[0], n_ranks)]
+        return [by_rank, by_rank]
 
     with mock.patch.object(counts, "read", read_balanced), mock.patch.object(router, "_count", count_and_remember):
         yield

@@ -52,6 +52,7 @@ COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 FULL = {"activation_checkpoint__mode": "full"}
 SELECTIVE = {"activation_checkpoint__mode": "selective"}
 EVERY_2_LAYERS = SELECTIVE | {"activation_checkpoint__selective_ac_option": 2}
+SAVED_ATTENTION = SELECTIVE | {"activation_checkpoint__selective_ac_option": "attention"}
 EVERY_SECOND_MM = SELECTIVE | {"activation_checkpoint__selective_ac_option": "every_second_mm"}
 CHUNKED_LOSS = {"training__loss_chunks": 3}
 MUON = {"optimizer__name": "Muon"}
@@ -573,10 +574,11 @@ def operator_counts(job: config.Config) -> tuple[int, int, int]:
         (FULL, 6, 1, 1),
         (SELECTIVE, 0, 0, 1),
         (EVERY_SECOND_MM, 3, 0, 1),
+        (SAVED_ATTENTION, 6, 0, 1),
         (EVERY_2_LAYERS, 3, 0.5, 0.5),
         (EVERY_2_LAYERS | {"activation_checkpoint__selective_ac_option": 4}, 1.5, 0.25, 0.25),
     ],
-    ids=["no AC", "full AC", "selective AC", "every second mm", "every 2 layers", "every 4 layers"],
+    ids=["no AC", "full AC", "selective AC", "every second mm", "attention", "every 2 layers", "every 4 layers"],
 )
 def test_recomputed_operators(ranks, tmp_path, options, products, attentions, silus):
     """Without AC, a block computes 7 products and their 14 gradients. No gradient needs the last product, so full AC,
@@ -591,7 +593,7 @@ def test_recomputed_operators(ranks, tmp_path, options, products, attentions, si
 def test_which_products_every_second_mm_saves():
     """The first, the third and so on, as torchtitan 0.2.2, and the same ones when the block is computed again."""
     with mock.patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", lambda policy: policy):
-        policy = activation_checkpoint._every_second_product()
+        policy = activation_checkpoint._every_second_mm()
     for is_recompute in (False, True):
         context = SelectiveCheckpointContext(is_recompute=is_recompute)
         decisions = [policy(context, torch.ops.aten.mm.default) for _ in range(4)]

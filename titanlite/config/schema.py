@@ -559,9 +559,10 @@ class Int8(Section):
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = "none"
     """full: save only a block's inputs for backward and recompute the rest; selective: see selective_ac_option."""
-    selective_ac_option: Union[Literal["op", "every_second_mm"], Count] = "op"
+    selective_ac_option: Union[Literal["op", "every_second_mm", "attention"], Count] = "op"
     """op: save the results of matrix products, attention and collectives, recompute the rest; every_second_mm: the
-    same, but of every second matrix product only; N: full activation checkpointing every N layers, none in between."""
+    same, but of every second matrix product only; attention: save the results of attention, recompute the rest; N: full
+    activation checkpointing every N layers, none in between."""
 
 
 class Compile(Section):

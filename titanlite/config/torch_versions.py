@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from titanlite.config.keys import SCHEDULE
+from titanlite.config.keys import EXPERT, SCHEDULE
 from titanlite.config.loader import Rejections, show
 from titanlite.config.schema import Config
 from titanlite.config.stage_split import SPLIT_BACKWARD, V_SHAPED
@@ -20,5 +20,7 @@ def torch_version_rules(config: Config, on_cuda: bool, reject: Rejections) -> No
         message = f"{torch} fails in its split backward under {show(schedule)}; use torch 2.13, or another schedule"
         if config.float8.enable or config.int8.enable:
             reject("float8.enable" if config.float8.enable else "int8.enable", message)
+        if parallelism.expert_parallel_degree > 1:
+            reject(EXPERT, message)
         if config.training.loss_chunks > 1:
             reject("training.loss_chunks", f"{message}, or loss_chunks = 1")

@@ -23,25 +23,24 @@ PRODUCTS = [operator.default for operator in (torch.ops.aten.mm, torch.ops.aten.
 PRODUCTS += [getattr(torch.ops.aten, name).default for name in ("_scaled_mm", "_grouped_mm", "_int_mm")]
 
 
-def _saved_operators() -> list[Any]:
-    """Return the operators whose results selective AC saves under "op": those that take long to compute for their size.
+def _saved_operators(option: str) -> list[Any]:
+    """Return the operators whose results selective AC saves: attention, and unless `option` is that, all that are slow.
 
-    A matrix product takes D operations per element and attention T, and a collective waits for other ranks. Everything
-    else (norms, rotary embedding, SwiGLU's product, casts) reads memory once and is recomputed. An all-gather is not
-    saved: its result is as many times its input as there are ranks, which have just met for the layer's backward."""
-    aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-    attention = [aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu]
-    attention += [aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention]
-    attention += [aten._scaled_dot_product_attention_math]
+    A matrix product takes D operations per element and attention T, and a collective waits for other ranks. All else
+    (norms, SwiGLU's product, casts) reads memory once. An all-gather is recomputed too, since its result is large."""
+    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
+    saved = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names]
     if hasattr(torch.ops.titanlite, "tiled_attention"):  # it is imported by the layouts that use it
-        attention.append(torch.ops.titanlite.tiled_attention)
-    others = [collectives.reduce_scatter_tensor, collectives.all_reduce, collectives.all_to_all_single]
-    return PRODUCTS + [operator.default for operator in attention + others]
+        saved.append(torch.ops.titanlite.tiled_attention)
+    if option != "attention":
+        names = ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+        saved += [getattr(torch.ops._c10d_functional, name) for name in names]
+    return [operator.default for operator in saved] + (PRODUCTS if option != "attention" else [])
 
 
-def _every_second_product() -> Any:
+def _every_second_mm() -> Any:
     """Return the contexts of one call of a block under "every_second_mm", which saves its first, third, ... product."""
-    saved, counts = set(_saved_operators()), {False: 0, True: 0}  # by whether the forward is computed again
+    saved, counts = set(_saved_operators("op")), {False: 0, True: 0}  # by whether the forward is computed again
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         counts[context.is_recompute] += operator in PRODUCTS
@@ -55,8 +54,8 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     """Checkpoint the blocks of a model or a pipeline stage in place, before they are compiled.
 
     Full AC: every block saves its inputs only. Selective AC, "op": every block saves the results of its expensive
-    operators; "every_second_mm": those, but of every second matrix product only, as torchtitan does; N: of every N
-    layers, one saves its inputs only.
+    operators; "every_second_mm": those, but of every second matrix product only, as torchtitan does; "attention": every
+    block saves its inputs and the results of attention; N: of every N layers, one saves its inputs only.
     """
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     if mode == "none":
@@ -64,8 +63,8 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     by_operator = mode == "selective" and not isinstance(option, int)
     if by_operator:
-        contexts = functools.partial(create_selective_checkpoint_contexts, _saved_operators())
-        recompute = functools.partial(recompute, context_fn=contexts if option == "op" else _every_second_product)
+        save = functools.partial(create_selective_checkpoint_contexts, _saved_operators(option))
+        recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and hasattr(block.feed_forward, "experts"):
             # In two halves, since the compiler gets the first, and it has to see what is recomputed.

@@ -13,16 +13,16 @@ def apply_compile(model: Llama, compile: Compile) -> None:
     """Compile a model or a pipeline stage in place, without a graph break."""
     from torch._functorch import partitioners
 
-    # Nothing in a block is random; checkpoint's `preserve_rng_state` does not tell the compiler. Attention counts as
-    # random, for a dropout that is not there. Its random state on a CPU is saved for backward after a DTensor's mesh,
-    # where 2.12 and 2.13 expect no tensor: recomputed blocks fail there under tensor parallel.
+    # Nothing in a block is random, but to the compiler attention is, for a dropout that is not there. Its random state
+    # on a CPU is saved after a DTensor's mesh, where 2.12 and 2.13 expect no tensor: with TP recomputed blocks fail.
     # Private: torch._functorch.partitioners.has_recomputable_rng_ops (tried on torch 2.11 to 2.15).
     partitioners.has_recomputable_rng_ops = lambda _: False
     if "model" in compile.components:
         for block in model.layers.values():
-            # Its forward and not the block, around which FSDP has its hooks, which cannot be traced. Of a block with
-            # experts all but these, whose numbers of tokens are on the device and change with each call.
+            # Not the block, since FSDP's hooks around it cannot be traced, nor experts, whose numbers of tokens change.
             name = "attend" if hasattr(block.feed_forward, "experts") else "forward"
+            if name == "attend":
+                block.feed_forward.compile_operators(compile.backend)
             setattr(block, name, torch.compile(getattr(block, name), backend=compile.backend, fullgraph=True))
     if model.output is not None and "loss" in compile.components:
         compiled = torch.compile(linear_cross_entropy, backend=compile.backend, fullgraph=True)

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.parallel.test_layouts import (
     COMPILED,
@@ -27,6 +27,7 @@ from tests.parallel.test_layouts import (
     OFFLOAD,
     PP,
     REPLICATE,
+    SAVED_ATTENTION,
     SELECTIVE,
     SHARD,
     TOLERANCE,
@@ -52,7 +53,7 @@ from titanlite.metrics.flops import flops_per_token
 from titanlite.model import Llama
 from titanlite.parallel import fsdp, mesh
 from titanlite.techniques.moe import fsdp as moe_fsdp
-from titanlite.techniques.moe import layer, parallel
+from titanlite.techniques.moe import layer, operators, parallel
 from titanlite.techniques.moe.balance import LoadBalance
 from titanlite.techniques.moe.layer import MixtureOfExperts
 from titanlite.tools.parity.compare import differences
@@ -133,6 +134,40 @@ def test_the_layer_is_its_definition(name):
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_operators_are_the_eager_ones(backend):
+    """Also without a token, and under selective AC, where the compiler ignores a function that is not an operator."""
+    compiled, graphs = operators.compiled(backend), counters["stats"]["unique_graphs"]
+    for n_tokens, n_per_token in ((5, 3), (7, 3), (0, 3), (1, 1)):
+        draws = torch.Generator().manual_seed(n_tokens)
+        n = n_tokens * n_per_token
+        order_M = torch.randperm(n, generator=draws)
+        x_ND, y_MD, gate, up, gradient = (
+            torch.randn(size, DIM, dtype=torch.float64, generator=draws) for size in (n_tokens, n, n, n, n)
+        )
+        scores_M, row_NK = torch.rand(n, dtype=torch.float64), layer.inverse(order_M).view(n_tokens, n_per_token)
+        for name, arguments in {
+            "spread": (x_ND, order_M, n_per_token),
+            "collect": (y_MD, row_NK),
+            "swiglu": (gate, up, scores_M),
+            "swiglu_backward": (gradient, gate, up, scores_M),
+        }.items():
+            expected = getattr(operators.EAGER, name)(*arguments)
+            with create_selective_checkpoint_contexts([])[0]:
+                actual = getattr(compiled, name)(*arguments)
+            torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] >= graphs + 4
+
+
+def test_the_backward_of_swiglu_is_its_gradient():
+    arguments = [torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    arguments.append(torch.rand(6, dtype=torch.float64, requires_grad=True))
+    gradient = torch.randn(6, 4, dtype=torch.float64)
+    out = operators.swiglu(*arguments)
+    expected = *torch.autograd.grad(out, arguments, gradient), out
+    torch.testing.assert_close(operators.swiglu_backward(gradient, *arguments), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_products_of_all_experts_at_once_equal_one_by_one():
@@ -380,6 +415,7 @@ LAYOUTS = {
     "pp x shard, ep": PP | SHARD_EP,
     "shard, ep, full AC": SHARD_EP | FULL,
     "shard, ep, selective AC": SHARD_EP | SELECTIVE,
+    "compiled, shard, ep, attention saved": COMPILED | SHARD_EP | SAVED_ATTENTION,
     "shard, ep, balanced by bias": SHARD_EP | BIAS,
     "tp, balanced by losses": TP | LOSSES,
     "compiled, shard, ep, balanced by losses": COMPILED | SHARD_EP | LOSSES,
@@ -481,22 +517,30 @@ def test_attention_of_blocks_with_experts_is_compiled_once(ranks, tmp_path):
 
 def calls(job: Config) -> Counter[str]:
     """Count the calls of aten's operators, and of the collectives that DTensor makes, in a forward and backward."""
-    operators, collectives = CountCalls("aten"), CountCalls("_c10d_functional")
-    with operators:
+    operators, collectives, returned = CountCalls("aten"), CountCalls("_c10d_functional"), CountCalls("c10d")
+    with operators, returned:
         forward_backward(job, collectives)
-    return operators.calls + collectives.calls
+    return operators.calls + collectives.calls + returned.calls
+
+
+SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def test_what_activation_checkpointing_repeats(ranks, tmp_path):
-    """Full AC repeats products and all-to-alls of the forward, and selective AC none."""
-    float32 = MODEL | EXPERTS | SHARD_EP | {"training__dtype": "float32"}
-    none, selective, full = (
-        ranks(2).run(calls, job=resolve(tmp_path, 2, float32 | mode))[0] for mode in ({}, SELECTIVE, FULL)
+    """Of a layer with 2 experts on each rank, full AC repeats the products of attention (4), router (1) and shared
+    experts (3), and those with w1 and w3 of each expert; and it sends counts, scores and rows there again. Neither it
+    nor selective AC repeats the products with w2, or returns rows again. Both repeat 6 products of a dense layer."""
+    assert (MODEL["model__n_layers"], EXPERTS["model__moe__n_shared_experts"]) == (2, 1)
+    none, selective, attention, full = (
+        ranks(2).run(calls, job=resolve(tmp_path, 2, MODEL | EXPERTS | SHARD_EP | mode))[0]
+        for mode in ({}, SELECTIVE, SAVED_ATTENTION, FULL)
     )
-    n_layers = MODEL["model__n_layers"] - 1
-    for name, in_forward in (("_grouped_mm", 3), ("all_to_all_single", 3)):
-        assert none[name] == selective[name]
-        assert full[name] == none[name] + in_forward * n_layers, name
+    repeated = {"mm": 6 + 4 + 1 + 3 + 2 * 2, "all_to_all_single": 1 + 1 + 2, "alltoall_base_": 0}
+    for name, n in repeated.items():
+        assert none[name] == selective[name] > 0
+        assert full[name] - none[name] == attention[name] - none[name] == n, name
+    assert none["alltoall_base_"] == 2 * 2  # rows of each expert, forward and backward
+    assert (none[SDPA], attention[SDPA], full[SDPA]) == (2, 2, 4)
 
 
 def waits(job: Config) -> int:
@@ -518,38 +562,45 @@ def test_the_host_waits_once_a_layer(ranks, tmp_path):
 
 
 class Order(TorchDispatchMode):
-    """This mode lists the operators that are called, in order, and "wait" before one of what is in flight."""
+    """This mode lists the operators that are called, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_flight = any(isinstance(each, AsyncCollectiveTensor) for each in args)
-        self.names += ["wait"] * in_flight + [str(function).split(".")[1]]
+        self.names.append(str(function).split(".")[1])
         return function(*args, **(kwargs or {}))
 
 
-def order_of_a_layer(job: Config) -> list[str]:
-    """Return the operators of the forward of one mixture of experts, in order."""
+def order_of_a_layer(job: Config) -> list[list[str]]:
+    """Return the operators of the forward and of the backward of one mixture of experts, in order."""
     layout = mesh.build_layout(job.parallelism, CPU)
     model, _ = build.build_model(job, layout, CPU)
-    with torch.no_grad(), Order() as order:
-        model.layers["1"].unshard()
-        model.layers["1"].feed_forward.experts.unshard()
-        order.names.clear()
-        model.layers["1"].feed_forward(torch.ones(8, job.model.dim, dtype=torch.float64))
-    return order.names
+    block, x_ND = model.layers["1"], torch.ones(8, job.model.dim, dtype=torch.float64, requires_grad=True)
+    block.unshard()
+    block.feed_forward.experts.unshard()
+    with Order() as forward:
+        out = block.feed_forward(x_ND).sum()
+    with Order() as backward:
+        out.backward()
+    return [forward.names, backward.names]
 
 
-def test_rows_are_in_flight_while_shared_experts_are_computed(ranks, tmp_path):
-    """One exchange of counts, which the host waits for, and two of rows. Between the start of the first of these and
-    the wait for it are the three products of the shared experts."""
-    names, *_ = ranks(2).run(order_of_a_layer, job=resolve(tmp_path, 2, MODEL | EXPERTS | SHARD_EP))
-    names = [name for name in names if name in ("all_to_all_single", "wait", "mm")]
-    names = [name for name, before in zip(names, [None, *names], strict=False) if (name, before) != ("wait", "wait")]
-    counts, rows, shared, experts = "all_to_all_single wait", "all_to_all_single", "mm " * 3, "mm " * 3 * 2
-    assert names == f"mm {counts} {rows} {shared} wait {experts} {rows} wait".split()
+def test_rows_travel_while_experts_compute(ranks, tmp_path):
+    """Of a layer with a router, 3 products of shared experts and 2 experts on each rank. Counts, scores and the rows of
+    all experts are sent before the first of them is waited for. The result of the first expert travels while the second
+    computes, and in the backward so does its gradient while those of weights are computed."""
+    job = resolve(tmp_path, 2, MODEL | EXPERTS | SHARD_EP)
+    forward, backward = ranks(2).run(order_of_a_layer, job=job)[0]
+    short = {"mm": "mm", "addmm_": "mm", "wait_tensor": "wait", "alltoall_base_": "return", "all_to_all_single": "send"}
+    forward, backward = (" ".join(short[name] for name in names if name in short) for names in (forward, backward))
+    router, shared, counts, scores, rows = "mm", "mm mm mm", "send wait", "send", "send send"
+    arrive, result = "wait mm mm", "mm return"  # two products with what arrived
+    assert forward == f"{router} {shared} {counts} {scores} {rows} wait {arrive} {arrive} {result} {result}"
+    through_w2, of_rows, of_weights = "mm", "mm mm return", "mm mm mm"
+    expert = f"wait {through_w2} {of_rows} {of_weights}"
+    assert backward == f"{rows} {expert} {expert} {scores} wait {router} {router} {shared} {shared}"
 
 
 @pytest.mark.parametrize(
@@ -605,13 +656,18 @@ def test_resume_under_another_expert_parallel_degree(ranks, tmp_path, name):
 # Injected bugs -------------------------------------------------------------------------------------------------------
 
 
-def _permutation_off_by_one(rank: int) -> Any:
-    real = layer.permute
-    return mock.patch.object(layer, "permute", lambda x, order, inverse: real(x, order.roll(1), inverse.roll(1)))
+def _scores_of_other_rows(rank: int) -> Any:
+    real = parallel._transposed
+    return mock.patch.object(parallel, "_transposed", lambda counts, n_rows: real(counts, n_rows).roll(1))
 
 
-def _rows_are_not_sorted_by_expert(rank: int) -> Any:
-    return mock.patch.object(parallel, "permute", lambda x, order, inverse: x)
+def _results_of_another_expert(rank: int) -> Any:
+    real = parallel._Exchange.return_rows
+
+    def return_rows(exchange: Any, number: int, y: Tensor, out_MD: Tensor) -> Any:
+        return real(exchange, number, y.roll(1, 0), out_MD)
+
+    return mock.patch.object(parallel._Exchange, "return_rows", return_rows)
 
 
 def _no_gradient_of_the_router(rank: int) -> Any:
@@ -651,8 +707,8 @@ def _auxiliary_losses_of_every_tensor_parallel_rank(rank: int) -> Any:
 @pytest.mark.parametrize(
     ("bug", "layout", "first"),
     [
-        (_permutation_off_by_one, SHARD_EP, "step 1 loss"),
-        (_rows_are_not_sorted_by_expert, SHARD_EP, "step 1 loss"),
+        (_scores_of_other_rows, SHARD_EP, "step 1 loss"),
+        (_results_of_another_expert, SHARD_EP, "step 1 loss"),
         (_no_gradient_of_the_router, SHARD_EP, "step 1 norm"),
         (_shared_experts_counted_twice, TP, "step 1 loss"),
         (_router_gradient_is_not_summed, TP | EP, "step 1 norm"),

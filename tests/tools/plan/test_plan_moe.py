@@ -39,7 +39,7 @@ from titanlite.tools.plan.efficiency import (
     SLOWDOWN,
 )
 from titanlite.tools.plan.expert_load import even_shares, expert_load
-from titanlite.tools.plan.op_trace import Communication, HostWait, Work, recording
+from titanlite.tools.plan.op_trace import Allocation, Communication, HostWait, Work, recording
 from titanlite.tools.plan.planner import kind_of_stage, make_plan
 from titanlite.tools.plan.report import experts_line, report, time_shares
 from titanlite.tools.plan.segments import fold_layers
@@ -103,6 +103,7 @@ class Collectives(TorchDispatchMode):
         "all_reduce": "all_reduce",
         "allreduce_": "all_reduce",
         "all_to_all_single": "all_to_all",
+        "alltoall_base_": "all_to_all",
         "send": "send",
     }
 
@@ -253,15 +254,13 @@ def test_memory_of_ranks_is_that_of_real_ones():
 
 @pytest.mark.parametrize("options", [["plan.device=cpu"], ["plan.device=h100", SHARD, EP]], ids=str)
 def test_operations_are_those_of_the_formula(options):
-    """Those of the weights that a token passes, of the sums of its experts' outputs, and of attention under a causal
-    mask. The router is in float32."""
+    """Those of the weights that a token passes, and of attention under a causal mask. The router is in float32."""
     plan = make_plan(loaded(*options))
     n_layers, dim, length = 6, 256, 256
     tokens = 16 * length
     weights = plan.flops_per_token - 12 * n_layers * dim * length - 6 * (2 * n_layers + 1) * dim  # norms multiply none
     attention = 7 * 2 * dim * tokens * length // 2 * n_layers
-    sums = 3 * 2 * 2 * dim * n_layers  # of two experts
-    assert sum(plan.cost.flops.values()) == (weights + sums) * tokens + attention
+    assert sum(plan.cost.flops.values()) == weights * tokens + attention
     if "plan.device=h100" in options:
         assert plan.cost.flops["fp32"] == n_layers * 6 * dim * 8 * tokens
         assert plan.n_parameters > plan.flops_per_token / 6, "of 8 experts a token passes 2"
@@ -280,12 +279,16 @@ def test_muon_sends_no_experts_that_a_rank_has():
 
 
 def test_all_to_alls_of_a_layer():
-    """A layer exchanges counts and, in two directions, rows; its backward rows only. Full AC repeats the forward."""
+    """A layer sends counts, scores and, for each of 2 experts of a rank, rows there and back. The backward sends rows
+    there and back, and scores back. Full AC repeats what the forward sends there."""
     options = ["plan.device=h100", SHARD_4, EP_4]
-    n_layers, rows, count = 6, 16 * 256 * 2, 8 * 8  # 8 experts, int64
+    n_layers, rows = 6, 16 * 256 * 2
+    counts, scores, one_way = 8 * 8, rows * 4, rows * 256 * 2  # int64 of 8 experts, float32, bfloat16
     plain, full = (make_plan(loaded(*options, mode)).cost.communication for mode in (NO_AC, FULL))
-    assert plain["ep", "all_to_all"] == (5 * n_layers, n_layers * (4 * rows * 256 * 2 + count))
-    assert full["ep", "all_to_all"] == (8 * n_layers, n_layers * (6 * rows * 256 * 2 + 2 * count))
+    number, size = 1 + 2 + 4 * 2, counts + 2 * scores + 4 * one_way
+    assert plain["ep", "all_to_all"] == (n_layers * number, n_layers * size)
+    number, size = number + 1 + 1 + 2, size + counts + scores + one_way
+    assert full["ep", "all_to_all"] == (n_layers * number, n_layers * size)
     assert ("fsdp", "all_gather") in plain, "the ranks of ep have a group of their own, though they are those of fsdp"
 
 
@@ -355,11 +358,13 @@ def test_rows_are_rounded_up():
     assert (alone.sent, alone.received, alone.n_experts, alone.per_expert) == (240, 240, 8, 30)
     load = expert_load(resolved(*options, SHARD, EP, "plan.expert_imbalance=1.003"))
     assert (load.sent, load.received, load.n_experts) == (240, 121, 4)
-    assert load.counts(torch.empty(2, 2)) == [[121, 119], [121, 121]]
+    assert load.counts(torch.empty(2, 2, 4)) == [
+        [[31, 30, 30, 30], [30, 30, 30, 29]], [[31, 30, 30, 30], [31, 30, 30, 30]]
+    ]  # fmt: skip
     assert load.counts(torch.empty(4)) == [61, 61, 60, 60]
     assert load.per_expert == 60.5
     most = expert_load(resolved(*options, SHARD_4, EP_4, "plan.expert_imbalance=4"))
-    assert most.counts(torch.empty(2, 4)) == [[240, 0, 0, 0], [240] * 4]
+    assert most.counts(torch.empty(2, 4, 2)) == [[[120, 120], *[[0, 0]] * 3], [[120, 120]] * 4]
     tensor = expert_load(resolved(*options, TP, EP))
     assert tensor.sent == 120, "each rank routes its shard of the sequence"
     assert expert_load(resolved(*options, TP)).sent == 240
@@ -397,17 +402,23 @@ def test_seconds_of_an_all_to_all():
     assert cost_of(event, n_ranks=2, per_node=4).elapsed == pytest.approx(latency + size / 2 / nvlink)
 
 
-def test_all_to_alls_and_waits_of_the_host_are_exposed():
-    """FSDP's collectives overlap with computation, and what experts exchange does not."""
+def test_what_waits_for_collectives_and_for_the_host():
+    """FSDP's collectives and rows of experts run beside computation, rows until an operator reads them."""
     n = 8192
     product = Work("aten._grouped_mm", 2 * n**3, "bf16", 0, 0, (), (), (1, n, n, n))
-    rows = Communication("all_to_all", "group", 10**9)
+    arrived = Allocation("rows", ())
+    rows = Communication("all_to_all", "group", 2 * 10**9, (arrived,))
     alone = cost_of(product).elapsed
     tiles = (n / 128) ** 2
     waves = tiles / 132 / math.ceil(tiles / 132)
     rate = 989e12 * EFFICIENCY["hopper"].matmul.expected * GROUPED_MATMUL.expected * waves
     assert alone == pytest.approx(KERNEL.expected + 2 * n**3 / rate)
-    assert cost_of(product, rows).elapsed == pytest.approx(alone + cost_of(rows).elapsed)
+    sent = cost_of(rows).elapsed
+    assert sent > alone * (1 + SLOWDOWN.expected)
+    reads = product._replace(inputs=(arrived,))
+    assert cost_of(rows, product, reads).elapsed == pytest.approx(sent + alone)
+    assert cost_of(rows, reads, product).elapsed == pytest.approx(sent + 2 * alone)
+    assert cost_of(product, rows, axis="tp").elapsed == pytest.approx(alone + sent)
     weights = Communication("all_gather", "group", 10**7)
     gathered = cost_of(weights, axis="fsdp").elapsed
     overlapped = alone + SLOWDOWN.expected * gathered  # it runs slower beside the all-gather

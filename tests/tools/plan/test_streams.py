@@ -12,7 +12,7 @@ from titanlite.tools.plan.cost_model import CostModel
 from titanlite.tools.plan.efficiency import KERNEL
 from titanlite.tools.plan.fusion import fuse
 from titanlite.tools.plan.op_trace import Dispatch, Event, Work, fake_world, recording
-from titanlite.tools.plan.streams import Collective, CopyIn, CopyOut, Run, Streams, Wait
+from titanlite.tools.plan.streams import Arrival, Collective, CopyIn, CopyOut, Run, Streams, Wait
 
 
 def layer(seconds: float, gather: float, axis: str = "fsdp") -> list:
@@ -55,6 +55,14 @@ def test_a_reduce_scatter_overlaps_until_the_next_one_needs_its_buffer():
     assert (streams.computed, streams.exposed) == (5, 1)  # the first ends at 5, and the copy waited from 4 on
     streams.join()
     assert (streams.computed, streams.exposed) == (9, 5)
+
+
+def test_an_all_to_all_runs_until_what_it_writes_is_read():
+    first, second = (Collective("all_to_all", "ep", 4, outputs=(name,)) for name in ("first", "second"))
+    items = [Run(1, 0, 1), first, second, Run(3, 0, 3), Arrival("first"), Run(1, 0, 1), Arrival("second")]
+    streams = run(*items)  # the first ends at 5, the second at 9
+    assert (streams.computed, streams.exposed) == (9, 1 + 3)
+    assert run(*items, synchronous=True).computed == 1 + 4 + 4 + 3 + 1
 
 
 def test_cpu_offload_copies_weights_ahead_of_their_all_gather():

@@ -6,8 +6,6 @@ expert sees its tokens as neighbouring rows, however many they are.
 Shapes: N tokens, D model width, E experts, F width of an expert, K experts per token, M = N x K pairs.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 
 from titanlite.config.schema import Model
 from titanlite.model import FeedForward
-from titanlite.techniques.moe import counts
+from titanlite.techniques.moe import counts, operators
+from titanlite.techniques.moe.operators import Operators
 from titanlite.techniques.moe.router import Router
 
 GROUPED_MM_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
@@ -37,19 +36,29 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return [N, D]."""
+        operators = self.experts.operators
         scores_NK, experts_NK, counts_E = self.router(x_ND)
-        order_M = order_by_expert(experts_NK.flatten(), self.router.n_experts)
-        inverse_M = inverse(order_M)
-        compute = self.dispatch(_Dispatch.apply(x_ND, order_M, inverse_M), counts_E)
-        shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows are sent to other ranks
-        y_NKD = permute(compute(), inverse_M, order_M).unflatten(0, experts_NK.shape)
-        out_ND = torch.bmm(scores_NK.unsqueeze(1).to(y_NKD.dtype), y_NKD).squeeze(1)
+        order_M = order_by_expert(self.sort_key(experts_NK).flatten(), self.router.n_experts)
+        row_M = inverse(order_M)
+        x_MD = _Spread.apply(x_ND, order_M, row_M, operators)
+        scores_M = _Permute.apply(scores_NK.flatten(), order_M, row_M)
+        shared_ND = None if self.shared is None else self.shared(x_ND)
+        kept = Keep.apply(scores_M, order_M)
+        out_ND = _Collect.apply(self.compute(x_MD, scores_M, counts_E), row_M.view_as(experts_NK), kept, operators)
         return out_ND if shared_ND is None else out_ND + shared_ND
 
-    def dispatch(self, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
-        """Return a function that computes the experts of all rows, [M, D]; expert parallel replaces this by one that
-        starts to send rows."""
-        return functools.partial(self.experts, x_MD, counts_E)
+    def sort_key(self, experts_NK: Tensor) -> Tensor:
+        """Return the numbers by which rows are sorted; expert parallel replaces this."""
+        return experts_NK
+
+    def compute(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the outputs of the experts of all rows times their scores, [M, D]; expert parallel replaces this."""
+        return self.experts(x_MD, scores_M, counts_E)
+
+    def compile_operators(self, backend: str) -> None:
+        """Compile what is between the products. The mixture as a whole cannot be compiled: its numbers of rows are on
+        the device."""
+        self.experts.operators = operators.compiled(backend)
 
 
 class Experts(nn.Module):
@@ -60,17 +69,18 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, expert_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
+        self.operators = operators.EAGER
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return w1, w2, w3 as this process computes with them; parallelism replaces it."""
         return self.w1, self.w2, self.w3
 
-    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on; what is returned for rows after those
-        of the last expert has no meaning."""
+    def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
+        """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on. A row's score multiplies it where it is
+        narrowest, before w2."""
         w1, w2, w3 = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
-        return product(F.silu(product(x_MD, w1)) * product(x_MD, w3), w2)
+        return product(_SwiGLU.apply(product(x_MD, w1), product(x_MD, w3), scores_M, self.operators), w2)
 
 
 def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
@@ -81,30 +91,51 @@ def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)
     sizes = counts.read(counts_E)
-    n_padding = len(x_MD) - sum(sizes)
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        *rows, padding = x.split([*sizes, n_padding])
-        outputs = [F.linear(x_e, w_e) for x_e, w_e in zip(rows, weight, strict=True)]
-        return torch.cat([*outputs, padding.new_zeros(n_padding, weight.shape[1])])
-
-    return product
+    return lambda x, weight: torch.cat([F.linear(x_e, w_e) for x_e, w_e in zip(x.split(sizes), weight, strict=True)])
 
 
-class _Dispatch(torch.autograd.Function):
+class _Spread(torch.autograd.Function):
     """Copies each token to the rows of its experts. The backward sums a token's rows in a fixed order, which that of
     indexing does not on CUDA."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_M)
-        ctx.n_tokens = len(x_ND)
-        return x_ND[order_M // (len(order_M) // len(x_ND))] if len(x_ND) else x_ND[order_M]
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, row_M: Tensor, operators: Operators) -> Tensor:
+        n_per_token = len(order_M) // len(x_ND) if len(x_ND) else 1
+        ctx.save_for_backward(row_M.view(len(x_ND), n_per_token))
+        ctx.operators = operators
+        return operators.spread(x_ND, order_M, n_per_token)
 
     @staticmethod
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_M,) = ctx.saved_tensors
-        return gradient_MD[inverse_M].unflatten(0, (ctx.n_tokens, -1)).sum(1), None, None
+    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor | None, ...]:
+        (row_NK,) = ctx.saved_tensors
+        return ctx.operators.collect(gradient_MD, row_NK), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Sums the rows of each token's experts."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, row_NK: Tensor, kept: Tensor, operators: Operators) -> Tensor:
+        ctx.keeper, ctx.n_per_token, ctx.operators = kept.grad_fn, row_NK.shape[1], operators
+        return operators.collect(y_MD, row_NK)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor | None, ...]:
+        (order_M,) = ctx.keeper.saved_tensors
+        return ctx.operators.spread(gradient_ND, order_M, ctx.n_per_token), None, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_MF: Tensor, up_MF: Tensor, scores_M: Tensor, operators: Operators) -> Tensor:
+        ctx.save_for_backward(gate_MF, up_MF, scores_M)
+        ctx.operators = operators
+        return operators.swiglu(gate_MF, up_MF, scores_M)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor | None, ...]:
+        *gradients, _ = ctx.operators.swiglu_backward(gradient_MF, *ctx.saved_tensors)
+        return *gradients, None
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:
@@ -118,18 +149,30 @@ def inverse(order_M: Tensor) -> Tensor:
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
-def permute(x_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
-    """Return the rows in another order; `inverse_M` restores it, so that the backward need not add."""
-    return _Permute.apply(x_MD, order_M, inverse_M)
-
-
 class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_M)
-        return x_MD[order_M]
+    """Sorts the scores of all pairs as their rows."""
 
     @staticmethod
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_M,) = ctx.saved_tensors
-        return gradient_MD[inverse_M], None, None
+    def forward(ctx: Any, scores_M: Tensor, order_M: Tensor, row_M: Tensor) -> Tensor:
+        ctx.save_for_backward(row_M)
+        return scores_M[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None, None]:
+        (row_M,) = ctx.saved_tensors
+        return gradient_M[row_M], None, None
+
+
+class Keep(torch.autograd.Function):
+    """Saves tensors for the backward of a later function, which takes the result as an input, and saves none itself.
+    Activation checkpointing recomputes until it has all that was saved, and so leaves the later function out. What was
+    saved is the result's `grad_fn.saved_tensors`. `anchor` is any tensor that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)

@@ -11,17 +11,19 @@ parallel, the layer: fsdp x tp = efsdp x ep. Of a mixture of experts
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the operators
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titanlite.techniques.moe import counts
-from titanlite.techniques.moe.layer import MixtureOfExperts, inverse, order_by_expert, permute
+from titanlite.techniques.moe.layer import Experts, Keep, MixtureOfExperts, order_by_expert
+from titanlite.techniques.moe.operators import Operators
 
 SEQUENCE = Shard(0)  # of an activation [N, D]
 
@@ -41,7 +43,8 @@ def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMe
         _distribute(experts, name, expert or tensor, placement)
     experts.weights = lambda: tuple(local_weight(weight) for weight in (experts.w1, experts.w2, experts.w3))
     if expert:
-        module.dispatch = functools.partial(_exchange, experts, expert.get_group())
+        module.sort_key = functools.partial(_by_local_expert, expert.size(), module.router.n_experts)
+        module.compute = functools.partial(_exchange, experts, expert.get_group())
     if tensor:
         _distribute(module.router, "weight", tensor, Replicate())
         module.router.local_weight = lambda: local_weight(module.router.weight)
@@ -78,30 +81,157 @@ def _local_linear(layer: nn.Linear, x_ND: Tensor) -> Tensor:
     return F.linear(x_ND, local_weight(layer.weight))
 
 
-def _exchange(experts: nn.Module, group: dist.ProcessGroup, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
-    """Start to send rows to the ranks that have their experts. Return a function that waits for those of other ranks,
-    computes, and sends the results back.
+def _by_local_expert(n_ranks: int, n_experts: int, experts_NK: Tensor) -> Tensor:
+    """Return the numbers that sort rows by an expert's place on its rank, then by its rank: all first experts of ranks,
+    all second ones, and so on."""
+    n_local = n_experts // n_ranks
+    return experts_NK % n_local * n_ranks + experts_NK // n_local
 
-    The rows of rank r's experts are neighbours, since experts are sharded in order. What arrives is sorted by rank, and
-    within a rank by expert; it is sorted by expert before it is computed. The host waits for the device once.
-    """
+
+def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
+    """Send rows to the ranks that have their experts, compute them there, and return the results. The rows are sorted
+    by _by_local_expert, and so are those that arrive. The host waits for the device once."""
     n_ranks = group.size()
-    received_RE = all_to_all_single(counts_E, None, None, group).view(n_ranks, -1)
-    sent, received = counts.read(torch.stack((counts_E.view(n_ranks, -1).sum(1), received_RE.sum(1))))
-    in_flight = _all_to_all(x_MD, received, sent, group)
-
-    def _compute() -> Tensor:
-        n_experts = received_RE.shape[1]
-        of_block = torch.arange(n_experts, device=x_MD.device).repeat(n_ranks)  # the expert of each rank's rows for it
-        expert_of_row = of_block.repeat_interleave(received_RE.flatten(), output_size=sum(received))
-        order = order_by_expert(expert_of_row, n_experts)
-        back = inverse(order)
-        y = permute(experts(permute(in_flight, order, back), received_RE.sum(0)), back, order)
-        return _all_to_all(y, sent, received, group)
-
-    return _compute
+    sent_RL = counts_E.view(n_ranks, -1)
+    received_RL = _wait(_start(counts_E, None, None, group)).view(n_ranks, -1)
+    sent, received = counts.read(torch.stack((sent_RL, received_RL)))
+    exchange = _Exchange(group, sent, received)
+    orders = _transposed(sent_RL.t(), len(x_MD)), _transposed(received_RL, sum(map(sum, received)))
+    weights = experts.weights()
+    with torch.no_grad():
+        received_scores, arrived, gates, ups = _send(exchange, x_MD, scores_M, *orders, *weights)
+    kept = Keep.apply(scores_M, *weights, received_scores, *orders, *arrived, *gates, *ups)
+    rows = received_scores, gates, ups
+    return _ExchangedExperts.apply(exchange, experts.operators, kept, rows, x_MD, scores_M, *weights)
 
 
-def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows, `sent[r]` to rank r and `received[r]` from it."""
-    return all_to_all_single_autograd(x.contiguous(), received, sent, group)
+def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
+    """Return the order that sorts rows by (b, a), which are sorted by (a, b) and as many as the counts say."""
+    n_a, n_b = counts_AB.shape
+    b_of_row = torch.arange(n_b, device=counts_AB.device).repeat(n_a)
+    return order_by_expert(b_of_row.repeat_interleave(counts_AB.flatten(), output_size=n_rows), n_b)
+
+
+class _Exchange:
+    """Sends rows of L experts on each of R ranks.
+
+    Args:
+        sent: how many rows this rank sends to each rank and expert, [R][L].
+        received: how many it receives from each rank for each of its experts, [R][L].
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]):
+        self.group, both = group, (sent, received)
+        self.sent_LR, self.received_LR = ([list(sizes) for sizes in zip(*each, strict=True)] for each in both)
+        self.sent_R, self.received_R = ([sum(sizes) for sizes in each] for each in both)
+
+    def of_own_experts(self, scores: Tensor) -> tuple[Tensor, ...]:
+        """Return what arrived for each expert of this rank."""
+        return scores.split([sum(sizes) for sizes in self.received_LR])
+
+    def send_rows(self, x_MD: Tensor) -> list[Tensor]:
+        """Start to send all rows, and return what will arrive for each expert of this rank, to _wait for."""
+        chunks = x_MD.split([sum(sizes) for sizes in self.sent_LR])
+        sizes = zip(chunks, self.received_LR, self.sent_LR, strict=True)
+        return [_start(x, received, sent, self.group) for x, received, sent in sizes]
+
+    def return_rows(self, number: int, y: Tensor, out_MD: Tensor) -> dist.Work:
+        """Start to return the rows of an expert of this rank, into this rank's rows for that expert of each rank."""
+        out = out_MD.split([sum(sizes) for sizes in self.sent_LR])[number]
+        sent, received = self.received_LR[number], self.sent_LR[number]
+        return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)
+
+    def send_scores(self, scores_M: Tensor) -> Tensor:
+        """Start to send the scores of all rows, sorted by rank, and return those that will arrive."""
+        return _start(scores_M, self.received_R, self.sent_R, self.group)
+
+    def return_scores(self, scores: Tensor) -> Tensor:
+        """Start to return what belongs to the scores, sorted by rank, and return what will arrive."""
+        return _start(scores, self.sent_R, self.received_R, self.group)
+
+
+def _send(
+    exchange: _Exchange, x_MD: Tensor, scores_M: Tensor, by_rank_M: Tensor, by_expert: Tensor,
+    w1: Tensor, _: Tensor, w3: Tensor,
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Send rows and their scores to the ranks that have their experts, and multiply them there by w1 and w3. While one
+    expert computes, the rows of the next ones travel. Return the scores that arrived, and by expert the rows and both
+    products."""
+    sent_scores = exchange.send_scores(scores_M[by_rank_M])
+    arriving = exchange.send_rows(x_MD)
+    scores, gates, ups = _wait(sent_scores)[by_expert], [], []
+    for x, own_w1, own_w3 in zip(map(_wait, arriving), w1, w3, strict=True):
+        gates.append(F.linear(x, own_w1))
+        ups.append(F.linear(x, own_w3))
+    return scores, arriving, gates, ups
+
+
+class _ExchangedExperts(torch.autograd.Function):
+    """Computes the rest of what _send began: multiplies by w2, and returns the results to the ranks that sent the rows.
+    The backward is that of both. While one expert computes, the results of those before travel, and in the backward
+    gradients travel both ways.
+
+    A split backward runs it twice, once for the gradients of rows and once for those of weights. Private:
+    torch._C._will_engine_execute_node (tried on torch 2.11 to 2.15).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: _Exchange, operators: Operators, kept: Tensor,
+        rows: tuple[Tensor, list[Tensor], list[Tensor]],
+        x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return [M, D]. `rows` are the scores and products that _send returns, `kept` what the backward reads."""
+        ctx.exchange, ctx.operators, ctx.keeper = exchange, operators, kept.grad_fn
+        ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
+        scores, gates, ups = rows
+        y_MD, sent = torch.empty_like(x_MD), []
+        of_expert = zip(gates, ups, exchange.of_own_experts(scores), w2, strict=True)
+        for number, (gate, up, score, own_w2) in enumerate(of_expert):
+            y = F.linear(operators.swiglu(gate, up, score), own_w2)
+            sent.append(exchange.return_rows(number, y, y_MD))
+        for work in sent:
+            work.wait()
+        return y_MD
+
+    @staticmethod
+    def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all arguments of `forward`."""
+        exchange, d_x_MD = ctx.exchange, torch.empty_like(d_y_MD)
+        arriving = exchange.send_rows(d_y_MD.contiguous())
+        w1, w2, w3, scores, by_rank_M, by_expert, *rows = ctx.keeper.saved_tensors
+        d_ws = [torch.empty_like(weight) for weight in (w1, w2, w3)]
+        for_rows, for_weights = map(torch._C._will_engine_execute_node, (ctx.of_rows, ctx.of_weights))
+        sent, d_scores, n = [], [], len(w1)
+        x_gate_up = rows[:n], rows[n : 2 * n], rows[2 * n :]
+        of_expert = zip(arriving, *x_gate_up, exchange.of_own_experts(scores), w1, w2, w3, *d_ws, strict=True)
+        for number, (d_y, x, gate, up, score, own_w1, own_w2, own_w3, *own_d_ws) in enumerate(of_expert):
+            d_y = _wait(d_y)
+            d_gate, d_up, d_score, hidden = ctx.operators.swiglu_backward(d_y @ own_w2, gate, up, score)
+            if for_rows:
+                sent.append(exchange.return_rows(number, torch.mm(d_gate, own_w1).addmm_(d_up, own_w3), d_x_MD))
+            if for_weights:
+                for own_d_w, d_out, inputs in zip(own_d_ws, (d_gate, d_y, d_up), (x, hidden, x), strict=True):
+                    torch.mm(d_out.t(), inputs, out=own_d_w)
+            d_scores.append(d_score)
+        sent_scores = exchange.return_scores(_unsorted(torch.cat(d_scores), by_expert))
+        d_scores_M = _unsorted(_wait(sent_scores), by_rank_M)
+        for work in sent:
+            work.wait()
+        return None, None, None, None, d_x_MD, d_scores_M, *d_ws
+
+
+def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:
+    return torch.empty_like(x_M).scatter_(0, order_M, x_M)
+
+
+def _start(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Start to exchange rows, `sent[r]` to rank r and `received[r]` from it; None: as many with each. Selective AC can
+    save what arrives. Private: _c10d_functional (tried on torch 2.11 to 2.15)."""
+    sizes = [len(x) // group.size()] * group.size()
+    return torch.ops._c10d_functional.all_to_all_single(x, received or sizes, sent or sizes, group.group_name)
+
+
+def _wait(x: Tensor) -> Tensor:
+    """Have what follows wait for what arrives."""
+    return torch.ops._c10d_functional.wait_tensor(x)

@@ -59,9 +59,9 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
         plan = make_plan(config, world_size=n_devices)
     except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
-    communication, exposed = plan.cost.communication_seconds
+    communication, shares = plan.cost.communication_seconds, time_shares(plan)
     times = plan.step_seconds, plan.tokens_per_second, plan.mfu, plan.pipeline_bubble
-    overlapped, shares = communication - exposed, time_shares(plan)
+    overlapped = max(communication - shares["exposed communication"], 0.0)
     return PlannedLayout(candidate, plan.worst.total, *times, communication, overlapped, shares, plan.spread)
 
 

@@ -7,7 +7,7 @@ collective runs at the data sheet's rate times what programs reach of it (effici
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from titanlite.metrics.devices import Device
 from titanlite.tools.plan import measured_rates
@@ -29,15 +29,15 @@ from titanlite.tools.plan.efficiency import (
     Share,
 )
 from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
-from titanlite.tools.plan.streams import GATHERED_AXES, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
+from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
 GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "overlap", "offload")
 """Groups of times that are known more or less well, each independently of the others."""
 LEAST_SPREAD = 0.05
 """By which share times on a calibrated device may differ from what is expected, at least."""
 
-EXPOSED_AXES = ("tp", "ulysses", "ep", "all")
-"""Axes whose communication is exposed: the next operator waits for it. That of other axes overlaps with computation."""
+WAITS_WHEN_READ = ("ep",)
+"""Axes of whose collectives the first operator that reads what they write waits for them."""
 
 
 @dataclasses.dataclass
@@ -61,10 +61,9 @@ class Cost:
     elapsed: float = 0.0
 
     @property
-    def communication_seconds(self) -> tuple[float, float]:
-        """Seconds of all communication, and of its exposed part."""
-        exposed = sum(self.seconds[f"communication: {axis}"] for axis in EXPOSED_AXES)
-        return sum(value for name, value in self.seconds.items() if name.startswith("communication: ")), exposed
+    def communication_seconds(self) -> float:
+        """Seconds of all communication."""
+        return sum(value for name, value in self.seconds.items() if name.startswith("communication: "))
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
         """Add a collective, or a copy, of a number of bytes."""
@@ -147,6 +146,7 @@ class CostModel:
         cost, items = Cost(), list[Item]()
         in_ring = any(isinstance(x, Communication) and self._axis(x.group)[0] == "ring" for x in events)
         device, host, both = 0.0, 0.0, 0.0  # of the operators since the last item
+        in_flight = set[Hashable]()  # what collectives write and nothing has read
         copied, copying = set[int](), 0.0  # weights from host memory, and the seconds of those for the next all-gather
 
         def flush(*, attends: bool = False) -> None:
@@ -161,9 +161,11 @@ class CostModel:
                 cost.seconds[category] += seconds
                 if event.flops:
                     cost.flops[event.dtype] += event.flops
-                attends = in_ring and category == "attention"
-                if attends:
+                arrived, attends = in_flight.intersection(event.inputs), in_ring and category == "attention"
+                if arrived or attends:
                     flush()
+                    items += map(Arrival, arrived)
+                    in_flight -= arrived
                 if self.offload is not None:
                     copying += self._weights_to_device(event, copied, cost)
                     if copying and not self.is_sharded:  # on one rank FSDP copies weights where it computes
@@ -192,7 +194,9 @@ class CostModel:
                 if copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
                     collective, copying = collective._replace(copy=copying), 0.0
                 items.append(collective)
+                in_flight.update(collective.outputs)
         flush()
+        items += map(Arrival, in_flight)
         self._items[id(events)] = cost, items, events
         return cost, items
 
@@ -206,7 +210,7 @@ class CostModel:
         cost.count(axis, event.name, event.size, seconds)
         if self.offload is not None and axis in GATHERED_AXES and event.name == "reduce_scatter":
             return self._offloaded_gradient(axis, event.size // len(ranks), seconds, cost)
-        return Collective(event.name, axis, seconds)
+        return Collective(event.name, axis, seconds, outputs=event.outputs if axis in WAITS_WHEN_READ else ())
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
         """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not

@@ -110,7 +110,7 @@ def dry_run(
         stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
-        stage = build.build_stage(config, layout, folded.names, CPU)
+        stage = _build_stage(config, layout, folded.names, compiled="model" in fused)
         if config.optimizer.state_dtype in QUANTIZED_STATES:
             from titanlite.techniques.low_bit_adam import create_value_tables  # here: the import takes a second
 
@@ -146,6 +146,15 @@ def dry_run(
     return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
 
 
+def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
+    """Build a stage, of which only the operators of experts are compiled: fusion.py models the rest."""
+    stage = build.build_stage(config, layout, names, CPU)
+    for block in stage.layers.values():
+        if compiled and hasattr(block.feed_forward, "experts"):
+            block.feed_forward.compile_operators(config.compile.backend)
+    return stage
+
+
 def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
     """Return the axis and the global ranks of each process group of a layout, by the group's name."""
     # An axis with all ranks has the group of all, so it overwrites "all".
@@ -159,14 +168,16 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
     """Model what torch.compile does with the components that it compiles."""
-    if "model" in components:
-        forward, backward = (
-            [number for number, segment in enumerate(segments) if segment.mark[0] == f"layer {letter}"]
-            for letter in "FB"
-        )
-        save_less(segments, set(forward), set(backward))
-    labels = {"model": ("layer F", "layer B"), "loss": ("layer head",)}
+    # In a pipeline the backward of the loss begins that of the last stage. Without one it is in "layer head", too.
+    labels = {"model": ("layer F", "layer B"), "loss": ("layer head", Pass.BACKWARD)}
     wanted = [label for component in components for label in labels[component]]
+    for component in components:
+        forward, backward = (
+            {number for number, segment in enumerate(segments) if segment.mark[0] == label}
+            for label in labels[component]
+        )
+        if backward:
+            save_less(segments, forward, backward)
     compiled = [segment for segment in segments if segment.mark[0] in wanted]
     for segment, events in zip(compiled, fuse([segment.events for segment in compiled]), strict=True):
         segment.events[:] = events
@@ -286,15 +297,15 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
         if output.requires_grad:
             output.register_hook(lambda grad: trace.mark(mark, layer))
 
-    def attend_and_mark(attend: Callable[..., Tensor], layer: int, *args: Any) -> Tensor:
+    def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Stand for the part of a block that comes before its experts."""
         again = trace.segments[-1].mark[0].endswith(" B")  # under full AC
         if again:
             trace.mark("layer B", layer)
-        output = attend(*args)
+        output, normed = attend(*args)
         trace.mark("layer experts B" if again else "layer experts F", layer)
-        before_backward("layer B", layer, output)
-        return output
+        before_backward("layer B", layer, normed)
+        return output, normed
 
     def after_forward(mark: str, layer: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
         before_backward(mark, layer, output)

@@ -39,11 +39,13 @@ class ExpertLoad(NamedTuple):
         return self.received * self.n_ranks / self.n_experts
 
     def counts(self, counts: Tensor) -> list[Any]:
-        """Return the values of a tensor of counts: rows by expert, [E], or rows sent and received by rank, [2, R]."""
+        """Return the values of a tensor of counts: rows by expert, [E], or rows sent and received by rank and expert,
+        [2, R, E]."""
         if counts.dim() == 1:
             return even_shares(self.received * self.n_ranks, len(counts))
         others = even_shares(self.sent - self.received, self.n_ranks - 1)
-        return [[self.received, *others], [self.received] * self.n_ranks]
+        by_rank = [[self.received, *others], [self.received] * self.n_ranks]
+        return [[even_shares(rows, counts.shape[2]) for rows in each] for each in by_rank]
 
 
 def expert_load(config: Config) -> ExpertLoad:

@@ -91,11 +91,13 @@ class Dispatch(NamedTuple):
 
 class Communication(NamedTuple):
     """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
-    reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more."""
+    reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more. `outputs` is what it
+    writes."""
 
     name: str
     group: str
     size: int
+    outputs: tuple[Allocation, ...] = ()
 
 
 class HostWait(NamedTuple):
@@ -225,14 +227,14 @@ class OpTrace(TorchDispatchMode):
         inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         if name in COLLECTIVES:
-            self._allocations(name, outputs)
+            written_to = self._allocations(name, [args[0]] if name == "c10d.alltoall_base_" else outputs)
             collective, index = COLLECTIVES[name]
             if index == ALL:
                 size = max(map(_n_bytes, inputs + outputs))
             else:
                 tensors = tree_iter(out if index is None else args[index])
                 size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
-            self.record(Communication(collective, _group_of(args), size))
+            self.record(Communication(collective, _group_of(args), size, tuple(written_to)))
             return
         if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
             inputs, outputs = list(args[0]), outputs[:1]
@@ -329,8 +331,8 @@ def _flops(
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the operations of a matrix multiplication or of attention (under a causal mask half of them), the dtype
     whose peak rate applies, and the sizes, see Work."""
-    if name in ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, each row is of one group
-        left, right = (inputs[1], inputs[2]) if name == "addmm" else (inputs[0], inputs[1])
+    if name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"):  # of grouped ones, a row has one group
+        left, right = (inputs[1], inputs[2]) if name.startswith("addmm") else (inputs[0], inputs[1])
         sizes = left.shape[0] if name == "bmm" else 1, left.shape[-2], right.shape[-1], left.shape[-1]
         return 2 * math.prod(sizes), "fp8" if name == "_scaled_mm" else _rate_dtype(left), sizes
     if "scaled_dot_product" in name:

@@ -12,13 +12,15 @@ The streams and what waits for what are those of FSDP2 as torch 2.11 to 2.15 run
   the all-gather may begin, and a shard of gradients to the host on the stream of its reduce-scatter. From the second
   gradient accumulation step on the host waits for that copy and adds it to what it has.
 - A message of ring attention is sent beside one attention, and the next one waits for it.
+- An all-to-all of expert parallel begins after what was computed before it, and the first operator that reads what it
+  writes waits for it.
 - For every other collective the computation waits at once: it is exposed.
 
 On a CPU there is one stream: an operator runs on the host, and so does a collective, except a message of a ring.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 GATHERED_AXES = ("fsdp", "efsdp")
@@ -48,6 +50,7 @@ class Collective(NamedTuple):
         copy: seconds in which CPU offload copies the shard to the device before an all-gather, or to the host after a
             reduce-scatter.
         addition: seconds in which the host adds it to the gradient of earlier gradient accumulation steps.
+        outputs: what it writes, if an Arrival says when that is waited for.
     """
 
     name: str
@@ -55,6 +58,13 @@ class Collective(NamedTuple):
     seconds: float
     copy: float = 0.0
     addition: float = 0.0
+    outputs: tuple[Hashable, ...] = ()
+
+
+class Arrival(NamedTuple):
+    """What follows reads what collectives write."""
+
+    output: Hashable
 
 
 class CopyOut(NamedTuple):
@@ -71,7 +81,7 @@ class Wait(NamedTuple):
     seconds: float
 
 
-Item = Run | Collective | CopyOut | CopyIn | Wait
+Item = Run | Collective | Arrival | CopyOut | CopyIn | Wait
 
 
 class Streams:
@@ -95,6 +105,7 @@ class Streams:
         self._gathers: deque[float] = deque()  # when the all-gathers end that are not copied out yet
         self._offloaded = 0.0  # when the stream that copies weights from host memory is free
         self._copies = deque([0.0, 0.0], maxlen=2)  # when the last two copies of gathered weights began
+        self._arrivals: dict[Hashable, float] = {}  # when what a collective writes is there
         self._message: tuple[float, bool] | None = None  # when it arrives, and whether attention has begun beside it
 
     def run(self, items: Iterable[Item], *, forward: bool, accumulates: bool = False) -> None:
@@ -107,6 +118,8 @@ class Streams:
                 self._communicate(item, forward)
                 if accumulates and item.addition:  # in host memory, so the host waits for the copy
                     self.host = max(self.host, self._free[item.name]) + item.addition
+            elif isinstance(item, Arrival):
+                self._wait_for(self._arrivals.pop(item.output, 0.0))
             elif isinstance(item, CopyOut):
                 if self._gathers:
                     self._wait_for(self._gathers.popleft())
@@ -151,6 +164,9 @@ class Streams:
                 self._wait_for(self._message[0])
             self._overlap("ring", item.seconds, self.computed)
             self._message = self._free["ring"], False
+        elif item.outputs and not self.synchronous:
+            self._overlap(item.axis, item.seconds, self.computed)
+            self._arrivals |= dict.fromkeys(item.outputs, self._free[item.axis])
         elif self.synchronous or not (overlaps or item.axis == "dp_replicate"):
             begin = max(self.host, self.computed)
             self.idle += begin - self.computed

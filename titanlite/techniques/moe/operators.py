@@ -1,0 +1,72 @@
+"""Operators of a mixture of experts that read memory once and compute little, eager or each compiled to one kernel.
+
+Shapes: N tokens, D model width, K experts per token, M = N x K pairs of a token and one of its experts, R rows of
+experts, F width of an expert.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def spread(x_ND: Tensor, order_M: Tensor, n_per_token: int) -> Tensor:
+    """Copy each token to the rows of its experts, [M, D]. `order_M` is the pair of each row."""
+    return x_ND[order_M // n_per_token]
+
+
+def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
+    """Sum the rows of each token's experts, [N, D]. `row_NK` is the row of each pair."""
+    return y_MD[row_NK].sum(1)
+
+
+def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor) -> Tensor:
+    """Return silu(gate) x up x score, [R, F]."""
+    return F.silu(gate_RF) * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
+
+
+def swiglu_backward(
+    gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of gate, up and scores, and what `swiglu` returned."""
+    silu_RF, weighted_RF = F.silu(gate_RF), gradient_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
+    gate_gradient_RF = torch.ops.aten.silu_backward(weighted_RF * up_RF, gate_RF)
+    scores_gradient_R = (gradient_RF * silu_RF * up_RF).sum(1, dtype=scores_R.dtype)
+    return gate_gradient_RF, weighted_RF * silu_RF, scores_gradient_R, swiglu(gate_RF, up_RF, scores_R)
+
+
+class Operators(NamedTuple):
+    """The functions of this module, or operators of the same names and arguments."""
+
+    spread: Callable[..., Tensor]
+    collect: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    swiglu_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+EAGER = Operators(spread, collect, swiglu, swiglu_backward)
+
+
+@functools.cache
+def compiled(backend: str) -> Operators:
+    """Return the operators titanlite::spread_BACKEND, ..., whose implementations are compiled at their first call. They
+    are custom operators, since torch.compile leaves a function eager where selective AC observes its operators."""
+    return Operators(*(_compiled_operator(function, backend) for function in EAGER))
+
+
+def _compiled_operator(function: Callable[..., Any], backend: str) -> Any:
+    implementation = torch.compile(function, backend=backend, fullgraph=True)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, Tensor):
+                torch._dynamo.maybe_mark_dynamic(arg, 0)  # the numbers of rows change with each call
+        return implementation(*args)
+
+    operator = torch.library.custom_op(f"titanlite::{function.__name__}_{backend}", run, mutates_args=())
+    operator.register_fake(function)
+    return operator
