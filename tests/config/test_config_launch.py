@@ -217,20 +217,28 @@ SPLIT = 'fails in its split backward under "InterleavedZeroBubble"; use torch 2.
         pytest.param(
             {**ZERO_BUBBLE, INT8: True}, {f"--{SCHEDULE}": "1F1B"}, {INT8: SPLIT}, ["2.11", "2.12"], id="int8"
         ),
+        pytest.param(
+            {**ZERO_BUBBLE, SHARD: 2, EXPERT: 2, EXPERTS: 4},
+            {f"--{SCHEDULE}": "1F1B"},
+            {EXPERT: SPLIT},
+            ["2.11", "2.12"],
+            id="expert parallel",
+        ),
     ],
 )
 def test_what_an_old_torch_does_wrong_is_rejected_there(
     tmp_path: Path, settings: Settings, remedy: Settings, rejected: Rejected, versions: list[str]
 ):
     loaded, remedied = load(tmp_path, settings), load(tmp_path, {**settings, **remedy})
+    launch = on(settings.get(SHARD, 1) * settings[PIPELINE])
     for version in "2.11", "2.12", "2.13", "2.15":
         with patch("importlib.metadata.version", return_value=f"{version}.1+cu130"):
             if version in versions:
-                assert_rejected(lambda: config.check(loaded, on(2)), settings, rejected)
-                assert f": torch {version} " in problems(lambda: config.check(loaded, on(2)))[0]
+                assert_rejected(lambda: config.check(loaded, launch), settings, rejected)
+                assert f": torch {version} " in problems(lambda: config.check(loaded, launch))[0]
             else:
-                config.check(loaded, on(2))
-            config.check(remedied, on(2))
+                config.check(loaded, launch)
+            config.check(remedied, launch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

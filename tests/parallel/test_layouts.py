@@ -297,7 +297,7 @@ def with_batches(layout: dict[str, Any]) -> dict[str, Any]:
     order = options.get("pipeline_parallel_schedule")
     if order in V_SHAPED and torch.__version__ < "2.12":
         pytest.skip("unsupported on a CPU with torch 2.11")
-    functions = {"float8__enable", "int8__enable", "training__loss_chunks"} & set(options)
+    functions = {"float8__enable", "int8__enable", "training__loss_chunks", "expert_parallel_degree"} & set(options)
     if functions and order in SPLIT_BACKWARD and torch.__version__ < "2.13":
         pytest.skip("unsupported with this torch")
     data_ranks = options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1)
