@@ -65,6 +65,13 @@ OBSERVED = {
         ],
     ),
     "silent data corruption check": (2, ["--debug.sdc_check_freq=2"]),
+    "fingerprints, compiled pipeline with a repeated step": (
+        2,
+        [
+            *("--debug.fingerprint_freq=2", "--debug.sdc_check_freq=2", "--parallelism.pipeline_parallel_degree=2"),
+            *("--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=full"),
+        ],
+    ),
     "samples": (
         1,
         [

@@ -86,14 +86,8 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
         stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)
-    parallelize(
-        stage,
-        layout,
-        parallelism=parallelism,
-        training=training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-    )
+    sections = {"parallelism": parallelism, "training": training, "compile": config.compile}
+    parallelize(stage, layout, **sections, activation_checkpoint=config.activation_checkpoint)
     return stage
 
 
@@ -366,18 +360,23 @@ def add_observers(
     logger: metrics.Logger,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
-    training, validation = config.training, config.validation
+    training, validation, observers = config.training, config.validation, train_step.observers
+    if config.debug.fingerprint_freq:
+        from titanlite.techniques.fingerprints.observer import Fingerprints
+
+        sections = config.debug, config.job, training, config.optimizer, config.float8, config.int8
+        shard = sequence_share(config, layout)["shard"]
+        observers.append(Fingerprints(*sections, layout, shard, train_step, optimizer, guard))
     if training.datasets:
         from titanlite.techniques.data.dataset_losses import DatasetLosses
 
-        losses = DatasetLosses(loader.mixture, loader, train_step, training, data_rank=layout.data_rank)
-        train_step.observers.append(losses)
+        observers.append(DatasetLosses(loader.mixture, loader, train_step, training, data_rank=layout.data_rank))
     if config.debug.sdc_check_freq:
         from titanlite.techniques.sdc import CorruptionCheck
 
-        check = CorruptionCheck(config.debug.sdc_check_freq, train_step, optimizer, guard, checkpoints.checkpointer)
-        train_step.observers.append(check)
+        freq, checkpointer = config.debug.sdc_check_freq, checkpoints.checkpointer
+        observers.append(CorruptionCheck(freq, train_step, optimizer, guard, checkpointer))
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples
 
-        train_step.observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))
+        observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))

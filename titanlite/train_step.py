@@ -155,7 +155,7 @@ class OneGroup:
 class Observer:
     """Sees the steps of a run and may end it by an exception. It must not change a number that a step computes."""
 
-    def before_backward(self) -> None:
+    def before_backward(self, step: int) -> None:
         """See that a step begins."""
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
@@ -212,7 +212,7 @@ class TrainStep:
         `forward_backward`; `is_test`: see Observer."""
         self.runner.prepare(batches[0])  # no observer sees what it computes
         for observer in self.observers:
-            observer.before_backward()
+            observer.before_backward(step)
         loss_sum, valid = self.forward_backward(batches, loss_scale)
         for observer in self.observers:
             observer.after_backward(step, batches, loss_sum, is_test=is_test)

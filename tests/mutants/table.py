@@ -276,8 +276,8 @@ PARALLEL = [
            "return [x.movedim(0, 2).clone(", "return [x.flip(0).movedim(0, 2).clone(", CONTEXT),
     Mutant("train_step.py", "what precedes the first step is seen by observers",
            "        self.runner.prepare(batches[0])  # no observer sees what it computes\n"
-           "        for observer in self.observers:\n            observer.before_backward()\n",
-           "        for observer in self.observers:\n            observer.before_backward()\n"
+           "        for observer in self.observers:\n            observer.before_backward(step)\n",
+           "        for observer in self.observers:\n            observer.before_backward(step)\n"
            "        self.runner.prepare(batches[0])\n", "tests/test_observers.py -k precedes"),
     Mutant("build.py", "each tensor-parallel rank contributes its loss",
            'model.output is not None and layout.mesh.get_local_rank("tp") == 0', "model.output is not None", TP),

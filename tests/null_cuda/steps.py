@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 
 from tests.null_cuda.device import Device, count
 from tests.null_cuda.races import Accesses, Race, races
@@ -34,7 +35,7 @@ def take_steps(job: config.Config, steps: int) -> list[dict[str, Any]]:
     torch.cuda.set_device(launch.local_rank)
     torch.compiler.reset()  # what earlier cases compiled counts towards a limit
     torch._dynamo.utils.counters.clear()
-    with balanced_experts():
+    with numbers_that_are_read():
         run = TrainingRun(job, torch.device("cuda", launch.local_rank))
         asked.append(report())
         for _ in range(steps):
@@ -51,7 +52,7 @@ def find_races(job: config.Config, steps: int, injected: str) -> list[Race]:
     """Return the races of the last of a few steps on this rank. `injected` names a function of BUGS that makes one."""
     launch = config.Launch.from_environment(torch.cuda.device_count())
     torch.cuda.set_device(launch.local_rank)
-    with balanced_experts(), BUGS[injected]():
+    with numbers_that_are_read(), BUGS[injected]():
         run = TrainingRun(job, torch.device("cuda", launch.local_rank))
         for _ in range(steps - 1):
             run.step(run.loader.next())
@@ -109,9 +110,16 @@ def report() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def balanced_experts() -> Iterator[None]:
-    """The host would read zeros, and send no row to any expert: it gets counts as if all experts had alike."""
+def numbers_that_are_read() -> Iterator[None]:
+    """The host would read zeros. It gets counts as if all experts had as many rows; and, from torch 2.13 on, that all
+    stages of a pipeline know the shapes of their messages."""
     read, count_tokens, rows = counts.read, router._count, [0]
+    vote = getattr(PipelineStage, "_warmup_backward_result", None)
+
+    def vote_yes(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+        result = vote(stage, received_result)  # type: ignore[misc]
+        result.item = lambda: 1
+        return result
 
     def count_and_remember(experts_NK: Tensor, n_experts: int) -> Tensor:
         rows[0] = experts_NK.numel()
@@ -125,5 +133,9 @@ def balanced_experts() -> Iterator[None]:
         by_rank = [even_shares(n_rows, n_experts) for n_rows in even_shares(rows[0], n_ranks)]
         return [by_rank, by_rank]
 
-    with mock.patch.object(counts, "read", read_balanced), mock.patch.object(router, "_count", count_and_remember):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(counts, "read", read_balanced))
+        stack.enter_context(mock.patch.object(router, "_count", count_and_remember))
+        if vote:
+            stack.enter_context(mock.patch.object(PipelineStage, "_warmup_backward_result", vote_yes))
         yield

@@ -248,6 +248,7 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
         MIXTURE: (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
         EXPERTS: (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
         "debug.sdc_check_freq": (config.debug.sdc_check_freq, "a step is computed again in one group only; set 0"),
+        "debug.fingerprint_freq": (config.debug.fingerprint_freq, "fingerprints are those of one group; set 0"),
         "float8.precompute_float8_dynamic_scale_for_fsdp": (
             config.float8.precompute_float8_dynamic_scale_for_fsdp,
             "the scales of weights that another group sends are not known; set false",

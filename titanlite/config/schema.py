@@ -713,6 +713,9 @@ class Debug(Section):
     """Use only deterministic algorithms of torch."""
     sdc_check_freq: CountOrZero = 0
     """Silent data corruption: steps between comparisons of replicas and of a step computed twice; 0: none."""
+    fingerprint_freq: CountOrZero = 0
+    """Steps between fingerprints, by which `titanlite diff` finds where two runs differ first; 0: none. The first step
+    has them, too."""
 
 
 class Config(Section):

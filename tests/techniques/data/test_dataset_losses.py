@@ -51,14 +51,14 @@ class Rank:
 
 def test_losses_are_means_over_the_tokens_of_all_steps_since_the_last_reading(monkeypatch):
     rank = Rank(monkeypatch)
-    rank.losses.before_backward()
+    rank.losses.before_backward(1)
     rank.forward([1, 2, 3, 4], n_ignored=1)
     rank.forward([5, 6])
     rank.end_step(BATCH)
     a, b, c = (3 * 1 + 3 * 4) / 6, (3 * 2 + 4 * 5) / 7, (3 * 3 + 4 * 6) / 7
     assert rank.losses.metrics() == pytest.approx({"data/a/loss": a, "data/b/loss": b, "data/c/loss": c})
     for position, loss in ((2 * BATCH, 1.0), (3 * BATCH, 2.0)):
-        rank.losses.before_backward()
+        rank.losses.before_backward(1)
         rank.forward([loss] * BATCH)
         rank.end_step(position)
     assert rank.losses.metrics() == dict.fromkeys(("data/a/loss", "data/b/loss", "data/c/loss"), 1.5)
@@ -67,7 +67,7 @@ def test_losses_are_means_over_the_tokens_of_all_steps_since_the_last_reading(mo
 
 def test_a_rank_has_every_dth_sequence(monkeypatch):
     rank = Rank(monkeypatch, data_rank=1, degree=2)
-    rank.losses.before_backward()
+    rank.losses.before_backward(1)
     rank.forward([1, 2, 3])  # of the global indices 7, 9, 11
     rank.end_step(2 * BATCH)
     assert rank.losses.metrics() == {"data/a/loss": 2, "data/b/loss": 1, "data/c/loss": 3}
@@ -76,7 +76,7 @@ def test_a_rank_has_every_dth_sequence(monkeypatch):
 def test_validation_is_not_recorded(monkeypatch):
     rank = Rank(monkeypatch)
     rank.forward([1.0] * BATCH)
-    rank.losses.before_backward()
+    rank.losses.before_backward(1)
     rank.forward([2.0] * BATCH)
     rank.end_step(BATCH)
     rank.forward([1.0] * BATCH)
@@ -85,7 +85,7 @@ def test_validation_is_not_recorded(monkeypatch):
 
 def test_the_test_of_the_last_weights_is_not_recorded(monkeypatch):
     rank = Rank(monkeypatch)
-    rank.losses.before_backward()
+    rank.losses.before_backward(1)
     rank.forward([1.0] * BATCH)
     rank.end_step(BATCH, is_test=True)
     assert rank.losses.metrics() == {}
@@ -94,7 +94,7 @@ def test_the_test_of_the_last_weights_is_not_recorded(monkeypatch):
 def test_a_step_without_a_finite_loss_does_not_count(monkeypatch):
     rank = Rank(monkeypatch)
     for position, loss in ((BATCH, 2.0), (2 * BATCH, float("nan")), (3 * BATCH, float("inf"))):
-        rank.losses.before_backward()
+        rank.losses.before_backward(1)
         rank.forward([loss, *[2.0] * (BATCH - 1)])
         rank.end_step(position)
     assert rank.losses.totals().tolist() == [[2 * 2.0 * T, 2 * T]] * 3
@@ -102,7 +102,7 @@ def test_a_step_without_a_finite_loss_does_not_count(monkeypatch):
 
 def test_a_rank_that_contributes_no_loss_adds_nothing(monkeypatch):
     rank = Rank(monkeypatch, contributes=False)
-    rank.losses.before_backward()
+    rank.losses.before_backward(1)
     rank.end_step(BATCH)
     assert rank.losses.totals().tolist() == [[0, 0]] * 3
 

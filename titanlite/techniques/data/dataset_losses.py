@@ -58,7 +58,7 @@ class DatasetLosses(Observer):
             both = torch.stack([losses_N.double(), (targets_N != IGNORED).double()], 1)
             self._recorded.append(both.unflatten(0, (-1, self.tokens)).sum(1))
 
-    def before_backward(self) -> None:
+    def before_backward(self, step: int) -> None:
         """Record the losses of the forward passes that follow."""
         self._recorded = []
 

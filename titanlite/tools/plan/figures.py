@@ -7,11 +7,9 @@ Figures are SVG inside the page, with their text as text. The same plan gives th
 import html
 import io
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -20,6 +18,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from rich.console import Console
 
+from titanlite.tools.html_page import WIDTH, figure_style, page, svg_figure
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
 from titanlite.tools.plan.result import Plan, RankPlan
@@ -42,50 +41,33 @@ ACTIONS = {
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
 SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc", "#aa4499")  # in the order of time_shares
-WIDTH = 11.0  # of a figure, in inches of 96 pixels on a screen
 MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
-STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 9}
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>titanlite plan: {file}</title>
-<style>
-body {{ margin: 2em auto; max-width: 1080px; padding: 0 1em; font: 15px/1.45 sans-serif; color: #111; \
-background: #fff; }}
-h1 {{ font-size: 1.5em; margin-bottom: 0.2em; }} h2 {{ font-size: 1.15em; margin: 2em 0 0.3em; }}
-p {{ margin: 0.3em 0; }} svg {{ display: block; width: 100%; height: auto; }}
-figure {{ margin: 0.5em 0 1.5em; break-inside: avoid; }}
-figcaption {{ font-size: 0.87em; color: #444; max-width: 60em; }}
-pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x: auto; }}
-@media print {{ body {{ margin: 0; max-width: none; padding: 0; }} pre {{ font-size: 6.5pt; overflow: visible; }} }}
-</style></head><body>
+BODY = """\
 <h1>titanlite plan: {model}</h1>
 <p>Config <code>{file}</code>{description}</p>
 <p><strong>{verdict}</strong></p>
 <p>{speed}</p>
 {figures}<h2>The plan in numbers</h2>
-{report}
-</body></html>
-"""
+{report}"""
 
 
 def write_html(plan: Plan, file: str, target: Path) -> None:
     """Write a self-contained page about the plan of a config file. Overwrites the target if it exists."""
-    with style.context(["default", STYLE]):  # instead of the user's matplotlibrc
-        figures = [_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
+    with figure_style():
+        figures = [svg_figure(memory_figure(plan), "memory", _memory_caption(plan), title="Memory over the step")]
         if len(plan.ranks) > 1:
-            figures.append(_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
+            figures.append(svg_figure(ranks_figure(plan), "ranks", RANKS_CAPTION))
         if plan.spans:
-            figures.append(_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
+            figures.append(svg_figure(schedule_figure(plan), "schedule", SCHEDULE_CAPTION, title="Pipeline schedule"))
         shortest, longest = plan.step_range
         caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
-        figures.append(_figure(time_figure(plan), "time", caption, title="Step time"))
+        figures.append(svg_figure(time_figure(plan), "time", caption, title="Step time"))
     console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
     console.print(report(plan, file))
     description = plan.config.job.description
-    page = PAGE.format(
+    body = BODY.format(
         file=html.escape(file),
         model=html.escape(f"{plan.config.model.flavor} on {plan.world_size} x {plan.config.plan.device}"),
         description=f": {html.escape(description)}" if description else "",
@@ -94,7 +76,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         figures="".join(figures),
         report=console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
     )
-    target.write_text(page, encoding="utf-8", newline="\n")
+    target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
 
 
 RANKS_CAPTION = """Each pipeline rank, in the same colours, with its peak. Ranks that differ only in their place on \
@@ -284,21 +266,3 @@ def _ink(colour: str) -> str:
     """Return a text colour that is readable on a colour."""
     red, green, blue = to_rgb(colour)
     return "#111111" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element. The name is the prefix of its ids: no two elements of a page may share one."""
-    file = io.StringIO()
-    with style.context({"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = file.getvalue()
-    text = text[text.index("<svg") :]  # without the XML header
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # A precision of a hundredth of a point is enough.
-    return re.sub(r'\bd="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
-
-
-def _figure(figure: Figure, name: str, caption: str, *, title: str = "") -> str:
-    heading = f"<h2>{title}</h2>\n" if title else ""
-    caption = f"<figcaption>{html.escape(caption)}</figcaption>"
-    return f"{heading}<figure>\n{_svg(figure, name)}{caption}\n</figure>\n"

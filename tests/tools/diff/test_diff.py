@@ -1,0 +1,352 @@
+"""Fingerprints of a layout are those of a single process; `titanlite diff` names the first tensor that differs."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.mutants.table import MUTANTS
+from tests.parallel.test_parity import resolve
+from tests.tools.diff import bugs
+from tests.tools.diff.runs import run, single
+from titanlite import train_step
+from titanlite.config import ConfigError
+from titanlite.launch.cli import run_command
+from titanlite.optimizer import clip_factor
+from titanlite.parallel import fsdp
+from titanlite.techniques.fingerprints import file
+from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, SIZE, distance, fingerprint, rows_of_slice
+from titanlite.tools.diff import compare
+from titanlite.tools.diff.compare import compare_runs, constant_ratio, explanations
+from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries
+
+FINGERPRINTS = {"debug__fingerprint_freq": 1}
+
+
+# The fingerprint of a tensor ------------------------------------------------------------------------------------------
+
+
+def of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the fingerprint of a full tensor."""
+    rows = rows_of_slice([0] * tensor.dim(), tensor.shape, tensor.shape)
+    return fingerprint(name, tensor.reshape(-1, tensor.shape[-1]), rows)
+
+
+def test_the_fingerprint_is_that_of_random_signs():
+    """Of a unit vector it is 1 and N_PRODUCTS signs. Those of two elements, vectors and names do not depend on each
+    other."""
+    signs = torch.stack([of("x", one.view(16, 12))[1:] for one in torch.eye(192, dtype=torch.float64)])
+    assert set(signs.flatten().tolist()) == {-1.0, 1.0}
+    assert of("x", torch.eye(192)[5].view(16, 12))[0] == 1
+    for correlation in (signs.T @ signs / len(signs), signs @ signs.T / N_PRODUCTS):
+        apart = correlation - torch.diag(correlation.diag())
+        expected = 1 / (len(signs) if len(correlation) == N_PRODUCTS else N_PRODUCTS)
+        assert apart.square().sum() / apart.count_nonzero().clamp(min=1) < 2 * expected
+    other = torch.stack([of("y", one.view(16, 12))[1:] for one in torch.eye(192, dtype=torch.float64)])
+    assert 0.4 < (signs == other).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("shape", [(48,), (24, 16), (4, 6, 16)])
+def test_slices_add_up(shape: tuple[int, ...]):
+    """Any split over any dimensions gives the fingerprint of the full tensor."""
+    tensor, total = torch.randn(*shape, dtype=torch.float64), torch.zeros(SIZE, dtype=torch.float64)
+    for dim in range(len(shape)):
+        parts = [torch.zeros(SIZE, dtype=torch.float64)]
+        for start, n in ((0, 1), (1, shape[dim] - 1)):
+            own = tensor.narrow(dim, start, n)
+            offset = [start if d == dim else 0 for d in range(len(shape))]
+            matrix, rows = own.reshape(-1, own.shape[-1]), rows_of_slice(offset, own.shape, shape)
+            parts.append(fingerprint("x", matrix, rows, offset[-1]))
+        total = sum(parts)
+        torch.testing.assert_close(total, of("x", tensor), rtol=1e-12, atol=1e-12)
+    assert (of("z", tensor) - total)[1:].abs().max() > 1
+
+
+KINDS = {
+    "dense": lambda: torch.randn(64, 48),
+    "one column": lambda: (torch.arange(48) == 7) * torch.randn(64, 1),
+    "one row": lambda: (torch.arange(64) == 7)[:, None] * torch.randn(1, 48),
+    "of rank 1": lambda: torch.randn(64, 1) * torch.randn(1, 48),
+    "few elements": lambda: torch.randn(64, 48) * (torch.rand(64, 48) < 0.002),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_distance_is_estimated_within_a_factor_of_2(kind: str):
+    torch.manual_seed(1)
+    within, squares, n = 0, 0.0, 200
+    for number in range(n):
+        a, change = torch.randn(64, 48, dtype=torch.float64), 1e-10 * KINDS[kind]().double()
+        b = a + change
+        true = ((a - b).norm() / max(a.norm(), b.norm())).item()
+        estimate = distance(of(f"x{number}", a), of(f"x{number}", b))
+        within += true / 2 <= estimate <= true * 2
+        squares += (estimate / true) ** 2 / n if true else 1 / n
+    assert within >= 0.95 * n
+    assert abs(squares - 1) < 5 * math.sqrt(2 / N_PRODUCTS / n)  # five standard deviations of the mean
+
+
+def test_a_distance_from_what_is_not_finite_is_infinite():
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    b[1, 1] = torch.nan
+    assert distance(of("x", a), of("x", b)) == math.inf
+    assert distance(of("x", 0 * a), of("x", 0 * a)) == 0
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("tp 2", "cp 2", "pp 2", "DualPipeV 2", "replicate x shard", "cp, Ulysses x 2")
+SOME = {
+    "tensor parallel, tied": (2, {"tensor_parallel_degree": 2, "model__tie_embeddings": True}),
+    "ring with documents": (2, {"context_parallel_degree": 2, "training__document_mask": True}),
+    "HSDP": (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    "V-shaped pipeline": (2, bugs.PIPELINE | {"pipeline_parallel_schedule": "DualPipeV"}),
+    "pipeline x tensor parallel, full AC": (
+        4,
+        bugs.PIPELINE | {"tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"},
+    ),
+    "experts": (bugs.LAYOUTS["experts"]),
+    "Muon": (bugs.LAYOUTS["Muon"]),
+    "CPU offload": (2, {"training__enable_cpu_offload": True}),
+}
+
+
+def runs_of(
+    ranks: Any, tmp_path: Path, world_size: int, options: dict[str, Any], bug: Any = None, steps: int = 2
+) -> tuple[Path, Path]:
+    """Run a single process, and a layout with a bug or none. Return their folders."""
+    options = {"model__n_heads": 8, "model__n_kv_heads": 4, "training__local_batch_size": 4} | FINGERPRINTS | options
+    options |= {"training__global_batch_size": 16}
+    folders = tmp_path / "single", tmp_path / "layout"
+    tmp_path.mkdir(exist_ok=True)
+    job = resolve(tmp_path, world_size, options).replace(job__dump_folder=str(folders[1]))
+    ranks(world_size).run(run, job=job, steps=steps, bug=bug)
+    ranks(1).run(run, job=single(job, folders[0]), steps=steps)
+    return folders
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_fingerprints_of_a_layout_are_those_of_a_single_process(ranks, tmp_path, name: str):
+    reference, layout = runs_of(ranks, tmp_path, *SOME[name])
+    for step in (1, 2):
+        (described, a), (_, b) = file.read(reference, step), file.read(layout, step)
+        assert a.keys() == b.keys()
+        assert {phase for phase, *_ in map(str.split, a)} == {"input", "forward", "backward", "gradient", "update"}
+        # AdamW turns rounding of some gradients into steps of lr = 1e-2.
+        assert max(distance(a[each], b[each]) for each in a) < 1e-10
+        assert step > 1 or max(distance(a[each], b[each]) for each in a if "update" not in each) < 1e-13
+    steps = list(compare_runs(reference, layout))
+    assert [step.first for step in steps] == [None, None]
+    assert [step.missing for step in steps] == [([], []), ([], [])]
+    states = [each for each in a if each.startswith("input ") and each.count(" ") == 2]
+    assert len(states) > 20
+    assert described.counts["valid tokens"] < described.counts["tokens"] == 16 * 16
+
+
+def test_a_step_is_computed_from_what_it_says(ranks, tmp_path):
+    reference, _ = runs_of(ranks, tmp_path, 2, {"data_parallel_shard_degree": 2}, steps=2)
+    _, names = file.read(reference, 2)
+    inputs = inputs_of_entries(names)
+    assert {*inputs} == {*names, GRADIENT_NORM}
+    order = list(inputs)
+    for name, own in inputs.items():
+        assert all(order.index(each) < order.index(name) for each in own), name
+    assert inputs["forward layers.1"][0] == "forward layers.0"
+    assert inputs["backward layers.0"][:2] == ["backward layers.1", "forward layers.0"]
+    assert "input layers.1.attention.wq.weight" in inputs["backward layers.0"]
+    weight = "layers.1.attention.wq.weight"
+    assert inputs[f"gradient {weight}"] == inputs["backward layers.0"]
+    assert inputs[f"update {weight} exp_avg"] == [f"gradient {weight}", GRADIENT_NORM, f"input {weight} exp_avg"]
+
+
+def test_only_every_n_th_step_and_the_first_have_fingerprints(ranks, tmp_path):
+    """The weights that a step begins with are those that the step before has left, recorded or not."""
+    options = {"debug__fingerprint_freq": 3, "training__dtype": "float32"}
+    every, third = tmp_path / "every", tmp_path / "third"
+    for folder, freq in ((every, 1), (third, 3)):
+        job = resolve(tmp_path, 1, options | {"debug__fingerprint_freq": freq}).replace(job__dump_folder=str(folder))
+        ranks(1).run(run, job=job, steps=6)
+    assert file.steps_of(every) == [1, 2, 3, 4, 5, 6]
+    assert file.steps_of(third) == [1, 3, 6]
+    for step in (1, 3, 6):
+        (_, a), (_, b) = file.read(every, step), file.read(third, step)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_float16_gradients_are_those_without_the_loss_scale(ranks, tmp_path):
+    half = {"training__dtype": "float32", "training__mixed_precision_param": "float16"}
+    reference, layout = runs_of(ranks, tmp_path, 2, half | {"data_parallel_shard_degree": 2})
+    full, _ = runs_of(ranks, tmp_path / "float32", 2, {"training__dtype": "float32"}, steps=1)
+    (_, a), (_, b) = file.read(reference, 1), file.read(full, 1)
+    assert max(distance(a[name], b[name]) for name in a if name.startswith(("backward", "gradient"))) < 0.05
+    assert all(step.first is None for step in compare_runs(reference, layout))
+
+
+# Bugs -----------------------------------------------------------------------------------------------------------------
+
+
+def _no_sum_over_replicas(rank: int) -> Any:
+    real = fsdp.fully_shard
+    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=mesh["fsdp"], **kwargs))
+
+
+def _mean_over_ranks(rank: int) -> Any:
+    return mock.patch.object(fsdp.FSDPModule, "set_gradient_divide_factor")
+
+
+def _clipped_twice(rank: int) -> Any:
+    return mock.patch.object(train_step, "clip_factor", lambda *arguments: clip_factor(*arguments) ** 2)
+
+
+INJECTED = [
+    ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, _no_sum_over_replicas, "gradient", 0.5),
+    ({"data_parallel_shard_degree": 2}, _mean_over_ranks, "gradient", 0.5),
+    ({"data_parallel_shard_degree": 2, "training__max_norm": 0.1}, _clipped_twice, "update", None),
+]
+
+
+@pytest.mark.parametrize(("options", "bug", "phase", "ratio"), INJECTED)
+def test_a_bug_is_named(ranks, tmp_path, capsys, options: dict[str, Any], bug: Any, phase: str, ratio: float | None):
+    reference, layout = runs_of(ranks, tmp_path, 2, options, bug)
+    first = next(iter(compare_runs(reference, layout))).first
+    assert first is not None
+    assert first.name.startswith(f"{phase} ")
+    assert ratio is None or first.ratio == pytest.approx(ratio)
+    assert run_command("diff", [str(reference), str(layout), f"--html={tmp_path / 'page.html'}"]) == 1
+    printed = capsys.readouterr().out
+    assert f"DIFFERENT: first in step 1, {phase}" in printed
+    assert (ratio == 0.5) == ("1 / data parallel of B = 2" in printed)
+    assert first.name in (tmp_path / "page.html").read_text()
+    assert run_command("diff", [str(reference), str(reference)]) == 0
+    assert "equal: " in capsys.readouterr().out
+
+
+BUGS = [mutant for mutant in MUTANTS if mutant.what in bugs.NAMED]
+
+
+def test_every_named_bug_is_a_mutant():
+    assert {mutant.what for mutant in BUGS} == {*bugs.NAMED}
+    assert len(BUGS) >= 50
+
+
+@pytest.mark.parametrize("mutant", BUGS, ids=[mutant.what for mutant in BUGS])
+@pytest.mark.timeout(600)
+def test_every_bug_is_named_under_all_layouts(
+    mutant: Any, tmp_path_factory, layouts_without_a_bug: Path, tmp_path: Path
+):
+    bugs.with_bug(mutant, tmp_path)
+    verdicts = {
+        layout: bugs.verdict(mutant, *(folder / layout for folder in (tmp_path, *layouts_without_a_bug)))
+        for layout in bugs.LAYOUTS
+    }
+    assert all(right for right, _ in verdicts.values()), verdicts
+    assert any(said != "-" for _, said in verdicts.values())
+
+
+@pytest.fixture(scope="module")
+def layouts_without_a_bug(tmp_path_factory) -> tuple[Path, Path]:
+    right, reference = tmp_path_factory.mktemp("right"), tmp_path_factory.mktemp("single")
+    bugs.take_steps(right, bugs.LAYOUTS)
+    bugs.take_single_steps(reference)
+    return right, reference
+
+
+# Ratios and bad input -------------------------------------------------------------------------------------------------
+
+
+def test_a_constant_ratio_is_found_and_explained():
+    x = torch.randn(64, 48, dtype=torch.float64)
+    assert constant_ratio(of("x", x), of("x", 4 * x), tolerance=1e-12) == pytest.approx(4)
+    assert constant_ratio(of("x", x), of("x", 4 * x + torch.randn(64, 48)), tolerance=1e-12) == 1
+    counts = {"data parallel": 2.0, "tensor parallel": 4.0, "tokens": 2048.0}, {"tensor parallel": 1.0}
+    assert explanations(4.0, counts, 1e-12) == ["tensor parallel of A = 4"]
+    assert explanations(1 / 2048, counts, 1e-12) == ["1 / tokens of A = 2048"]
+    assert explanations(8.0, counts, 1e-12) == ["data parallel of A x tensor parallel of A = 8"]
+    assert explanations(3.0, counts, 1e-12) == []
+
+
+def one_run(ranks: Any, folder: Path, **options: Any) -> Path:
+    job = resolve(folder.parent, 1, FINGERPRINTS | options).replace(job__dump_folder=str(folder))
+    ranks(1).run(run, job=job, steps=1)
+    return folder
+
+
+def test_what_one_run_lacks_is_named(ranks, tmp_path, capsys):
+    a, b = one_run(ranks, tmp_path / "a"), one_run(ranks, tmp_path / "b")
+    described, tensors = file.read(b, 1)
+    file.write(b, described, {name: each for name, each in tensors.items() if name != "backward layers.1"})
+    assert run_command("diff", [str(a), str(b)]) == 0
+    assert "B lacks 1 tensors in step 1: backward layers.1" in capsys.readouterr().out
+
+
+def _truncate(a: Path, b: Path) -> None:
+    path = b / "fingerprints" / "step-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _no_description(a: Path, b: Path) -> None:
+    path = b / "fingerprints" / "step-1.safetensors"
+    path.write_bytes(save(load_file(path)))
+
+
+def _another_size(a: Path, b: Path) -> None:
+    described, tensors = file.read(b, 1)
+    file.write(b, described, tensors | {"forward norm": torch.ones(3)})
+
+
+def _another_step(a: Path, b: Path) -> None:
+    folder = b / "fingerprints"
+    (folder / "step-1.safetensors").rename(folder / "step-2.safetensors")
+
+
+def _another_batch(a: Path, b: Path) -> None:
+    described, tensors = file.read(b, 1)
+    file.write(b, described.model_copy(update={"counts": described.counts | {"tokens": 7.0}}), tensors)
+
+
+def _another_dtype(a: Path, b: Path) -> None:
+    described, tensors = file.read(b, 1)
+    file.write(b, described.model_copy(update={"compute_dtype": "float17"}), tensors)
+
+
+BAD = {
+    _truncate: "cannot be read",
+    _no_description: "in its metadata",
+    _another_size: f"forward norm: expected {SIZE} floating-point numbers",
+    _another_step: "no step in common: 1 to 1 and 2 to 2",
+    _another_batch: "tokens of the global batch",
+    _another_dtype: "float17: no data type",
+}
+
+
+@pytest.fixture(scope="module")
+def two_runs(ranks, tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return one_run(ranks, folder / "a"), one_run(ranks, folder / "b")
+
+
+@pytest.mark.parametrize("damage", BAD, ids=[each.__name__ for each in BAD])
+def test_bad_input_is_one_line(two_runs, tmp_path, capsys, damage: Any):
+    copies = []
+    for each in two_runs:
+        path = tmp_path / each.name / "fingerprints"
+        path.mkdir(parents=True)
+        (path / "step-1.safetensors").write_bytes((each / "fingerprints" / "step-1.safetensors").read_bytes())
+        copies.append(path.parent)
+    damage(*copies)
+    assert run_command("diff", [str(each) for each in copies]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(BAD[damage], line)
+
+
+def test_a_folder_without_fingerprints_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"debug\.fingerprint_freq"):
+        list(compare_runs(tmp_path, tmp_path))
+    assert run_command("diff", [str(tmp_path / "none"), str(tmp_path)]) == 2
+    assert compare.rounding_of("bfloat16") == 2**-8

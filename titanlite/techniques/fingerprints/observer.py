@@ -1,0 +1,216 @@
+"""Fingerprints of a run's steps: no tensor is gathered, and no number of the training changes."""
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.checkpoint.tensors import dequantized, named_tensors
+from titanlite.config.schema import Debug, Float8, Int8, Job, Optimizer, Training
+from titanlite.data.loader import Batch, SequenceShard
+from titanlite.loss import count_valid
+from titanlite.parallel.mesh import Layout
+from titanlite.parallel.shards import local_shard, shard_slice
+from titanlite.step_guard import StepGuard
+from titanlite.techniques.fingerprints import file
+from titanlite.techniques.fingerprints.sketch import SIZE, fingerprint, rows_of_slice, scaled
+from titanlite.train_step import Observer, TrainStep
+
+
+class Place:
+    """Tells which tokens of the global batch this rank's rows of activations are.
+
+    Args:
+        shard: the tokens of every sequence that this rank has.
+        degree: of data parallelism.
+    """
+
+    def __init__(self, layout: Layout, shard: SequenceShard, seq_len: int, degree: int):
+        self.data_rank, self.degree, self.seq_len = layout.data_rank, degree, seq_len
+        self.tensor_rank, self.tensor_degree = layout.mesh.get_local_rank("tp"), layout.mesh["tp"].size()
+        self.positions = torch.from_numpy(np.arange(seq_len)[shard.own])
+
+    def rows(self, n_rows: int, call: int, *, sequence_parallel: bool = True) -> Tensor:
+        """Return the global index of each row of an activation, [n_rows] int64: the index of its sequence in the global
+        batch times the length of a sequence, plus its position.
+
+        Args:
+            call: number of the forward of this module in the step. Each has as many sequences.
+            sequence_parallel: whether tensor-parallel ranks have shards of the rows.
+        """
+        n_shards = self.tensor_degree if sequence_parallel else 1
+        n_tokens, first = len(self.positions), self.tensor_rank * n_rows if sequence_parallel else 0
+        token = torch.arange(first, first + n_rows)
+        sequence = call * (n_rows * n_shards // n_tokens) + token // n_tokens
+        return (self.data_rank + self.degree * sequence) * self.seq_len + self.positions[token % n_tokens]
+
+
+class Fingerprints(Observer):
+    """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls.
+
+    It has to be the first of the observers, since a later one may run the forward and backward again.
+
+    Args:
+        shard: the tokens of every sequence that this rank has.
+        guard: has the loss scale of a step.
+    """
+
+    def __init__(
+        self,
+        debug: Debug,
+        job: Job,
+        training: Training,
+        optimizer_section: Optimizer,
+        float8: Float8,
+        int8: Int8,
+        layout: Layout,
+        shard: SequenceShard,
+        train_step: TrainStep,
+        optimizer: torch.optim.Optimizer,
+        guard: StepGuard,
+    ):
+        self.freq, self.folder = debug.fingerprint_freq, Path(job.dump_folder)
+        self.train_step, self.optimizer, self.guard = train_step, optimizer, guard
+        parallelism = train_step.parallelism
+        self.place = Place(layout, shard, training.seq_len, parallelism.data_parallel_degree)
+        states, lower = optimizer_section.state_dtype, {"float8": float8.enable, "int8": int8.enable}
+        self.description = file.Description(
+            step=0,
+            compute_dtype=next((name for name, enabled in lower.items() if enabled), training.mixed_precision_param),
+            weights_dtype=training.dtype,
+            state_dtype=training.dtype if states == "auto" else states,
+            counts={
+                "data parallel": parallelism.data_parallel_degree,
+                "context parallel": parallelism.context_parallel_degree,
+                "tensor parallel": parallelism.tensor_parallel_degree,
+                "pipeline stages": parallelism.n_stages,
+                "microbatches": getattr(train_step.runner, "n_microbatches", 1),
+                "sequences": training.global_batch_size,
+                "tokens": training.global_batch_size * training.seq_len,
+            },
+        )
+        self._pipeline = layout.mesh["pp"].get_group()
+        self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
+        self._own: dict[str, Tensor] = {}
+        """What this rank contributes to the fingerprints of the step."""
+        self._full: dict[str, Tensor] = {}
+        """The fingerprints of the step that are summed over the ranks."""
+        self._is_active = self._awaits_update = False
+        self._updated_step, self._calls, self._seen = -1, Counter[str](), set[tuple[str, int]]()
+        model = train_step.model
+        modules = {"tok_embeddings": model.tok_embeddings, "norm": model.norm}
+        modules |= {f"layers.{number}": block for number, block in model.layers.items()}
+        for name, module in modules.items():
+            if module is not None:
+                module.register_forward_hook(functools.partial(self._see_output, name))
+        optimizer.register_step_post_hook(lambda *_: self._see_update())
+
+    def before_backward(self, step: int) -> None:
+        """Begin a step: if it is due, record the weights and the optimizer states."""
+        self._is_active = step % self.freq == 0 or step == 1
+        if not self._is_active:
+            return
+        self._own, self._calls, self._seen = {}, Counter(), set()
+        if self._updated_step == step - 1:
+            updated = {name.removeprefix("update "): each for name, each in self._full.items() if "update " in name}
+            self._full = {f"input {name}": each for name, each in updated.items()}
+        else:
+            self._full = {}
+            self._add_weights_and_states("input")
+        for name, buffer in named_tensors(self.train_step.model).items():
+            if not isinstance(buffer, nn.Parameter) and name not in self._names.values():
+                self._add_tensor("input", name, buffer)
+
+    def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
+        """Write the fingerprints of a step's input, activations, gradients and loss, if it is due."""
+        is_due, self._is_active = self._is_active and not is_test, False
+        if not is_due:
+            return
+        for parameter, name in self._names.items():
+            if parameter.grad is not None:
+                self._add_tensor("gradient", name, parameter.grad)
+        contributes = self.train_step.contributes_loss  # of the ranks that have the same tokens, one
+        for call, batch in enumerate(batches):
+            rows = self.place.rows(batch.tokens.numel(), call, sequence_parallel=False)
+            for name, column in (("tokens", batch.tokens), ("targets", batch.targets)):
+                self._add(f"input {name}", fingerprint(name, column.reshape(-1, 1), rows) * contributes)
+        valid = count_valid([batch.targets for batch in batches], loss_sum.device) * contributes
+        self._add("loss", torch.stack([loss_sum, valid, *[torch.zeros_like(valid)] * (SIZE - 2)]))
+        self._full |= self._summed()
+        loss, n_valid, *_ = self._full.pop("loss")
+        self._full["forward loss"] = scaled(loss.new_ones(SIZE), loss / n_valid)
+        counts = {"valid tokens": n_valid.item(), "accumulation steps": len(batches)}
+        self.description = self.description.model_copy(
+            update={"step": step, "counts": self.description.counts | counts}
+        )
+        self._write()
+        self._awaits_update = True
+
+    def _see_output(self, name: str, module: nn.Module, _: Any, output: Tensor) -> None:
+        """Record an output of a module; and its gradient, once that is known."""
+        if not self._is_active:
+            return
+        call, own = self._calls[name], local_shard(output.detach())
+        self._calls[name] += 1
+        rows = self.place.rows(len(own), call)
+        self._add(f"forward {name}", fingerprint(name, own, rows))
+        if output.requires_grad:
+            output.register_hook(functools.partial(self._see_gradient, name, call, rows))
+
+    def _see_gradient(self, name: str, call: int, rows: Tensor, gradient: Tensor) -> None:
+        """Record the gradient of an output. A split backward may come by twice."""
+        if self._is_active and (name, call) not in self._seen:
+            self._seen.add((name, call))
+            own = fingerprint(name, local_shard(gradient), rows)
+            self._add(f"backward {name}", scaled(own, 1 / self.guard.loss_scale))
+
+    def _see_update(self) -> None:
+        """Write the fingerprints of weights and optimizer states once more, as the update of the step has left them.
+        An update that is not taken in float64 does not come by."""
+        if not self._awaits_update:
+            return
+        self._awaits_update, self._own = False, {}
+        self._add_weights_and_states("update")
+        self._full |= self._summed()
+        self._updated_step = self.description.step
+        self._write()
+
+    def _add_weights_and_states(self, phase: str) -> None:
+        for parameter, name in self._names.items():
+            self._add_tensor(phase, name, parameter)
+            for key, state in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor) and state.shape == parameter.shape:
+                    self._add_tensor(phase, f"{name} {key}", dequantized(state))
+
+    def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
+        offset, size = shard_slice(tensor)
+        matrix, rows = local_shard(tensor.detach()).reshape(-1, size[-1]), rows_of_slice(offset, size, tensor.shape)
+        own = fingerprint(name, matrix, rows, offset[-1]).to(self.train_step.device)
+        self._add(f"{phase} {name}", own, coverage=matrix.numel() / tensor.numel())
+
+    def _add(self, entry: str, own: Tensor, coverage: float = 0.0) -> None:
+        own = torch.cat([own, own.new_full((1,), coverage)])
+        self._own[entry] = self._own[entry] + own if entry in self._own else own
+
+    def _summed(self) -> dict[str, Tensor]:
+        """Return the sums of what all ranks have added. Of a tensor that n ranks have, the sum is divided by n: by the
+        number of elements that ranks really have, and not by what the layout says. The ranks of a pipeline have
+        different entries, others the same."""
+        of_stages: list[Any] = [None] * self._pipeline.size()
+        dist.all_gather_object(of_stages, list(self._own), self._pipeline)
+        names = sorted({name for names in of_stages for name in names})
+        none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
+        sums = torch.stack([self._own.get(name, none) for name in names])
+        dist.all_reduce(sums)
+        n_replicas = sums[:, -1:]
+        sums = sums[:, :-1] / n_replicas.where(n_replicas > 0, 1)
+        return dict(zip(names, sums, strict=True))
+
+    def _write(self) -> None:
+        if dist.get_rank() == 0:
+            file.write(self.folder, self.description, self._full)

@@ -1,0 +1,1 @@
+"""The command `titanlite diff`: where two runs differ first, by their fingerprints."""

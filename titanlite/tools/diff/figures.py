@@ -1,0 +1,95 @@
+"""Write the comparison of two runs as one HTML page: all distances, and those of the first step that differs."""
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from titanlite.tools.diff.compare import Step
+from titanlite.tools.diff.report import PHASES, module_of, report
+from titanlite.tools.html_page import WIDTH, figure_style, page, svg_figure
+
+SMALLEST = 1e-18
+"""A distance of 0 is drawn as this."""
+PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
+ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
+the relative distance of the two runs."""
+ONE_STEP = """Dots are the relative distances of the step's tensors, in the order of computation. The line is what the \
+distances of a tensor's inputs and rounding explain: a dot above it, marked by a ring, is computed in another way."""
+BODY = """\
+<h1>titanlite diff</h1>
+{figures}<h2>In numbers</h2>
+{report}"""
+
+
+def write_html(steps: list[Step], first: Step | None, a: Path, b: Path, target: Path) -> None:
+    """Write a self-contained page. Overwrites the target if it exists."""
+    shown = first or steps[-1]
+    with figure_style():
+        figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
+        if len(steps) > 1:
+            figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
+    console = Console(record=True, width=150, file=io.StringIO(), highlight=False)
+    console.print(report(steps, first, a, b))
+    numbers = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    body = BODY.format(figures="".join(figures), report=numbers)
+    target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
+
+
+def step_figure(step: Step) -> Figure:
+    """Return the distances of a step in the order of computation, with what is explained of them."""
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for phase, colour in PHASE_COLOURS.items():
+        own = [(x, _drawn(e.distance)) for x, e in enumerate(step.entries) if e.name.startswith(f"{phase} ")]
+        if own:
+            axes.plot(*zip(*own, strict=True), ".", color=colour, markersize=4, label=phase)
+    axes.plot([_drawn(entry.allowed) for entry in step.entries], color="#555555", linewidth=0.8, label="explained")
+    wrong = [(x, _drawn(entry.distance)) for x, entry in enumerate(step.entries) if entry.differs]
+    if wrong:
+        axes.plot(
+            *zip(*wrong, strict=True), "o", markersize=9, fillstyle="none", color="#b00020", label="not explained"
+        )
+        x, y = wrong[0]
+        axes.annotate(step.entries[x].name, (x, y), textcoords="offset points", xytext=(8, 8), color="#b00020")
+    axes.set_yscale("log")
+    _label_order(axes, step)
+    axes.set_ylabel("relative distance")
+    axes.legend(loc="best", ncols=len(PHASES) + 2, frameon=False)
+    return figure
+
+
+def steps_figure(steps: list[Step]) -> Figure:
+    """Return the distances of all steps as an image: rows are steps, columns are tensors."""
+    longest = max(steps, key=lambda step: len(step.entries))
+    place = {entry.name: x for x, entry in enumerate(longest.entries)}
+    image = np.full((len(steps), len(place)), np.nan)
+    for row, step in enumerate(steps):
+        for entry in step.entries:
+            if entry.name in place:
+                image[row, place[entry.name]] = math.log10(_drawn(entry.distance))
+    figure = Figure(figsize=(WIDTH, min(1.5 + 0.2 * len(steps), 6.0)), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.imshow(image, aspect="auto", cmap="viridis", interpolation="nearest")
+    figure.colorbar(drawn, label="log10 of the distance")
+    numbers = sorted({round(n) for n in np.linspace(0, len(steps) - 1, min(len(steps), 10))})
+    axes.set_yticks(numbers, [str(steps[n].number) for n in numbers])
+    axes.set_ylabel("step")
+    _label_order(axes, longest)
+    return figure
+
+
+def _label_order(axes: Axes, step: Step) -> None:
+    """Name the phases below the axis, where each begins."""
+    names = [entry.name.partition(" ") for entry in step.entries]
+    kinds = ["backward" if phase == "gradient" else phase for phase, _, _ in names]
+    begins = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]
+    axes.set_xticks(begins, [f"{kinds[x]}\n{module_of(names[x][2])}" for x in begins], ha="left")
+
+
+def _drawn(number: float) -> float:
+    return min(max(number, SMALLEST), 1e3)

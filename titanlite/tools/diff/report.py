@@ -1,0 +1,98 @@
+"""Print the comparison of two runs as text and a table."""
+
+import math
+from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from titanlite.techniques.fingerprints.file import Description
+from titanlite.tools.diff.compare import Entry, Step, explanations
+from titanlite.tools.diff.computation import in_order
+
+PHASES = ("input", "forward", "backward", "gradient", "update")
+MEANING = {
+    "input": "what the step begins with",
+    "forward": "the output of {}",
+    "backward": "the gradient of the loss with respect to the output of {}",
+    "gradient": "the gradient of {}",
+    "update": "the change of {} by the optimizer",
+}
+MOST_NAMES = 5
+"""Tensors that a line names."""
+
+
+def report(steps: list[Step], first: Step | None, a: Path, b: Path) -> Group:
+    """Return the verdict on the steps of two runs, and the table of the first step that differs, or of the last."""
+    shown = first or steps[-1]
+    lines = [f"A: {a}  {_described(shown.descriptions[0])}", f"B: {b}  {_described(shown.descriptions[1])}"]
+    for missing, run in zip(shown.missing, "AB", strict=True):
+        if missing:
+            lines.append(f"{run} lacks {len(missing)} tensors in step {shown.number}: {_some(missing)}")
+    heading = f"relative distance of A and B in step {shown.number}, the largest of each module"
+    verdict = [Text(line, style="bold red" if first else "green") for line in verdict_lines(steps, first)]
+    return Group(*map(Text, lines), Text(), Text(heading), _table(shown), Text(), *verdict)
+
+
+def verdict_lines(steps: list[Step], first: Step | None) -> list[str]:
+    """Return what is to be said of the steps of two runs, in lines."""
+    if first is None or first.first is None:
+        n = sum(len(step.entries) for step in steps)
+        return [f"equal: {n} tensors of {len(steps)} steps differ by no more than their inputs and rounding explain"]
+    entry = first.first
+    phase, _, tensor = entry.name.partition(" ")
+    lines = [
+        f"DIFFERENT: first in step {first.number}, {phase}: {tensor}: {MEANING[phase].format(tensor)}",
+        f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}",
+    ]
+    if entry.ratio != 1:
+        lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, first)}")
+    elif not all(map(math.isfinite, entry.norms)):
+        lines.append("it is not finite")
+    others = [each.name for each in first.entries if each.differs and each is not entry]
+    if others:
+        lines.append(f"further tensors of this step that their inputs do not explain: {len(others)}: {_some(others)}")
+    return lines
+
+
+def _explained(entry: Entry, step: Step) -> str:
+    counts = [each.counts for each in step.descriptions]
+    found = explanations(entry.ratio, counts, entry.allowed)
+    return f": {' or '.join(found[:MOST_NAMES])}" if found else ""
+
+
+def _table(step: Step) -> Table:
+    """Return the largest distance of each module and phase; ! where one is larger than explained."""
+    table = Table("module", *PHASES, box=box.SIMPLE_HEAD, pad_edge=False)
+    cells: dict[str, dict[str, list[Entry]]] = {}
+    for entry in step.entries:
+        phase, _, tensor = entry.name.partition(" ")
+        module = module_of(tensor)
+        cells.setdefault(module, {}).setdefault(phase, []).append(entry)
+    for module in in_order(cells):
+        table.add_row(module, *(_cell(cells[module].get(phase, [])) for phase in PHASES))
+    return table
+
+
+def module_of(tensor: str) -> str:
+    """Return the module that a tensor belongs to: layers.3 of layers.3.attention.wq.weight."""
+    names = tensor.split(" ")[0].split(".")
+    return ".".join(names[: 2 if names[0] == "layers" else 1])
+
+
+def _cell(entries: list[Entry]) -> Text:
+    if not entries:
+        return Text("")
+    mark = "!" if any(entry.differs for entry in entries) else ""
+    return Text(f"{max(entry.distance for entry in entries):.1e}{mark}", style="bold red" if mark else "")
+
+
+def _described(description: Description) -> str:
+    counts = [f"{name} {value:g}" for name, value in description.counts.items() if value != 1]
+    return f"({description.compute_dtype}; {', '.join(counts)})"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
