@@ -173,11 +173,11 @@ def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[s
             most = max(others, key=lambda row: row.distance / row.allowed)
             by = f"{most.name}, by {most.distance:.1e} where {most.allowed:.1e} is rounding"
             yield f"{_whom(others, rows, kind)} different, and not by a factor; the most: {by}"
-        if kind == named and (others or kind == "loss" and by_ratio):
+        if kind == named and (others or (kind == "loss" and by_ratio)):
             yield from _same_as_another_mean(recorded, rows)
     equal = [kind for kind, rows in groups.items() if all(row.equal for row in rows)]
     if equal:
-        own = " (updates: those of the program's own gradients)" if named == "gradients" and "updates" in equal else ""
+        own = ", computed from the program's own gradients" if named == "gradients" and "updates" in equal else ""
         yield f"equal: {', '.join(equal)}{own}"
 
 
@@ -228,18 +228,18 @@ def _same_as_another_mean(recorded: RecordedStep, rows: list[Row]) -> Iterator[s
         (degrees.accumulation_steps, "accumulation steps"),
         (degrees.dp, "data-parallel ranks"),
         (degrees.microbatches, "microbatches"),
-        (degrees.accumulation_steps * degrees.dp, "accumulation steps of all data-parallel ranks"),
+        (degrees.accumulation_steps * degrees.dp * (degrees.dp > 1), "accumulation steps of data-parallel ranks"),
         (n_sequences, "sequences"),
     ):
-        counts[count] = f"{counts[count]} or {name}" if count in counts else name
+        if count > 1 and n_sequences % count == 0 and name not in counts.get(count, ""):
+            counts[count] = f"{counts[count]} or {name}" if count in counts else name
     others: list[tuple[RecordedStep, str, Tensor | None]] = []
     if recorded.positions_BT is not None:
         others.append((dataclasses.replace(recorded, positions_BT=None), "without the document mask", None))
     for count, name in counts.items():
-        if count > 1 and n_sequences % count == 0:
-            valid_G = valid_BT.view(count, -1).sum(1).clamp(min=1)
-            mean_BT = (1 / (count * valid_G.double())).repeat_interleave(n_sequences // count)[:, None]
-            others.append((recorded, f"of a mean over {count} {name} of each one's mean over its tokens", mean_BT))
+        valid_G = valid_BT.view(count, -1).sum(1).clamp(min=1)
+        mean_BT = (1 / (count * valid_G.double())).repeat_interleave(n_sequences // count)[:, None]
+        others.append((recorded, f"of a mean over {count} {name} of each one's mean over its tokens", mean_BT))
     for other, text, mean_BT in others:
         losses_BT, gradients = forward_backward(other, FLOAT64, mean_BT)
         mean = losses_BT.sum() / recorded.n_valid if mean_BT is None else (losses_BT * mean_BT).sum()

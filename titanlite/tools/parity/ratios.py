@@ -14,6 +14,9 @@ from torch import Tensor
 LARGEST_ALLOWED = 0.25
 """Where rounding alone may be this fraction of a tensor, its ratio to another one has no meaning."""
 
+SMALL_FACTOR = 1.01
+"""A factor below this is shown as a difference, unless a quantity has it."""
+
 
 class Row(NamedTuple):
     """One compared number or tensor: its name, theirs, ours in float64, and how far rounding may drive them apart."""
@@ -72,9 +75,12 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
     """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, and product and quotient of two,
     that has its value within the relative precision."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
-    digits = min(max(math.ceil(-math.log10(max(precision, 1e-16))) + 1, 2), 6)
     matches = [text for text, value in _candidates(quantities) if abs(factor / value - 1) <= precision]
-    return f"{float(f'{factor:.{digits}g}')} x too {word}: {', or '.join(matches) or 'a factor that no given number explains'}"
+    if not matches and factor < SMALL_FACTOR:
+        return f"too {word} by {factor - 1:.1e} of its size, where {precision:.1e} is rounding"
+    digits = min(max(math.ceil(-math.log10(max(precision, 1e-16))) + 1, 2), 6)
+    reason = ", or ".join(matches) or "none of the known numbers, nor a product or quotient of two"
+    return f"{float(f'{factor:.{digits}g}')} x too {word}: {reason}"
 
 
 def _candidates(quantities: Mapping[str, float]) -> list[tuple[str, float]]:
