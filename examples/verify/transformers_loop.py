@@ -2,9 +2,9 @@
 
     python examples/verify/transformers_loop.py FOLDER [--dtype=float32 | bfloat16 | float64] [--accumulate-means]
 
-Gradients are accumulated over four batches of two sequences, whose numbers of valid targets differ. Each loss is divided
-by the valid tokens of all of them. With --accumulate-means each is a mean over its own tokens, divided by four, as many
-loops do.
+Gradients are accumulated over four batches of two sequences, whose numbers of valid targets differ. Each loss is
+divided by the valid tokens of all of them. With --accumulate-means each is a mean over its own tokens, divided by four,
+as many loops do.
 """
 
 import sys
