@@ -6,7 +6,6 @@ Four batches of two sequences are accumulated, and the number of valid targets d
 gradients are recorded where the Trainer clips gradients.
 """
 
-import json
 import sys
 import tempfile
 from typing import Any
@@ -69,17 +68,16 @@ def main(folder: str) -> None:
     )
     dataset = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
     trainer = OneStep(model, arguments, train_dataset=dataset)
-    trainer.train()
+    loss = trainer.train().training_loss
     step = {
         "program": f"transformers {transformers.__version__}, torch {torch.__version__}, Trainer",
         "dtypes": {"weights": "float32", "compute": "float32", "reduce": "float32"},
         "optimizer": {"name": "AdamW", **ADAM, "weight_decay_dims": [2]},
         "max_norm": 1.0,
         "degrees": {"accumulation_steps": ACCUMULATION_STEPS},
-        "loss": next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry),
+        "loss": loss,
         "gradient_norm": trainer.norm.item(),
     }
-    print(json.dumps(step))
     write_folder(
         folder,
         config=CONFIG,

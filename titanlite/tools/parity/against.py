@@ -56,55 +56,58 @@ def run_against(folder: Path) -> int:
 
 
 def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
-    """Return what the two programs computed, by kind: "loss", "gradient norm", "gradients", "updates"."""
-    step, is_exact = recorded.step, recorded.step.dtypes == FLOAT64
-    losses, ours = forward_backward(recorded, FLOAT64)
-    rounded_losses, rounded = (losses, ours) if is_exact else forward_backward(recorded, step.dtypes)
-    total = math.hypot(*(gradient.norm().item() for gradient in ours.values()))
+    """Return what both programs computed, by kind: "loss", "gradients", "gradient norm", "updates"."""
+    step = recorded.step
+    losses, exact = forward_backward(recorded, FLOAT64)
+    rounded_losses, rounded = (losses, exact) if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
+    errors = {name: relative(rounded[name], tensor) for name, tensor in exact.items()}
+    norm, distance = _norm(exact), _norm({name: rounded[name] - tensor for name, tensor in exact.items()})
     groups: dict[str, list[Row]] = {}
     if step.loss is not None:
         # The rounding of a mean may happen to be zero. It is no larger than the mean of the tokens' roundings.
         error = (rounded_losses - losses).abs().sum() / losses.sum()
-        groups["loss"] = [_number("loss", step.loss, losses.sum() / recorded.n_valid, error.item())]
-    if step.gradient_norm is not None:
-        error = math.hypot(*((rounded[name] - ours[name]).norm().item() for name in ours)) / total
-        groups["gradient norm"] = [_number("gradient norm", step.gradient_norm, torch.tensor(total), error)]
+        groups["loss"] = [Row("loss", _scalar(step.loss), losses.sum() / recorded.n_valid, _allowed(error))]
     if recorded.gradients is not None:
-        errors = {name: relative(rounded[name], ours[name]) for name in ours}
         groups["gradients"] = [
-            # In float64 a gradient that is zero but for rounding, as that of the bias of keys, has a size to compare.
-            Row(
-                f"gradient {name}",
-                recorded.gradients[name],
-                tensor,
-                _allowed(errors[name], total / (tensor.norm().item() or total)),
-            )
-            for name, tensor in ours.items()
+            # In float64 a gradient that is zero but for rounding, as that of a bias of keys, has no digits to compare.
+            Row(f"gradient {name}", recorded.gradients[name], tensor, _allowed(errors[name], norm / tensor.norm()))
+            for name, tensor in exact.items()
         ]
+    if step.gradient_norm is not None:
+        groups["gradient norm"] = [Row("gradient norm", _scalar(step.gradient_norm), norm, _allowed(distance / norm))]
     if recorded.weights_after is not None:
-        own = recorded.gradients
-        exact = updates(recorded, own or ours, torch.float64)
-        rounded = updates(recorded, own or rounded, getattr(torch, step.dtypes.weights))
-        errors = {name: relative(rounded[name], exact[name]) for name in exact}
-        if own is None:
-            # As in compare.tolerances: rounding becomes a step of lr for few elements, in one weight or another.
-            errors = {
-                name: max(errors[other] for other in exact if exact[other].dim() == exact[name].dim()) for name in exact
-            }
-        groups["updates"] = [
-            Row(f"update {name}", after - recorded.weights[name], exact[name], _allowed(errors[name]))
-            for name, after in recorded.weights_after.items()
-        ]
+        groups["updates"] = _compare_updates(recorded, exact, rounded)
     return groups
 
 
-def _number(name: str, theirs: float, ours: Tensor, error: float) -> Row:
-    return Row(name, torch.tensor(theirs, dtype=torch.float64), ours.double(), _allowed(error))
+def _compare_updates(recorded: RecordedStep, exact: Tensors, rounded: Tensors) -> list[Row]:
+    """Return what both optimizers added to the weights; ours from the other program's gradients, if it gave them."""
+    dtype, own, before = getattr(torch, recorded.step.dtypes.weights), recorded.gradients, recorded.weights
+    ours, theirs = updates(recorded, own or exact, torch.float64), updates(recorded, own or rounded, dtype)
+    errors = {name: relative(theirs[name], ours[name]) for name in ours}
+    if own is None:
+        # As in compare.tolerances: rounding becomes a step of lr for few elements, in one matrix or another.
+        dims = {name: tensor.dim() for name, tensor in ours.items()}
+        errors = {name: max(errors[each] for each in ours if dims[each] == dims[name]) for name in ours}
+    return [
+        Row(f"update {name}", after - before[name], ours[name], _allowed(errors[name]))
+        for name, after in recorded.weights_after.items()
+    ]
 
 
-def _allowed(error: float, magnitude: Tensor | float = 1.0) -> float:
-    """Return the relative distance that rounding explains, from that of the rounded step to the one in float64."""
-    return max(ROUNDING_FACTOR * error, FLOAT64_TOLERANCE * max(float(magnitude), 1.0))
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _norm(tensors: Tensors) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
+
+
+def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
+    """Return the relative distance that rounding explains, from that of the rounded step to the one in float64. A
+    quotient of zeros is of numbers that are zero in both, and magnitudes are at least 1."""
+    factors = [ROUNDING_FACTOR * float(error), FLOAT64_TOLERANCE * float(magnitude), FLOAT64_TOLERANCE]
+    return max(factor for factor in factors if math.isfinite(factor))
 
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> tuple[Tensor, Tensors]:
@@ -157,27 +160,31 @@ def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> T
 
 def findings(recorded: RecordedStep, groups: dict[str, list[Row]]) -> Iterator[str]:
     """Yield lines that say in what the two programs differ, and of which number the ratio is."""
-    quantities = _quantities(recorded)
-    named = "gradients" if recorded.gradients is not None else "loss"
+    quantities, by_ratio = _quantities(recorded), {kind: clusters(rows) for kind, rows in groups.items()}
+    kind = "gradients" if recorded.gradients is not None else "loss"
+    explained: set[str] = set()
+    if kind in groups and (by_ratio[kind][1] or (kind == "loss" and not groups[kind][0].equal)):
+        for text, kinds in _other_losses(recorded, groups, kind):
+            yield f"{' and '.join(kinds)} are those {text}"
+            explained |= {*kinds}
     for kind, rows in groups.items():
+        if kind in explained:
+            continue
         if kind == "gradient norm" and recorded.gradients is not None:
             yield from _norm_of_own_gradients(recorded, rows[0], quantities)
             continue
-        by_ratio, others = clusters(rows)
-        for ratio, members in by_ratio.items():
+        shared, others = by_ratio[kind]
+        for ratio, members in shared.items():
+            whom = _whom(rows if all(row.is_multiple(ratio) for row in rows) else members, rows, kind)
             known = quantities | _roots(quantities) if kind == "gradient norm" else quantities
-            if all(row.is_multiple(ratio) for row in rows):
-                members = rows
-            yield f"{_whom(members, rows, kind)} {describe(ratio, min(row.allowed for row in members), known)}"
+            yield f"{whom} {describe(ratio, min(row.allowed for row in members), known)}"
         if others:
-            most = max(others, key=lambda row: row.distance / row.allowed)
+            most = max(others, key=lambda row: row.distance)
             by = f"{most.name}, by {most.distance:.1e} where {most.allowed:.1e} is rounding"
             yield f"{_whom(others, rows, kind)} different, and not by a factor; the most: {by}"
-        if kind == named and (others or (kind == "loss" and by_ratio)):
-            yield from _same_as_another_mean(recorded, rows)
     equal = [kind for kind, rows in groups.items() if all(row.equal for row in rows)]
     if equal:
-        own = ", computed from the program's own gradients" if named == "gradients" and "updates" in equal else ""
+        own = ", computed from the program's own gradients" if recorded.gradients and "updates" in equal else ""
         yield f"equal: {', '.join(equal)}{own}"
 
 
@@ -191,58 +198,64 @@ def _whom(members: list[Row], rows: list[Row], kind: str) -> str:
 
 def _quantities(recorded: RecordedStep) -> dict[str, float]:
     """Return the numbers that may have become a factor, each by its name."""
-    degrees = recorded.step.degrees.model_dump()
     tokens = {"valid tokens": recorded.n_valid, "all tokens": recorded.tokens_BT.numel()}
-    if len(set(tokens.values())) == 1:
+    if len({*tokens.values()}) == 1:
         tokens = {"tokens": recorded.n_valid}
-    sizes = {"sequences": len(recorded.tokens_BT)}
-    numbers = tokens | sizes | {name.replace("_", " "): value for name, value in degrees.items()}
+    degrees = {name.replace("_", " "): value for name, value in recorded.step.degrees.model_dump().items()}
+    numbers: dict[str, float] = {**tokens, "sequences": len(recorded.tokens_BT), **degrees}
     norm, max_norm = recorded.step.gradient_norm, recorded.step.max_norm
     if norm is not None and max_norm is not None and norm > max_norm:
-        numbers["gradient norm / max_norm"] = norm / max_norm
+        numbers["gradient norm / max_norm"] = norm / max_norm  # of gradients that were written after clipping
     return numbers
 
 
 def _roots(quantities: dict[str, float]) -> dict[str, float]:
-    """Return the square roots of numbers: the norm of gradients that have become n times as many."""
+    """Return the square roots of numbers: the factor of a norm over that many equal shards or copies."""
     return {f"sqrt({name})": math.sqrt(value) for name, value in quantities.items()}
 
 
 def _norm_of_own_gradients(recorded: RecordedStep, row: Row, quantities: dict[str, float]) -> Iterator[str]:
     """Yield a line about the gradient norm, compared with the gradients that the program gave."""
-    own = torch.stack([gradient.norm() for gradient in recorded.gradients.values()]).norm()
-    stated = row._replace(ours=own)
+    stated = row._replace(ours=_norm(recorded.gradients))
     if not stated.equal:
-        ratio, known = stated.ratio or row.theirs.item() / own.item(), quantities | _roots(quantities)
-        yield f"gradient norm is, for the program's own gradients, {describe(ratio, row.allowed, known)}"
+        known = quantities | _roots(quantities)
+        text = describe(stated.ratio, row.allowed, known) if stated.ratio else "wrong"
+        yield f"gradient norm is, for the program's own gradients, {text}"
     elif not row.equal:
         yield "gradient norm is that of the program's own gradients"
 
 
-def _same_as_another_mean(recorded: RecordedStep, rows: list[Row]) -> Iterator[str]:
-    """Yield a line for each other loss, that trainers are known to have computed, that these rows agree with."""
-    valid_BT = recorded.targets_BT != IGNORED
-    degrees, n_sequences = recorded.step.degrees, len(valid_BT)
-    counts: dict[int, str] = {}
+def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each other loss, in words, that trainers are known to compute and that the rows of `kind` are of; and which
+    of gradients and loss are of it."""
+    valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
+    counts: dict[int, list[str]] = {}
     for count, name in (
         (degrees.accumulation_steps, "accumulation steps"),
         (degrees.dp, "data-parallel ranks"),
         (degrees.microbatches, "microbatches"),
-        (degrees.accumulation_steps * degrees.dp * (degrees.dp > 1), "accumulation steps of data-parallel ranks"),
+        (degrees.accumulation_steps * degrees.dp, "accumulation steps of all data-parallel ranks"),
         (n_sequences, "sequences"),
     ):
-        if count > 1 and n_sequences % count == 0 and name not in counts.get(count, ""):
-            counts[count] = f"{counts[count]} or {name}" if count in counts else name
+        if count > 1 and n_sequences % count == 0 and ("ranks" not in name or degrees.dp > 1):
+            counts.setdefault(count, []).append(name)
     others: list[tuple[RecordedStep, str, Tensor | None]] = []
     if recorded.positions_BT is not None:
         others.append((dataclasses.replace(recorded, positions_BT=None), "without the document mask", None))
-    for count, name in counts.items():
+    for count, names in counts.items():
         valid_G = valid_BT.view(count, -1).sum(1).clamp(min=1)
         mean_BT = (1 / (count * valid_G.double())).repeat_interleave(n_sequences // count)[:, None]
-        others.append((recorded, f"of a mean over {count} {name} of each one's mean over its tokens", mean_BT))
+        others.append(
+            (recorded, f"of a mean over {count} {' or '.join(names)}, each a mean over its own tokens", mean_BT)
+        )
     for other, text, mean_BT in others:
         losses_BT, gradients = forward_backward(other, FLOAT64, mean_BT)
-        mean = losses_BT.sum() / recorded.n_valid if mean_BT is None else (losses_BT * mean_BT).sum()
-        ours = {f"gradient {name}": gradient for name, gradient in gradients.items()} | {"loss": mean}
-        if all(row._replace(ours=ours[row.name]).equal for row in rows):
-            yield f"{'the loss is that' if mean.dim() == len(rows) - 1 else 'gradients are those'} {text}"
+        loss = losses_BT.sum() / recorded.n_valid if mean_BT is None else (losses_BT * mean_BT).sum()
+        ours = {f"gradient {name}": gradient for name, gradient in gradients.items()} | {"loss": loss}
+        kinds = [
+            each
+            for each in ("gradients", "loss")
+            if each in groups and all(row._replace(ours=ours[row.name]).equal for row in groups[each])
+        ]
+        if kind in kinds:
+            yield text, kinds
