@@ -57,6 +57,8 @@ def main(folder: str, *options: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), **ADAM)
     model, optimizer = accelerator.prepare(model, optimizer)
     parameters = dict(accelerator.unwrap_model(model).named_parameters())
+    if "--ddp" not in options and not all(isinstance(p, DTensor) for p in parameters.values()):
+        sys.exit("error: FSDP has sharded nothing")
     weights = full(parameters)
     tokens, targets = batch()
     n_ranks, rank, n_valid, total = accelerator.num_processes, accelerator.process_index, (targets != -100).sum(), 0.0

@@ -1,11 +1,13 @@
 """One step of transformers' Trainer with gradient accumulation, written for `titanlite parity --against FOLDER`.
 
     python examples/verify/transformers_trainer.py FOLDER
+    torchrun --nproc-per-node=2 examples/verify/transformers_trainer.py FOLDER
 
-Four batches of two sequences are accumulated, and the number of valid targets differs between them. Weights and
-gradients are recorded where the Trainer clips gradients.
+The step takes four batches of two sequences, whose numbers of valid targets differ: one after the other, or partitioned
+over ranks under DDP. Gradients are recorded where the Trainer clips them.
 """
 
+import os
 import sys
 import tempfile
 from typing import Any
@@ -17,7 +19,8 @@ from folder import copies, write_folder
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-ACCUMULATION_STEPS = 4
+N_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+ACCUMULATION_STEPS, BATCH_SIZE = 4 // N_RANKS, N_SEQUENCES // 4
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -52,7 +55,7 @@ def main(folder: str) -> None:
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=1,
-        per_device_train_batch_size=N_SEQUENCES // ACCUMULATION_STEPS,
+        per_device_train_batch_size=BATCH_SIZE,
         gradient_accumulation_steps=ACCUMULATION_STEPS,
         learning_rate=ADAM["lr"],
         lr_scheduler_type="constant",
@@ -70,24 +73,17 @@ def main(folder: str) -> None:
     trainer = OneStep(model, arguments, train_dataset=dataset)
     loss = trainer.train().training_loss
     step = {
-        "program": f"transformers {transformers.__version__}, torch {torch.__version__}, Trainer",
+        "program": f"transformers {transformers.__version__}, torch {torch.__version__}, Trainer on {N_RANKS} rank(s)",
         "dtypes": {"weights": "float32", "compute": "float32", "reduce": "float32"},
         "optimizer": {"name": "AdamW", **ADAM, "weight_decay_dims": [2]},
         "max_norm": 1.0,
-        "degrees": {"accumulation_steps": ACCUMULATION_STEPS},
+        "degrees": {"dp": N_RANKS, "accumulation_steps": ACCUMULATION_STEPS},
         "loss": loss,
         "gradient_norm": trainer.norm.item(),
     }
-    write_folder(
-        folder,
-        config=CONFIG,
-        weights=weights,
-        tokens=tokens,
-        targets=targets,
-        step=step,
-        gradients=trainer.gradients,
-        weights_after=dict(model.named_parameters()),
-    )
+    if int(os.environ.get("RANK", 0)) == 0:
+        tensors = {"weights": weights, "gradients": trainer.gradients, "weights_after": dict(model.named_parameters())}
+        write_folder(folder, config=CONFIG, tokens=tokens, targets=targets, step=step, **tensors)
 
 
 if __name__ == "__main__":
