@@ -287,6 +287,10 @@ def test_a_ratio_is_named(factor: float, degrees: dict[str, int], line: str, dty
         ),
         ({"adam": {"lr": 1e-3}}, "updates are 2.0 x too small: none of the known numbers"),
         ({"adam": {"eps": 1e-5}}, "updates are different, and not by a factor; the most: update layers."),
+        (
+            {"adam": {"eps": 1e-5}, "n_means": 4},  # whatever the gradients are
+            "updates are different, and not by a factor; the most: update layers.",
+        ),
         ({"theta": 500000.0}, "gradients are different, and not by a factor; the most: gradient layers.0.attention.w"),
         ({"norm_eps": 1e-6}, "gradients are different, and not by a factor; the most: gradient "),
         (
@@ -416,6 +420,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no optimizer": (in_json(STEP, optimizer=None), "weights_after.safetensors: "),
     "other model": (in_json("config.json", intermediate_size=64), "has shape [48, 32], and the model of config.json"),
     "unknown model": (in_json("config.json", model_type="gpt2"), 'model_type = "gpt2": unsupported'),
+    "experts": (
+        in_json("config.json", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "the model has experts; only dense ones are compared",
+    ),
     "heads": (in_json("config.json", num_key_value_heads=3), "expected a divisor of model.n_heads = 4"),
     "too long": (in_json("config.json", max_position_embeddings=16), "32 tokens a sequence, and max_position"),
     "foreign tokenizer": (in_json("config.json", vocab_size=30), "was it another model's tokenizer?"),

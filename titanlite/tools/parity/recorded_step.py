@@ -35,7 +35,7 @@ from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
 from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, tensor_files
-from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_name, hf_names, tensor_shapes
+from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_name, tensor_shapes
 from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -123,6 +123,9 @@ def read_step(folder: Path) -> RecordedStep:
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}}
     model = load_values(options, str(folder / "config.json"), []).config.model
+    if model.moe.n_experts:
+        problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
+        raise ConfigError([f"{folder / 'config.json'}: {problem}"])
     most = read_json_object(folder / "config.json").get("max_position_embeddings")
     batch = _read_batch(folder / "batch.safetensors", model, most)
     gradients, after = folder / "gradients.safetensors", folder / "weights_after.safetensors"
@@ -132,11 +135,9 @@ def read_step(folder: Path) -> RecordedStep:
         expected = f"a loss, a gradient_norm, {gradients.name} or {after.name}"
         raise ConfigError([f"{folder}: has no result of the step to compare; expected {expected}"])
     shapes = tensor_shapes(model)
-    trained = {name: shape for name, shape in shapes.items() if not name.endswith(BALANCE_BIAS)}
     widths = {"model": model, "narrowest": getattr(torch, step.dtypes.weights)}
     results = [
-        _read_weights(file, _names_in(file), trained, **widths) if file.exists() else None
-        for file in (gradients, after)
+        _read_weights(file, _names_in(file), shapes, **widths) if file.exists() else None for file in (gradients, after)
     ]
     return RecordedStep(step, model, _read_weights(folder, tensor_files(folder), shapes, **widths), *batch, *results)
 
@@ -211,20 +212,16 @@ def _read_weights(
     """Return tensors by titanlite's names, float64. `files` has the file of each tensor by its name there, `shapes`
     the shape of each one that is needed. Raises ConfigError if a tensor is missing, superfluous or wrong."""
     is_hf = any(name.startswith(("model.", "lm_head.")) for name in files)
-    names = {name: hf_names(name, model) if is_hf else [name] for name in shapes}
+    names = {name: hf_name(name) if is_hf else name for name in shapes}
     tied_head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
-    _check_names(place, files.keys() - {tied_head}, {each for group in names.values() for each in group})
-    tensors = {}
-    for name, group in names.items():
-        shape = shapes[name][-2:] if len(group) > 1 else shapes[name]
-        parts = [_read_tensor(files[each], each, shape, narrowest) for each in group]
-        tensor = torch.stack(parts) if len(parts) > 1 else parts[0].view(shapes[name])
-        tensors[name] = from_hf(name, tensor, model) if is_hf else tensor
+    _check_names(place, files.keys() - {tied_head}, {*names.values()})
+    tensors = {name: _read_tensor(files[own], own, shapes[name], narrowest) for name, own in names.items()}
+    if is_hf:
+        tensors = {name: from_hf(name, tensor, model) for name, tensor in tensors.items()}
     if tied_head in files:
         head = _read_tensor(files[tied_head], tied_head, shapes[EMBEDDING], narrowest)
         if not torch.equal(head, tensors[EMBEDDING]):
-            embedding = hf_name(EMBEDDING) if is_hf else EMBEDDING
-            problem = f"{tied_head} differs from {embedding}, and tie_word_embeddings of config.json is true"
+            problem = f"{tied_head} differs from {names[EMBEDDING]}, and tie_word_embeddings of config.json is true"
             raise ConfigError([f"{files[tied_head]}: {problem}"])
     return tensors
 
