@@ -19,7 +19,7 @@ from titanlite.config import load_values
 from titanlite.hf.names import hf_names, tensor_shapes, to_hf
 from titanlite.launch.cli import run_command
 from titanlite.tools.parity.against import compare
-from titanlite.tools.parity.ratios import describe
+from titanlite.tools.parity.ratios import Row, clusters, describe
 from titanlite.tools.parity.recorded_step import read_step
 
 ROOT = Path(__file__).parents[3]
@@ -217,6 +217,7 @@ def verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list
         {"weights": "float32"},
         {"weights": "float32", "documents": True, "names": "transformers"},
         {"weights": "float32", "compute": "bfloat16"},
+        {"weights": "float32", "compute": "float16", "degrees": {"loss_scale": 64}},
         {"weights": "bfloat16"},
         {"weights": "float64", "without": ("gradients",)},
         {"weights": "float32", "without": ("gradients",)},
@@ -361,6 +362,12 @@ def test_a_number_of_a_ratio_is_known_to_its_precision():
     assert describe(1 + 1e-7, 1e-9, {"dp": 2}) == "too large by 1.0e-07 of its size, where 1.0e-09 is rounding"
 
 
+def test_rows_of_a_ratio_are_in_the_order_of_computation():
+    ours = torch.ones(4, dtype=torch.float64)
+    rows = [Row(name, 2 * ours, ours, allowed) for name, allowed in (("a", 2e-6), ("b", 1e-6), ("c", 3e-6))]
+    assert [[row.name for row in members] for members in clusters(rows)[0].values()] == [["a", "b", "c"]]
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -496,6 +503,12 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys):
     in_json(STEP, loss=None, gradient_norm=None)(folder)
     assert run_command("parity", ["--against", str(folder)]) == 2
     assert "has no result of the step to compare" in capsys.readouterr().err
+
+
+def test_a_step_that_overflows_is_one_line(tmp_path: Path, capsys):
+    folder = take_step(tmp_path, compute="float16", degrees={"loss_scale": 1e9})
+    assert run_command("parity", ["--against", str(folder)]) == 2
+    assert "with compute float16 and loss_scale 1e+09" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("others", [["debug"], ["--steps=2"], ["--dtype=float32"], ["--training.seq_len=8"]])

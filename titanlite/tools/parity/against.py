@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.build_llama import build_llama
-from titanlite.config.loader import printable
+from titanlite.config.loader import ConfigError, printable
 from titanlite.config.schema import Optimizer
 from titanlite.loss import IGNORED
 from titanlite.model import Documents, Llama
@@ -31,7 +31,7 @@ Tensors = dict[str, Tensor]
 
 def run_against(folder: Path) -> int:
     """Print the comparison with the step in a folder, and return the exit status: 0 if rounding explains every
-    difference, else 1. Raises ConfigError if the folder is wrong."""
+    difference, else 1. Raises ConfigError if the folder is wrong, or the step is not finite."""
     recorded = read_step(folder)
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
     dtypes = f"weights {step.dtypes.weights}, compute {step.dtypes.compute}, reduce {step.dtypes.reduce}"
@@ -112,7 +112,7 @@ def _allowed(error: Tensor | float, magnitude: Tensor | float = 1.0) -> float:
 
 def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | None = None) -> tuple[Tensor, Tensors]:
     """Return the loss of each token, [B, T], and the gradients of their sum weighted by `mean_BT`, all in float64.
-    None: of their mean over the valid tokens."""
+    None: of their mean over the valid tokens. Raises ConfigError if a number is NaN or infinite."""
     weights, compute, reduce = (getattr(torch, name) for name in (dtypes.weights, dtypes.compute, dtypes.reduce))
     model = build_llama(recorded.model, max_seq_len=recorded.tokens_BT.shape[1]).to(weights)
     model.materialize(CPU)
@@ -128,6 +128,11 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
     scale = recorded.step.degrees.loss_scale if compute == torch.float16 else 1.0
     (loss * scale).backward()
     gradients = {name: (p.grad / scale).to(reduce).to(weights).double() for name, p in model.named_parameters()}
+    if not all(tensor.isfinite().all() for tensor in (losses_BT, *gradients.values())):
+        what = f"with compute {dtypes.compute} and loss_scale {scale:g}, the step of {recorded.model.hf_assets_path}"
+        raise ConfigError(
+            [f"{what} has numbers that are NaN or infinite; name the program's own dtypes and loss_scale"]
+        )
     return losses_BT.detach().double(), gradients
 
 
