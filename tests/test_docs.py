@@ -142,7 +142,7 @@ def test_an_unknown_option_is_found(text: str):
 
 @functools.cache
 def repository_files() -> list[str]:
-    folders = ("titanlite", "tests", "benchmarks", "configs", "docs")
+    folders = ("titanlite", "tests", "benchmarks", "configs", "docs", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
     return [path.relative_to(ROOT).as_posix() for path in files if path.is_file()]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("titanlite", "tests", "benchmarks", "configs", "docs")
+FOLDERS = ("titanlite", "tests", "benchmarks", "configs", "docs", "examples")
 ENDINGS = (".py", ".md", ".toml", ".sh", ".yml", ".yaml")
 # This file lists the retired words, and the change log must name the old ones.
 EXEMPT = ("tests/test_language.py", "CHANGELOG.md")

@@ -4,6 +4,14 @@ The model is shrunk, the layout is not: the same number of ranks, degrees, sched
 run a model that fits. The ranks are processes on this machine's CPUs or, under torchrun, those of the launch:
 torchrun ... -m titanlite.tools.parity CONFIG.toml [...]. Exit status: 0 all differences are within rounding; 1 one is
 not; 2 the config or the launch is wrong.
+
+With --against FOLDER, one optimizer step of another program is compared with the same step in float64 in this process.
+The folder has (docs/verify_your_trainer.md describes each file, and examples/verify/ has programs that write them):
+  config.json, model.safetensors   the model and its weights before the step, as transformers writes them
+  batch.safetensors                tokens, targets (-100: none), optionally document_positions: int64 [B, T]
+  step.json                        program, dtypes, optimizer, max_norm, degrees, loss, gradient_norm
+  gradients.safetensors            optional: before clipping
+  weights_after.safetensors        optional
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config import Config, ConfigError, Launch, check, load
@@ -23,7 +32,8 @@ from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 if TYPE_CHECKING:
     from titanlite.tools.parity.reference import Trace
 
-USAGE = "titanlite parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]"
+USAGE = """titanlite parity CONFIG.toml [--section.key=value ...] [--steps=3] [--dtype=float64]
+       titanlite parity --against FOLDER"""
 TIMEOUT_SECONDS = 600
 GIB_PER_RANK = 0.15
 """Memory of a rank of the shrunk model on a CPU: 0.10 to 0.13 GiB were measured."""
@@ -34,9 +44,16 @@ def main(argv: list[str]) -> int:
     parser = Parser(USAGE, __doc__)
     parser.add_argument("--steps", type=count(), default=3, help="optimizer steps")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], default="float64")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a step of another program to compare")
     launched, began = "WORLD_SIZE" in os.environ, time.monotonic()
     n_devices = count_devices() if launched else 0
     arguments, config_arguments = parser.parse_known_args(argv)
+    if arguments.against is not None:
+        if len([each for each in argv if each != "--against"]) != 1:
+            raise ConfigError(["command line: --against FOLDER takes no config and no other option"])
+        from titanlite.tools.parity.against import run_against  # here, since the import of torch takes seconds
+
+        return run_against(arguments.against)
     loaded = load(config_arguments)
     launch = Launch.from_environment(n_devices)
     if not launched:

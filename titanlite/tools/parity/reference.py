@@ -62,6 +62,19 @@ class RandomSequences:
     read = PackedSequences.read
 
 
+def token_losses(
+    model: nn.Module, compute_dtype: torch.dtype, tokens_BT: Tensor, targets_BT: Tensor, *masked: Tensor | Documents
+) -> Tensor:
+    """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. The model computes with its
+    weights in `compute_dtype`, but for routers. `masked`: positions and documents, where there is a document mask."""
+    weights = {
+        name: parameter if name.endswith(".router.weight") else parameter.to(compute_dtype)
+        for name, parameter in model.named_parameters()
+    }
+    logits = torch.func.functional_call(model, weights, (tokens_BT, *masked))
+    return cross_entropy(logits.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT)
+
+
 def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     """Take training steps of a resolved config in this process alone."""
     training, model = config.training, build.meta_model(config)
@@ -86,12 +99,7 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
         masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
-        weights = {
-            name: parameter if name.endswith(".router.weight") else parameter.to(compute_dtype)
-            for name, parameter in parameters.items()
-        }
-        logits = torch.func.functional_call(model, weights, (tokens, *masked))
-        losses = cross_entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
+        losses = token_losses(model, compute_dtype, tokens, targets, *masked)
         valid = targets != IGNORED
         datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
         own = [datasets == number for number in range(len(sequences.names))]

@@ -1,0 +1,94 @@
+"""Ratios of another program's numbers to the right ones, and what may have caused them.
+
+A constant factor on a gradient is nearly always a mean over the wrong number: of ranks, of tokens, of accumulation
+steps. Which number it is follows from the factor and the precision with which it is known.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+LARGEST_ALLOWED = 0.25
+"""Where rounding alone may be this fraction of a tensor, its ratio to another one has no meaning."""
+
+SMALL_FACTOR = 1.01
+"""A factor below this is shown as a difference, unless a quantity has it."""
+
+
+class Row(NamedTuple):
+    """One compared number or tensor: its name, theirs, ours in float64, and how far rounding may drive them apart."""
+
+    name: str
+    theirs: Tensor
+    ours: Tensor
+    allowed: float
+    """As a fraction of the norm of ours."""
+
+    @property
+    def distance(self) -> float:
+        """2-norm of the difference, as a fraction of the norm of ours."""
+        return relative(self.theirs, self.ours)
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the distance."""
+        return self.distance <= self.allowed
+
+    @property
+    def ratio(self) -> float | None:
+        """The factor of theirs to ours, by least squares; None if they differ by more than a factor above 0."""
+        square = self.ours.square().sum().item()
+        ratio = (self.theirs * self.ours).sum().item() / square if square else 0.0
+        is_factor = ratio > 0 and self.allowed < LARGEST_ALLOWED and self.is_multiple(ratio)
+        return ratio if is_factor else None
+
+    def is_multiple(self, ratio: float) -> bool:
+        """Return whether theirs may be this ratio times ours."""
+        return relative(self.theirs, ratio * self.ours) <= self.allowed
+
+
+def relative(tensor: Tensor, reference: Tensor) -> float:
+    """Return the 2-norm of the difference as a fraction of that of the reference."""
+    distance = (tensor - reference).norm().item()
+    return distance / reference.norm().item() if distance and reference.any() else math.inf if distance else 0.0
+
+
+def clusters(rows: list[Row]) -> tuple[dict[float, list[Row]], list[Row]]:
+    """Return the unequal rows by their ratio, and those that differ by no factor. Rows share a ratio if rounding
+    explains the rest; it is that of the row in which rounding is smallest."""
+    shared: dict[float, list[Row]] = {}
+    others = []
+    for row in sorted((row for row in rows if not row.equal), key=lambda row: row.allowed):
+        ratio = next((known for known in shared if row.is_multiple(known)), row.ratio)
+        if ratio is None:
+            others.append(row)
+        else:
+            shared.setdefault(ratio, []).append(row)
+    in_order = {ratio: sorted(members, key=rows.index) for ratio, members in shared.items()}
+    return in_order, sorted(others, key=rows.index)
+
+
+def describe(ratio: float, precision: float, quantities: Mapping[str, float]) -> str:
+    """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, and product and quotient of two,
+    that has its value within the relative precision."""
+    factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
+    matches = [text for text, value in _candidates(quantities) if abs(factor / value - 1) <= precision]
+    if not matches and factor < SMALL_FACTOR:
+        return f"too {word} by {factor - 1:.1e} of its size, where {precision:.1e} is rounding"
+    digits = min(max(math.ceil(-math.log10(max(precision, 1e-16))) + 1, 2), 6)
+    reason = ", or ".join(matches) or "none of the known numbers, nor a product or quotient of two"
+    return f"{float(f'{factor:.{digits}g}')} x too {word}: {reason}"
+
+
+def _candidates(quantities: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the quantities, then products and quotients of two, all above 1, each with its text."""
+    known = {name: value for name, value in quantities.items() if value != 1}
+    candidates = [(f"{name} = {value:g}", max(value, 1 / value)) for name, value in known.items()]
+    for (one, a), (other, b) in itertools.combinations(known.items(), 2):
+        candidates.append((f"{one} x {other} = {a:g} x {b:g}", max(a * b, 1 / (a * b))))
+        over, under = ((one, a), (other, b)) if a > b else ((other, b), (one, a))
+        candidates.append((f"{over[0]} / {under[0]} = {over[1]:g} / {under[1]:g}", over[1] / under[1]))
+    return candidates
