@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.null_cuda import build
 from tests.null_cuda.cases import case, layouts
 from tests.null_cuda.client import ROOT, Server
 from tests.null_cuda.memory import CASES, of_8b, peaks
 
-LAYOUTS = layouts()
+LAYOUTS, TORCH = layouts(), tuple(map(int, torch.__version__.split(".")[:2]))
 
 pytestmark = [
     pytest.mark.skipif(bool(build.why_not()), reason=build.why_not()),
@@ -141,7 +142,8 @@ def test_kernels_of_a_compiled_block(server: Server):
 
 def test_rows_are_sorted_by_expert_in_one_pass(server: Server):
     """Two layers of Qwen3 30B-A3B sort what a rank sends, its scores, and those that arrive, in the forward and again
-    for the backward. The backward of the embedding sorts too, by tokens of 64 bits, in eight passes."""
+    for the backward. The backward of the embedding sorts too, by tokens of 64 bits: in eight passes, and from torch
+    2.13 on in three."""
     options = "--model.n_layers=2 --model.hf_assets_path= --training.dataset=pydoc_topics --training.streaming=false"
     options += " --training.local_batch_size=2 --training.global_batch_size=4 --training.seq_len=4096"
     options += " --parallelism.data_parallel_shard_degree=2 --parallelism.expert_parallel_degree=2"
@@ -153,7 +155,7 @@ def test_rows_are_sorted_by_expert_in_one_pass(server: Server):
         for kernel in ("DeviceRadixSortHistogramKernel", "DeviceRadixSortOnesweepKernel")
     )
     assert sorts == 1 + 2 * 2 * 3
-    assert passes == 8 + 2 * 2 * 3
+    assert passes == (8 if TORCH < (2, 13) else 3) + 2 * 2 * 3
 
 
 def test_rotary_embeddings_load_each_number_without_a_mask(libraries: Path):

@@ -159,6 +159,10 @@ def test_a_step_is_computed_from_what_it_says(ranks, tmp_path):
     assert inputs["forward layers.1"][0] == "forward layers.0"
     assert inputs["backward layers.0"][:2] == ["backward layers.1", "forward layers.0"]
     assert "input layers.1.attention.wq.weight" in inputs["backward layers.0"]
+    gradients = [name.removeprefix("gradient layers.1.") for name in order if name.startswith("gradient layers.1.")]
+    assert gradients[0] == "feed_forward.w2.weight"
+    assert gradients[3:5] == ["ffn_norm.weight", "attention.wo.weight"]
+    assert gradients[-1] == "attention_norm.weight"
     weight = "layers.1.attention.wq.weight"
     assert inputs[f"gradient {weight}"] == inputs["backward layers.0"]
     assert inputs[f"update {weight} exp_avg"] == [f"gradient {weight}", GRADIENT_NORM, f"input {weight} exp_avg"]

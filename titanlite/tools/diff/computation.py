@@ -1,9 +1,15 @@
 """What a step computes from what, by the names of its fingerprints."""
 
+import re
 from collections.abc import Collection, Iterable
 
 GRADIENT_NORM = "gradient norm"
 """The norm over all gradients, by which they are clipped. No file has it: it follows from the gradients' norms."""
+BACKWARD_ORDER = (
+    *(r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
+    *(r"attention\.wo", r"attention\.", r"attention_norm\."),
+)
+"""What the names of a block's parameters begin with, in the order in which the backward comes to them."""
 
 
 def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
@@ -20,7 +26,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         return [f"input {name}" for name in tensors if name.startswith(f"{module}.") and " " not in name]
 
     def parameters_of(module: str) -> list[str]:
-        return [name for name in parameters if name.startswith(f"{module}.")]
+        return sorted((name for name in parameters if name.startswith(f"{module}.")), key=_backward_order)
 
     before = ["input tokens"]
     inputs_of_module = {}
@@ -48,6 +54,11 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         inputs[f"update {name}"] = [*of_all, f"input {name}", *(f"input {state}" for state in states)]
     present = {*names, GRADIENT_NORM}
     return {name: [each for each in own if each in present] for name, own in inputs.items() if name in present}
+
+
+def _backward_order(parameter: str) -> int:
+    name = re.sub(r"^layers\.\d+\.", "", parameter)
+    return next((n for n, pattern in enumerate(BACKWARD_ORDER) if re.match(pattern, name)), 0)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -14,12 +14,14 @@ from titanlite.tools.diff.computation import in_order
 
 PHASES = ("input", "forward", "backward", "gradient", "update")
 MEANING = {
-    "input": "what the step begins with",
+    "input": "{}, which the step begins with",
     "forward": "the output of {}",
     "backward": "the gradient of the loss with respect to the output of {}",
     "gradient": "the gradient of {}",
     "update": "the change of {} by the optimizer",
 }
+SMALLEST_RATIO = 1e-3
+"""Ratios nearer to 1 are no factor of a layout."""
 MOST_NAMES = 5
 """Tensors that a line names."""
 
@@ -43,17 +45,20 @@ def verdict_lines(steps: list[Step], first: Step | None) -> list[str]:
         return [f"equal: {n} tensors of {len(steps)} steps differ by no more than their inputs and rounding explain"]
     entry = first.first
     phase, _, tensor = entry.name.partition(" ")
+    meaning = "the loss" if tensor == "loss" else MEANING[phase].format(tensor)
     lines = [
-        f"DIFFERENT: first in step {first.number}, {phase}: {tensor}: {MEANING[phase].format(tensor)}",
+        f"DIFFERENT: first in step {first.number}, {phase}: {meaning}",
         f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}",
     ]
-    if entry.ratio != 1:
+    if abs(entry.ratio - 1) > SMALLEST_RATIO:
         lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, first)}")
     elif not all(map(math.isfinite, entry.norms)):
         lines.append("it is not finite")
     others = [each.name for each in first.entries if each.differs and each is not entry]
     if others:
-        lines.append(f"further tensors of this step that their inputs do not explain: {len(others)}: {_some(others)}")
+        lines.append(
+            f"{len(others)} more tensors of this step differ by more than their inputs explain: {_some(others)}"
+        )
     return lines
 
 
