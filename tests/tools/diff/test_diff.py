@@ -22,8 +22,9 @@ from titanlite.parallel import fsdp
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, SIZE, distance, fingerprint, rows_of_slice
 from titanlite.tools.diff import compare
-from titanlite.tools.diff.compare import compare_runs, constant_ratio, explanations
+from titanlite.tools.diff.compare import compare_runs, constant_ratio
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries
+from titanlite.tools.diff.report import quantities
 
 FINGERPRINTS = {"debug__fingerprint_freq": 1}
 
@@ -225,7 +226,7 @@ def test_a_bug_is_named(ranks, tmp_path, capsys, options: dict[str, Any], bug: A
     assert run_command("diff", [str(reference), str(layout), f"--html={tmp_path / 'page.html'}"]) == 1
     printed = capsys.readouterr().out
     assert f"DIFFERENT: first in step 1, {phase}" in printed
-    assert (ratio == 0.5) == ("1 / data parallel of B = 2" in printed)
+    assert (ratio == 0.5) == (": data parallel of B = 2" in printed)
     assert first.name in (tmp_path / "page.html").read_text()
     assert run_command("diff", [str(reference), str(reference)]) == 0
     assert "equal: " in capsys.readouterr().out
@@ -268,11 +269,10 @@ def test_a_constant_ratio_is_found_and_explained():
     x = torch.randn(64, 48, dtype=torch.float64)
     assert constant_ratio(of("x", x), of("x", 4 * x), tolerance=1e-12) == pytest.approx(4)
     assert constant_ratio(of("x", x), of("x", 4 * x + torch.randn(64, 48)), tolerance=1e-12) == 1
-    counts = {"data parallel": 2.0, "tensor parallel": 4.0, "tokens": 2048.0}, {"tensor parallel": 1.0}
-    assert explanations(4.0, counts, 1e-12) == ["tensor parallel of A = 4"]
-    assert explanations(1 / 2048, counts, 1e-12) == ["1 / tokens of A = 2048"]
-    assert explanations(8.0, counts, 1e-12) == ["data parallel of A x tensor parallel of A = 8"]
-    assert explanations(3.0, counts, 1e-12) == []
+    known = {"step": 1, "compute_dtype": "float64", "weights_dtype": "float64", "state_dtype": "float64"}
+    a = file.Description(**known, counts={"data parallel": 1.0, "tokens": 2048.0})
+    b = file.Description(**known, counts={"data parallel": 2.0, "tokens": 2048.0})
+    assert quantities(a, b) == {"tokens": 2048.0, "data parallel of A": 1.0, "data parallel of B": 2.0}
 
 
 def one_run(ranks: Any, folder: Path, **options: Any) -> Path:

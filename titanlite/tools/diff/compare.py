@@ -5,7 +5,6 @@ compared with those of the tensor's own inputs (computation.py), and not with a 
 tensors of two right layouts may be far from each other, and none of them is much farther than its inputs.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -193,27 +192,6 @@ def constant_ratio(a: Tensor, b: Tensor, tolerance: float) -> float:
     ratio = (products_a @ products_b / square).item()
     rest = (products_b - ratio * products_a).square().sum() / products_b.square().sum()
     return ratio if math.sqrt(rest) <= min(tolerance, 0.1) else 1.0
-
-
-def explanations(ratio: float, counts: Iterable[Mapping[str, float]], tolerance: float) -> list[str]:
-    """Return the counts of the two runs, A and B, and if none fits the products of two of one run, that a ratio or its
-    inverse may be."""
-    singles, pairs = [], []
-    for run, of_run in zip("AB", counts, strict=True):
-        named = [(f"{name} of {run}", value) for name, value in of_run.items() if value not in (0, 1)]
-        singles += named
-        pairs += [(f"{m} x {n}", x * y) for (m, x), (n, y) in itertools.combinations(named, 2)]
-    precision = min(max(tolerance, 1e-6), 1e-2)
-    for candidates in (singles, pairs):
-        found = [
-            f"{form}{name} = {value:g}"
-            for name, value in candidates
-            for form, constant in (("", value), ("1 / ", 1 / value))
-            if abs(ratio / constant - 1) <= precision
-        ]
-        if found:
-            return list(dict.fromkeys(found))
-    return []
 
 
 def _gradient_norm(fingerprints: Mapping[str, Tensor]) -> Tensor:

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlite.techniques.fingerprints.file import Description
-from titanlite.tools.diff.compare import Entry, Step, explanations
+from titanlite.tools.diff.compare import Entry, Step
 from titanlite.tools.diff.computation import in_order
+from titanlite.tools.parity.ratios import reasons
 
 PHASES = ("input", "forward", "backward", "gradient", "update")
 MEANING = {
@@ -63,9 +64,16 @@ def verdict_lines(steps: list[Step], first: Step | None) -> list[str]:
 
 
 def _explained(entry: Entry, step: Step) -> str:
-    counts = [each.counts for each in step.descriptions]
-    found = explanations(entry.ratio, counts, entry.allowed)
-    return f": {' or '.join(found[:MOST_NAMES])}" if found else ""
+    precision = min(max(entry.allowed, 1e-6), 1e-2)
+    found = reasons(abs(entry.ratio), precision, quantities(*step.descriptions)) if entry.ratio else []
+    return f": {', or '.join(found[:MOST_NAMES])}" if found else ""
+
+
+def quantities(a: Description, b: Description) -> dict[str, float]:
+    """Return the numbers by which two runs may have multiplied a gradient, by name; those that differ, of each run."""
+    same = {name: value for name, value in a.counts.items() if value == b.counts.get(name)}
+    both = [(run, name, value) for run, each in (("A", a), ("B", b)) for name, value in each.counts.items()]
+    return same | {f"{name} of {run}": value for run, name, value in both if name not in same}
 
 
 def _table(step: Step) -> Table:

@@ -75,12 +75,19 @@ def describe(ratio: float, precision: float, quantities: Mapping[str, float]) ->
     """Return a ratio in words, as in "2.0 x too small: dp = 2", with every quantity, and product and quotient of two,
     that has its value within the relative precision."""
     factor, word = (ratio, "large") if ratio > 1 else (1 / ratio, "small")
-    matches = [text for text, value in _candidates(quantities) if abs(factor / value - 1) <= precision]
+    matches = reasons(ratio, precision, quantities)
     if not matches and factor < SMALL_FACTOR:
         return f"too {word} by {factor - 1:.1e} of its size, where {precision:.1e} is rounding"
     digits = min(max(math.ceil(-math.log10(max(precision, 1e-16))) + 1, 2), 6)
     reason = ", or ".join(matches) or "none of the known numbers, nor a product or quotient of two"
     return f"{float(f'{factor:.{digits}g}')} x too {word}: {reason}"
+
+
+def reasons(ratio: float, precision: float, quantities: Mapping[str, float]) -> list[str]:
+    """Return the quantities, and products and quotients of two, that are a ratio or its inverse within the relative
+    precision, as in "dp = 2"."""
+    factor = max(ratio, 1 / ratio)
+    return [text for text, value in _candidates(quantities) if abs(factor / value - 1) <= precision]
 
 
 def _candidates(quantities: Mapping[str, float]) -> list[tuple[str, float]]:
