@@ -226,3 +226,16 @@ def test_memory_is_that_of_the_plan(server: Server, name: str):
     """With four layers; memory.py has all."""
     allocated, planned = peaks(server, CASES[name], "--model.n_layers=4")
     assert planned == pytest.approx(allocated, rel=0.05)
+
+
+def test_fingerprints_do_not_change_what_other_steps_wait_for(libraries: Path, tmp_path: Path):
+    """Every third step has some, under tensor parallel and in a pipeline."""
+    arguments = ["configs/debug_tp.toml", "--training.steps=6", "--validation.enable=false", "--metrics.log_freq=100"]
+    arguments += ["--parallelism.pipeline_parallel_degree=2", "--debug.fingerprint_freq=3"]
+    for steps in train(libraries, tmp_path, *arguments, ranks=4):
+        waits = [step["waits"] for step in steps]
+        assert waits[1] == waits[3] == waits[4]  # the second, fourth and fifth step
+        assert waits[1] != waits[2]
+        assert [step["communicators"] for step in steps[1:]] == [[]] * 4
+    names = sorted(path.name for path in tmp_path.rglob("step-*.safetensors"))
+    assert names == ["step-1.safetensors", "step-3.safetensors", "step-6.safetensors"]

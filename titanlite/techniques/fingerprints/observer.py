@@ -101,7 +101,9 @@ class Fingerprints(Observer):
         self._full: dict[str, Tensor] = {}
         """The fingerprints of the step that are summed over the ranks."""
         self._is_active = self._awaits_update = False
-        self._updated_step, self._calls, self._seen = -1, Counter[str](), set[tuple[str, int]]()
+        self._updated_step: int | None = None
+        """The step whose update `_full` has."""
+        self._calls, self._seen = Counter[str](), set[tuple[str, int]]()
         model = train_step.model
         modules = {"tok_embeddings": model.tok_embeddings, "norm": model.norm}
         modules |= {f"layers.{number}": block for number, block in model.layers.items()}
@@ -117,14 +119,16 @@ class Fingerprints(Observer):
             return
         self._own, self._calls, self._seen = {}, Counter(), set()
         if self._updated_step == step - 1:
-            updated = {name.removeprefix("update "): each for name, each in self._full.items() if "update " in name}
-            self._full = {f"input {name}": each for name, each in updated.items()}
+            updated = {name: each for name, each in self._full.items() if name.startswith("update ")}
+            self._full = {name.replace("update", "input", 1): each for name, each in updated.items()}
         else:
             self._full = {}
             self._add_weights_and_states("input")
-        for name, buffer in named_tensors(self.train_step.model).items():
-            if not isinstance(buffer, nn.Parameter) and name not in self._names.values():
-                self._add_tensor("input", name, buffer)
+        tensors = named_tensors(self.train_step.model)
+        for name in sorted(
+            tensors.keys() - self._names.values()
+        ):  # the routers' buffers, which change after the update
+            self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
         """Write the fingerprints of a step's input, activations, gradients and loss, if it is due."""
@@ -145,9 +149,8 @@ class Fingerprints(Observer):
         loss, n_valid, *_ = self._full.pop("loss")
         self._full["forward loss"] = scaled(loss.new_ones(SIZE), loss / n_valid)
         counts = {"valid tokens": n_valid.item(), "accumulation steps": len(batches)}
-        self.description = self.description.model_copy(
-            update={"step": step, "counts": self.description.counts | counts}
-        )
+        counts = self.description.counts | counts
+        self.description = self.description.model_copy(update={"step": step, "counts": counts})
         self._write()
         self._awaits_update = True
 
@@ -190,11 +193,11 @@ class Fingerprints(Observer):
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
         matrix, rows = local_shard(tensor.detach()).reshape(-1, size[-1]), rows_of_slice(offset, size, tensor.shape)
-        own = fingerprint(name, matrix, rows, offset[-1]).to(self.train_step.device)
-        self._add(f"{phase} {name}", own, coverage=matrix.numel() / tensor.numel())
+        coverage = matrix.numel() / tensor.numel()
+        self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 
     def _add(self, entry: str, own: Tensor, coverage: float = 0.0) -> None:
-        own = torch.cat([own, own.new_full((1,), coverage)])
+        own = torch.cat([own, own.new_full((1,), coverage)]).to(self.train_step.device)
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from titanlite.tools.diff.compare import Step
-from titanlite.tools.diff.report import PHASES, module_of, report
+from titanlite.tools.diff.report import PHASES, report
 from titanlite.tools.html_page import WIDTH, figure_style, page, svg_figure
 
 SMALLEST = 1e-18
@@ -84,11 +84,11 @@ def steps_figure(steps: list[Step]) -> Figure:
 
 
 def _label_order(axes: Axes, step: Step) -> None:
-    """Name the phases below the axis, where each begins."""
-    names = [entry.name.partition(" ") for entry in step.entries]
-    kinds = ["backward" if phase == "gradient" else phase for phase, _, _ in names]
+    """Name the phases below the axis where each begins, on two lines in turn, since the forward is short."""
+    phases = [entry.name.partition(" ")[0] for entry in step.entries]
+    kinds = ["backward" if phase == "gradient" else phase for phase in phases]
     begins = [x for x in range(len(kinds)) if x == 0 or kinds[x] != kinds[x - 1]]
-    axes.set_xticks(begins, [f"{kinds[x]}\n{module_of(names[x][2])}" for x in begins], ha="left")
+    axes.set_xticks(begins, ["\n" * (n % 2) + kinds[x] for n, x in enumerate(begins)], ha="left")
 
 
 def _drawn(number: float) -> float:
