@@ -1,6 +1,6 @@
 """Compare right layouts over many steps by their fingerprints, and measure what a step with fingerprints costs.
 
-    python benchmarks/fingerprints.py [--steps 1000] [--only "bfloat16"]
+    python benchmarks/fingerprints.py [--steps 1000] [--only "float32;bfloat16, experts"]
 
 A small Llama is trained on the text that CPython carries, in one process, with FSDP, and with pipeline x tensor
 parallel, in several precisions. Every step has fingerprints. Between one process and each layout, no tensor may differ
@@ -71,10 +71,11 @@ def compare(reference: Path, layout: Path) -> tuple[int, dict[str, tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", help="some of KINDS and COST, by name, separated by ;")
     arguments = parser.parse_args()
+    wanted = arguments.only.split(";") if arguments.only else [*KINDS, *COST]
     for kind, options in KINDS.items():
-        if arguments.only not in kind:
+        if kind not in wanted:
             continue
         with tempfile.TemporaryDirectory() as name:
             own = [*MODEL, *options, f"--training.steps={arguments.steps}"]
@@ -87,7 +88,7 @@ def main() -> None:
                         f"    {phase:<9} {used:6.3f} of the allowed distance is used at most: {distance:.1e} in {where}"
                     )
     for kind, options in COST.items():
-        if arguments.only not in kind:
+        if kind not in wanted:
             continue
         with tempfile.TemporaryDirectory() as name:
             steps = ["--training.steps=41", "--debug.fingerprint_freq=2", "--metrics.log_freq=1", *options]
