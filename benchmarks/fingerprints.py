@@ -1,6 +1,6 @@
 """Compare right layouts over many steps by their fingerprints, and measure what a step with fingerprints costs.
 
-    python benchmarks/fingerprints.py [--steps 1000] [--only "float32;bfloat16, experts"]
+    python benchmarks/fingerprints.py [--steps 1000] [--only "float32;bfloat16, experts"] [--layout "FSDP 2"]
 
 A small Llama is trained on the text that CPython carries, in one process, with FSDP, and with pipeline x tensor
 parallel, in several precisions. Every step has fingerprints. Between one process and each layout, no tensor may differ
@@ -72,7 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", help="some of KINDS and COST, by name, separated by ;")
+    parser.add_argument("--layout", choices=LAYOUTS, help="one of them (default: all)")
     arguments = parser.parse_args()
+    layouts = [arguments.layout] if arguments.layout else [*LAYOUTS]
     wanted = arguments.only.split(";") if arguments.only else [*KINDS, *COST]
     for kind, options in KINDS.items():
         if kind not in wanted:
@@ -80,8 +82,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             own = [*MODEL, *options, f"--training.steps={arguments.steps}"]
             reference = train(Path(name) / "one", *own, *ONE)
-            for layout, degrees in LAYOUTS.items():
-                alarms, largest = compare(reference, train(Path(name) / layout, *own, *degrees))
+            for layout in layouts:
+                alarms, largest = compare(reference, train(Path(name) / layout, *own, *LAYOUTS[layout]))
                 print(f"{kind}, {layout} and one process, {arguments.steps} steps: {alarms} alarms", flush=True)
                 for phase, (used, distance, where) in largest.items():
                     print(

@@ -29,7 +29,7 @@ from titanlite.techniques.fingerprints.sketch import SIZE, fingerprint, scaled
 
 def change(model: nn.Module, what: str) -> None:
     """Make one thing wrong."""
-    if what == "rotary base":
+    if what == "rotary frequencies":
         model.model.rotary_emb.inv_freq.pow_(1.1)
     for layer in model.model.layers:
         if what == "norm epsilon":
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--change", choices=("rotary base", "norm epsilon", "gate"), default="")
+    parser.add_argument("--change", choices=("rotary frequencies", "norm epsilon", "gate"), default="")
     arguments = parser.parse_args()
     launch = Launch(0, 0, 1, 1, n_devices=0)
     config = check(load([str(arguments.run / "config.toml")]), launch)

@@ -17,7 +17,7 @@ from titanlite.config import ConfigError
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.file import Description
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
-from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries
+from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
 GROWTH = 32
 """A tensor may differ by this many times as much as its inputs, or as rounding once. Between right layouts 8 times was
@@ -109,7 +109,8 @@ def compare_step(
     a, b = ({**fingerprints, GRADIENT_NORM: _gradient_norm(fingerprints)} for fingerprints in (a, b))
     inputs = inputs_of_entries({*a} & {*b})
     distances = {name: distance(a[name], b[name]) for name in inputs}
-    limits = _Limits(descriptions, distances, before, is_first=is_first)
+    norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
+    limits = _Limits(descriptions, distances, norms, before, is_first=is_first)
     entries = []
     for name, own in inputs.items():
         tensors, far, allowed = (a[name], b[name]), distances[name], limits.allowed(name, own)
@@ -125,19 +126,25 @@ def compare_step(
 
 
 class _Limits:
-    """How far two runs may be from each other in each tensor of a step. `distances` are those of all tensors."""
+    """How far two runs may be from each other in each tensor of a step. `distances` are those of all tensors, `norms`
+    their larger norms."""
 
     def __init__(
         self,
         descriptions: tuple[Description, Description],
         distances: Mapping[str, float],
+        norms: Mapping[str, float],
         before: Mapping[str, float],
         *,
         is_first: bool,
     ):
-        self.distances, self.before, self.is_first = distances, before, is_first
+        self.distances, self.norms, self.before, self.is_first = distances, norms, before, is_first
         self.has_experts = any(".router." in name for name in distances)
         self.parameters = {name.removeprefix("gradient ") for name in distances if name.startswith("gradient ")}
+        self.largest_gradients: dict[str, float] = {}
+        for name in self.parameters:
+            module = module_of(name)
+            self.largest_gradients[module] = max(self.largest_gradients.get(module, 0.0), norms[f"gradient {name}"])
         self.rounding = max(rounding_of(each.compute_dtype) for each in descriptions)
         self.of_weights = max(rounding_of(each.weights_dtype) for each in descriptions)
         self.of_states = max(rounding_of(each.state_dtype) for each in descriptions)
@@ -154,7 +161,12 @@ class _Limits:
             if tensor in self.parameters:
                 return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
             return GROWTH * max(explained, self.rounding, self.of_states)
-        return self._allowed_of_activation(max(explained, self.rounding))
+        allowed = self._allowed_of_activation(max(explained, self.rounding))
+        if phase == "gradient" and tensor in self.parameters and self.norms[name]:
+            # Small gradients of a block are differences of large numbers, as those of queries and keys are where
+            # attention is about even, and rounding is relative to those.
+            allowed *= self.largest_gradients[module_of(tensor)] / self.norms[name]
+        return allowed
 
     def _allowed_of_input(self, tensor: str) -> float:
         """Return the limit of what a step begins with. In the first step all is compared. Later, tokens are, and the

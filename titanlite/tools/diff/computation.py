@@ -72,3 +72,9 @@ def in_order(names: Iterable[str]) -> list[str]:
         return first.index(head) if head in first else len(first), number, name
 
     return sorted(set(names), key=key)
+
+
+def module_of(tensor: str) -> str:
+    """Return the module that a tensor belongs to: layers.3 of layers.3.attention.wq.weight."""
+    names = tensor.split(" ")[0].split(".")
+    return ".".join(names[: 2 if names[0] == "layers" else 1])

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from titanlite.techniques.fingerprints.file import Description
 from titanlite.tools.diff.compare import Entry, Step
-from titanlite.tools.diff.computation import in_order
+from titanlite.tools.diff.computation import in_order, module_of
 from titanlite.tools.parity.ratios import reasons
 
 PHASES = ("input", "forward", "backward", "gradient", "update")
@@ -87,12 +87,6 @@ def _table(step: Step) -> Table:
     for module in in_order(cells):
         table.add_row(module, *(_cell(cells[module].get(phase, [])) for phase in PHASES))
     return table
-
-
-def module_of(tensor: str) -> str:
-    """Return the module that a tensor belongs to: layers.3 of layers.3.attention.wq.weight."""
-    names = tensor.split(" ")[0].split(".")
-    return ".".join(names[: 2 if names[0] == "layers" else 1])
 
 
 def _cell(entries: list[Entry]) -> Text:
