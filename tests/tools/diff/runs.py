@@ -24,7 +24,7 @@ def run(job: config.Config, steps: int, bug: Bug | None = None) -> None:
         training = TrainingRun(job, torch.device("cpu"))
         shard = build.sequence_share(job, training.layout)["shard"]
         sections = job.debug, job.job, job.training, job.optimizer, job.float8, job.int8
-        objects = training.layout, shard, training.train_step, training.optimizer, training.guard
+        objects = build.meta_model(job), training.layout, shard, training.train_step, training.optimizer, training.guard
         training.train_step.observers.append(Fingerprints(*sections, *objects))
         for step in range(1, steps + 1):
             set_lr(training.optimizer, step, job.optimizer, job.lr_scheduler)

@@ -14,12 +14,16 @@ from titanlite.checkpoint.tensors import dequantized, named_tensors
 from titanlite.config.schema import Debug, Float8, Int8, Job, Optimizer, Training
 from titanlite.data.loader import Batch, SequenceShard
 from titanlite.loss import count_valid
+from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.shards import local_shard, shard_slice
 from titanlite.step_guard import StepGuard
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.sketch import SIZE, fingerprint, rows_of_slice, scaled
 from titanlite.train_step import Observer, TrainStep
+
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""The states of all optimizers that have the shape of a parameter."""
 
 
 class Place:
@@ -56,6 +60,7 @@ class Fingerprints(Observer):
     It has to be the first of the observers, since a later one may run the forward and backward again.
 
     Args:
+        full_model: on the meta device; has the names of all stages.
         shard: the tokens of every sequence that this rank has.
         guard: has the loss scale of a step.
     """
@@ -68,6 +73,7 @@ class Fingerprints(Observer):
         optimizer_section: Optimizer,
         float8: Float8,
         int8: Int8,
+        full_model: Llama,
         layout: Layout,
         shard: SequenceShard,
         train_step: TrainStep,
@@ -94,7 +100,7 @@ class Fingerprints(Observer):
                 "tokens": training.global_batch_size * training.seq_len,
             },
         )
-        self._pipeline = layout.mesh["pp"].get_group()
+        self._entries, self._entries_of_update = entries(full_model)
         self._names = {parameter: name for name, parameter in train_step.model.named_parameters()}
         self._own: dict[str, Tensor] = {}
         """What this rank contributes to the fingerprints of the step."""
@@ -145,7 +151,7 @@ class Fingerprints(Observer):
                 self._add(f"input {name}", fingerprint(name, column.reshape(-1, 1), rows) * contributes)
         valid = count_valid([batch.targets for batch in batches], loss_sum.device) * contributes
         self._add("loss", torch.stack([loss_sum, valid, *[torch.zeros_like(valid)] * (SIZE - 2)]))
-        self._full |= self._summed()
+        self._full |= self._summed(self._entries)
         loss, n_valid, *_ = self._full.pop("loss")
         self._full["forward loss"] = scaled(loss.new_ones(SIZE), loss / n_valid)
         counts = {"valid tokens": n_valid.item(), "accumulation steps": len(batches)}
@@ -179,16 +185,17 @@ class Fingerprints(Observer):
             return
         self._awaits_update, self._own = False, {}
         self._add_weights_and_states("update")
-        self._full |= self._summed()
+        self._full |= self._summed(self._entries_of_update)
         self._updated_step = self.description.step
         self._write()
 
     def _add_weights_and_states(self, phase: str) -> None:
         for parameter, name in self._names.items():
             self._add_tensor(phase, name, parameter)
-            for key, state in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(state, Tensor) and state.shape == parameter.shape:
-                    self._add_tensor(phase, f"{name} {key}", dequantized(state))
+            states = self.optimizer.state.get(parameter, {})
+            for key in STATES:
+                if key in states:
+                    self._add_tensor(phase, f"{name} {key}", dequantized(states[key]))
 
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
@@ -197,23 +204,32 @@ class Fingerprints(Observer):
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 
     def _add(self, entry: str, own: Tensor, coverage: float = 0.0) -> None:
-        own = torch.cat([own, own.new_full((1,), coverage)]).to(self.train_step.device)
+        own = torch.cat([own, own.new_tensor([coverage, 1.0])]).to(self.train_step.device)
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
-    def _summed(self) -> dict[str, Tensor]:
-        """Return the sums of what all ranks have added. Of a tensor that n ranks have, the sum is divided by n: by the
-        number of elements that ranks really have, and not by what the layout says. The ranks of a pipeline have
-        different entries, others the same."""
-        of_stages: list[Any] = [None] * self._pipeline.size()
-        dist.all_gather_object(of_stages, list(self._own), self._pipeline)
-        names = sorted({name for names in of_stages for name in names})
-        none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
+    def _summed(self, names: list[str]) -> dict[str, Tensor]:
+        """Return the sums of what all ranks have added to entries, without those to which none has. Of a tensor that n
+        ranks have, the sum is divided by n: by the number of elements that ranks really have, and not by what the
+        layout says."""
+        none = torch.zeros(SIZE + 2, dtype=torch.float64, device=self.train_step.device)
         sums = torch.stack([self._own.get(name, none) for name in names])
         dist.all_reduce(sums)
-        n_replicas = sums[:, -1:]
-        sums = sums[:, :-1] / n_replicas.where(n_replicas > 0, 1)
-        return dict(zip(names, sums, strict=True))
+        n_replicas, n_added = sums[:, -2:-1], sums[:, -1].tolist()
+        sums = sums[:, :SIZE] / n_replicas.where(n_replicas > 0, 1)
+        return {name: own for name, own, n in zip(names, sums, n_added, strict=True) if n}
 
     def _write(self) -> None:
         if dist.get_rank() == 0:
             file.write(self.folder, self.description, self._full)
+
+
+def entries(full_model: Llama) -> tuple[list[str], list[str]]:
+    """Return the names that fingerprints of a step may have, but for those of the update; and those of the update. They
+    are the same on all ranks."""
+    tensors, parameters = [*named_tensors(full_model)], [name for name, _ in full_model.named_parameters()]
+    modules = ["tok_embeddings", *(f"layers.{number}" for number in full_model.layers), "norm"]
+    states = [f"{name} {key}" for name in parameters for key in STATES]
+    names = ["loss", "input tokens", "input targets", *(f"input {name}" for name in tensors + states)]
+    names += [f"{phase} {module}" for phase in ("forward", "backward") for module in modules]
+    names += [f"gradient {name}" for name in parameters]
+    return names, [f"update {name}" for name in parameters + states]
