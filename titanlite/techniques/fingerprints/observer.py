@@ -204,19 +204,21 @@ class Fingerprints(Observer):
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 
     def _add(self, entry: str, own: Tensor, coverage: float = 0.0) -> None:
-        own = torch.cat([own, own.new_tensor([coverage, 1.0])]).to(self.train_step.device)
+        own = torch.cat([own, own.new_full((1,), coverage)]).to(self.train_step.device)
         self._own[entry] = self._own[entry] + own if entry in self._own else own
 
     def _summed(self, names: list[str]) -> dict[str, Tensor]:
         """Return the sums of what all ranks have added to entries, without those to which none has. Of a tensor that n
         ranks have, the sum is divided by n: by the number of elements that ranks really have, and not by what the
         layout says."""
-        none = torch.zeros(SIZE + 2, dtype=torch.float64, device=self.train_step.device)
-        sums = torch.stack([self._own.get(name, none) for name in names])
+        none = torch.zeros(SIZE + 1, dtype=torch.float64, device=self.train_step.device)
+        sums, added = torch.stack([self._own.get(name, none) for name in names]), torch.zeros(len(names))
         dist.all_reduce(sums)
-        n_replicas, n_added = sums[:, -2:-1], sums[:, -1].tolist()
-        sums = sums[:, :SIZE] / n_replicas.where(n_replicas > 0, 1)
-        return {name: own for name, own, n in zip(names, sums, n_added, strict=True) if n}
+        added[[index for index, name in enumerate(names) if name in self._own]] = 1
+        dist.all_reduce(added)  # on the host, as names are
+        n_replicas = sums[:, -1:]
+        sums = sums[:, :-1] / n_replicas.where(n_replicas > 0, 1)
+        return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 
     def _write(self) -> None:
         if dist.get_rank() == 0:
