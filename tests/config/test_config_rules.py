@@ -56,6 +56,8 @@ REJECTED = [
     ({REPLICAS: True, REPLICA_GROUPS: 2, DATASET: "text", PATH: "x", STREAMING: True},
      {STREAMING: "the position in a stream is lost with a group"}),
     ({REPLICAS: True, REPLICA_GROUPS: 2, EXPERTS: 8}, {EXPERTS: "the load of experts is balanced in one group"}),
+    ({REPLICAS: True, REPLICA_GROUPS: 2, "debug.fingerprint_freq": 5},
+     {"debug.fingerprint_freq": "fingerprints are those of one group"}),
     ({REPLICAS: True, REPLICA_GROUPS: 2, "debug.sdc_check_freq": 5},
      {"debug.sdc_check_freq": "a step is computed again in one group only"}),
     ({REPLICAS: True, REPLICA_GROUPS: 2, FLOAT8: True, GATHER: True, PRECOMPUTE: True},

@@ -79,7 +79,7 @@ WRONG_VALUES = {
         "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
         "model.mla.kv_lora_rank = -1", "model.mla.q_lora_rank = 1.5",
         "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
-        "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1",
+        "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1", "debug.fingerprint_freq = -1",
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
         "fault_tolerance.replica_id = -1", "fault_tolerance.group_size = -1",
         "comm.trace_buf_size = -1", "parallelism.pipeline_parallel_first_stage_less_layers = -1",

@@ -11,8 +11,6 @@ from rich.console import Console
 
 from titanlite.config import ConfigError
 from titanlite.launch.arguments import Parser, new_file
-from titanlite.tools.diff.compare import Step, compare_runs
-from titanlite.tools.diff.report import report
 
 USAGE = "titanlite diff RUN_A RUN_B [--html FILE]"
 
@@ -26,7 +24,11 @@ def main(argv: list[str]) -> int:
     a, b = arguments.runs
     if missing := [str(run) for run in (a, b) if not run.is_dir()]:
         raise ConfigError([f"{run}: no such folder" for run in missing])
-    steps: list[Step] = list(compare_runs(a, b))
+    # Here, since it takes seconds to import torch, and --help and wrong arguments need none.
+    from titanlite.tools.diff.compare import compare_runs
+    from titanlite.tools.diff.report import report
+
+    steps = list(compare_runs(a, b))
     first = next((step for step in steps if step.first), None)
     Console(highlight=False, soft_wrap=True).print(report(steps, first, a, b))
     if arguments.html:
