@@ -2,6 +2,7 @@
 
     python docs/images/make.py plan                 plan_70b.png, from configs/70b.toml: about a minute
     python docs/images/make.py experts              expert_parallel.png, from a router
+    python docs/images/make.py verify               verify_torchtitan.png, from benchmarks/logs/verify_torchtitan.log
     python docs/images/make.py tensorboard [LOGDIR] tensorboard.png, from the runs in outputs/ or LOGDIR
 
 `plan` draws the figures of `titanlite plan configs/70b.toml --html`, in larger type and one below the other.
@@ -13,6 +14,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -182,6 +184,39 @@ def make_experts_figure() -> None:
     save(rounded(stack([render(lambda: figure)])), "expert_parallel.png")
 
 
+def make_verify_figure() -> None:
+    """Draw the ratios of torchtitan's gradients to those of titanlite in float64, by layout."""
+    runs = (
+        (ROOT / "benchmarks" / "logs" / "verify_torchtitan.log")
+        .read_text()
+        .split("$ titanlite parity --against step\n")
+    )
+    row = re.compile(r"^gradient (\S+\.\S+) +(\S+) +(\S+) ", re.MULTILINE)
+    layouts = {  # by what the log says of a run
+        "dp_replicate 1 dp_shard 2 tp 1 pp 1": ("FSDP 2", "o", "#117733"),
+        "dp_replicate 1 dp_shard 1 tp 2 pp 1": ("TP 2", "x", "#4477aa"),
+        "dp_replicate 2 dp_shard 1 tp 1 pp 1": ("DDP 2", "s", "#cc6677"),
+        "dp_replicate 1 dp_shard 1 tp 1 pp 2": ("PP 2", "D", "#b00020"),
+    }
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for described, (label, marker, colour) in layouts.items():
+            text = next(run for run in runs if described in run and "compute float32" in run)
+            ratios = [float(theirs) / float(ours) for _, theirs, ours in row.findall(text)]
+            axes.plot(ratios, marker, color=colour, label=label, fillstyle="none")
+            names = [name for name, *_ in row.findall(text)]
+        axes.axhline(1, color="#555555", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.set_ylabel("norm of the gradient,\ntorchtitan 0.2.2 / float64")
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+        axes.legend(ncols=4, frameon=False, loc="center right", bbox_to_anchor=(1, 0.7))
+        return figure
+
+    save(render(draw), "verify_torchtitan.png")
+
+
 def make_tensorboard_screenshot() -> None:
     """Take a screenshot of the loss curve of a run in TensorBoard."""
     runs = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "outputs"
@@ -284,7 +319,12 @@ def save(image: Image.Image, name: str) -> None:
 
 
 if __name__ == "__main__":
-    makers = {"plan": make_plan_figure, "experts": make_experts_figure, "tensorboard": make_tensorboard_screenshot}
+    makers = {
+        "plan": make_plan_figure,
+        "experts": make_experts_figure,
+        "verify": make_verify_figure,
+        "tensorboard": make_tensorboard_screenshot,
+    }
     if len(sys.argv) < 2 or sys.argv[1] not in makers:
         sys.exit(__doc__)
     makers[sys.argv[1]]()
