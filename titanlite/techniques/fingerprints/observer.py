@@ -131,9 +131,7 @@ class Fingerprints(Observer):
             self._full = {}
             self._add_weights_and_states("input")
         tensors = named_tensors(self.train_step.model)
-        for name in sorted(
-            tensors.keys() - self._names.values()
-        ):  # the routers' buffers, which change after the update
+        for name in tensors.keys() - self._names.values():  # the routers' buffers, which change after the update
             self._add_tensor("input", name, tensors[name])
 
     def after_backward(self, step: int, batches: list[Batch], loss_sum: Tensor, *, is_test: bool) -> None:
@@ -199,7 +197,8 @@ class Fingerprints(Observer):
 
     def _add_tensor(self, phase: str, name: str, tensor: Tensor) -> None:
         offset, size = shard_slice(tensor)
-        matrix, rows = local_shard(tensor.detach()).reshape(-1, size[-1]), rows_of_slice(offset, size, tensor.shape)
+        rows = rows_of_slice(offset, size, tensor.shape)
+        matrix = local_shard(tensor.detach()).reshape(len(rows), size[-1])  # either may be 0
         coverage = matrix.numel() / tensor.numel()
         self._add(f"{phase} {name}", fingerprint(name, matrix, rows, offset[-1]), coverage)
 

@@ -32,7 +32,7 @@ LIKELY = 1e-3
 SUMMED = 1e-13
 """Relative distance of the fingerprints of equal tensors, whose float64 sums are taken in another order."""
 SAME_BATCH = ("sequences", "tokens")
-ROUNDING = {"float8": 2**-4, "int8": 2**-6, "8bit": 2**-4, "4bit": 2**-2}
+ROUNDING = {"float8": 2**-4, "int8": 2**-6, "int4": 2**-2}
 """Relative rounding errors of types that are none of torch's, or scaled by block."""
 
 
