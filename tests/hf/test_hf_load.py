@@ -207,7 +207,7 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
     model, _ = build.build_model(job, layout, CPU)
     opened: set[str] = set()
     counts: list[int] = []
-    real_open, real_fill, real_read = load._open, load._fill, load._read
+    real_open, real_fill, real_read = load.open_safetensors, load._fill, load._read
 
     def recorded_open(file: Path) -> Any:
         opened.add(file.name)
@@ -222,7 +222,7 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
     def recorded_read(tensor: Any, ranges: Any) -> torch.Tensor:
         return real_read(CountedSlice(tensor, counts), ranges)
 
-    with mock.patch.multiple(load, _open=recorded_open, _fill=recorded_fill, _read=recorded_read):
+    with mock.patch.multiple(load, open_safetensors=recorded_open, _fill=recorded_fill, _read=recorded_read):
         load_hf_weights(folder, model, job.model)
     tensors = named_weights(model)
     full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in tensors.items()}

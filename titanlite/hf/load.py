@@ -90,7 +90,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if single.is_file() and index.is_file():
         raise ConfigError([f"{folder}: has both {SINGLE} and {INDEX}; remove the one that is not of this model"])
     if single.is_file():
-        with _open(single) as tensors:
+        with open_safetensors(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
     if not index.is_file():
         problem = f"{folder}: expected the folder of a Hugging Face model, with {SINGLE} or {INDEX}"
@@ -131,7 +131,7 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     stacked = sorted(name for name in found - expected if name.endswith(STACKED))
     if stacked:
         what = "expected a tensor for each expert; save it again with save_original_format = True"
-        return [f"{folder}: has {_first(stacked)}: {what}"]
+        return [f"{folder}: has {first_of(stacked)}: {what}"]
     missing = sorted(expected - found)
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
@@ -140,18 +140,21 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
         what = "which the model needs"
         if missing == [OUTPUT_HEAD]:
             what += " unless model.tie_embeddings = true"
-        problems.append(f"{folder}: lacks {_first(missing)}, {what}; set [model] to the options of this folder's model")
+        problems.append(
+            f"{folder}: lacks {first_of(missing)}, {what}; set [model] to the options of this folder's model"
+        )
     quantized = [name for name in other if QUANTIZED.search(name)]
     if quantized:
         what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
-        problems.append(f"{folder}: has {_first(quantized)}: {what}")
+        problems.append(f"{folder}: has {first_of(quantized)}: {what}")
     elif other:
         what = "which the model lacks; set [model] to the options of this folder's model"
-        problems.append(f"{folder}: has {_first(other)}, {what}")
+        problems.append(f"{folder}: has {first_of(other)}, {what}")
     return problems
 
 
-def _first(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Return the first of some tensors' names, and how many others there are."""
     return show(names[0]) + (f" and {len(names) - 1} other tensors" if len(names) > 1 else "")
 
 
@@ -159,7 +162,7 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
     """Return a line for each of these tensors that a file lacks, or has with another shape or an unsupported dtype."""
     problems = []
     try:
-        with _open(file) as tensors:
+        with open_safetensors(file) as tensors:
             inside = set(tensors.keys())
             for name, shape in shapes.items():
                 if name not in inside:
@@ -178,14 +181,15 @@ def _file_problems(file: Path, shapes: dict[str, torch.Size]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged."""
+def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
+    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged; `again`:
+    what one should do again then."""
     if not file.is_file():  # nor a pipe, from which a read would wait
-        raise ConfigError([f"{file}: no such file; download the folder again"])
+        raise ConfigError([f"{file}: no such file; {again} the folder again"])
     try:
         tensors = safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        problem = f"{file}: cannot be read as safetensors ({error}); download it again"
+        problem = f"{file}: cannot be read as safetensors ({error}); {again} it again"
         raise ConfigError([problem]) from None
     with tensors:
         yield tensors
@@ -202,7 +206,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
     Each rank compares the rows that it has.
     """
     name = hf_name(EMBEDDING)
-    with _open(files[name]) as one, _open(files[OUTPUT_HEAD]) as other:
+    with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
         shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]
         if not torch.equal(*shards):
@@ -220,7 +224,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
         shards = local if parameter.dim() == EXPERT_DIMS else [local]
         targets = zip(files, shards, strict=True)
         for file, group in itertools.groupby(targets, lambda target: files[target[0]]):
-            with _open(file) as tensors:
+            with open_safetensors(file) as tensors:
                 for tensor, shard in group:
                     numbers = _read(tensors.get_slice(tensor), ranges)
                     if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made

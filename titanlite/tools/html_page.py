@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from matplotlib import style
 from matplotlib.figure import Figure
+from rich.console import Console, RenderableType
 
 WIDTH = 11.0
 """Of a figure, in inches of 96 pixels on a screen."""
@@ -36,6 +37,13 @@ pre {{ font: 12px/1.2 "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow-x
 def page(title: str, body: str) -> str:
     """Return a page with this title, as text, and this body, as HTML."""
     return PAGE.format(title=html.escape(title), body=body)
+
+
+def printed(content: RenderableType, width: int) -> str:
+    """Return what the terminal shows of some content on so many columns, as HTML."""
+    console = Console(record=True, width=width, file=io.StringIO(), highlight=False)
+    console.print(content)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def figure_style() -> AbstractContextManager[None]:

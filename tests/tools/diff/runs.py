@@ -1,19 +1,15 @@
 """Runs that write fingerprints, on a pool of ranks."""
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tests.parallel.test_parity import Bug
 from titanlite import build, config
 from titanlite.optimizer import set_lr
 from titanlite.techniques.fingerprints.observer import Fingerprints
 from titanlite.tools.parity.training_run import TrainingRun
-
-Bug = Callable[[int], contextlib.AbstractContextManager[Any]]
-"""Injects a bug on the rank with this number."""
 
 
 def run(job: config.Config, steps: int, bug: Bug | None = None) -> None:

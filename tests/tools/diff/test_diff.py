@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.mutants.table import MUTANTS
-from tests.parallel.test_parity import resolve
+from tests.parallel.test_parity import _mean_instead_of_sum, _no_sum_over_replicas, resolve
 from tests.tools.diff import bugs
 from tests.tools.diff.runs import run, single
 from titanlite import train_step
 from titanlite.config import ConfigError
+from titanlite.config.schema import Optimizer
 from titanlite.launch.cli import run_command
 from titanlite.optimizer import clip_factor
-from titanlite.parallel import fsdp
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, SIZE, distance, fingerprint, rows_of_slice
 from titanlite.tools.diff import compare
@@ -101,7 +101,6 @@ def test_a_distance_from_what_is_not_finite_is_infinite():
 
 # Layouts --------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = ("tp 2", "cp 2", "pp 2", "DualPipeV 2", "replicate x shard", "cp, Ulysses x 2")
 SOME = {
     "tensor parallel, tied": (2, {"tensor_parallel_degree": 2, "model__tie_embeddings": True}),
     "ring with documents": (2, {"context_parallel_degree": 2, "training__document_mask": True}),
@@ -113,6 +112,10 @@ SOME = {
     ),
     "experts": (bugs.LAYOUTS["experts"]),
     "Muon": (bugs.LAYOUTS["Muon"]),
+    "shards without elements": (
+        4,
+        {"data_parallel_shard_degree": 4, "model__qk_norm": True, "model__head_dim": 2},
+    ),
     "CPU offload": (2, {"training__enable_cpu_offload": True}),
 }
 
@@ -196,22 +199,13 @@ def test_float16_gradients_are_those_without_the_loss_scale(ranks, tmp_path):
 # Bugs -----------------------------------------------------------------------------------------------------------------
 
 
-def _no_sum_over_replicas(rank: int) -> Any:
-    real = fsdp.fully_shard
-    return mock.patch.object(fsdp, "fully_shard", lambda m, mesh, **kwargs: real(m, mesh=mesh["fsdp"], **kwargs))
-
-
-def _mean_over_ranks(rank: int) -> Any:
-    return mock.patch.object(fsdp.FSDPModule, "set_gradient_divide_factor")
-
-
 def _clipped_twice(rank: int) -> Any:
     return mock.patch.object(train_step, "clip_factor", lambda *arguments: clip_factor(*arguments) ** 2)
 
 
 INJECTED = [
     ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, _no_sum_over_replicas, "gradient", 0.5),
-    ({"data_parallel_shard_degree": 2}, _mean_over_ranks, "gradient", 0.5),
+    ({"data_parallel_shard_degree": 2}, _mean_instead_of_sum, "gradient", 0.5),
     ({"data_parallel_shard_degree": 2, "training__max_norm": 0.1}, _clipped_twice, "update", None),
 ]
 
@@ -242,9 +236,7 @@ def test_every_named_bug_is_a_mutant():
 
 @pytest.mark.parametrize("mutant", BUGS, ids=[mutant.what for mutant in BUGS])
 @pytest.mark.timeout(600)
-def test_every_bug_is_named_under_all_layouts(
-    mutant: Any, tmp_path_factory, layouts_without_a_bug: Path, tmp_path: Path
-):
+def test_every_bug_is_named_under_all_layouts(mutant: Any, layouts_without_a_bug: tuple[Path, Path], tmp_path: Path):
     bugs.with_bug(mutant, tmp_path)
     verdicts = {
         layout: bugs.verdict(mutant, *(folder / layout for folder in (tmp_path, *layouts_without_a_bug)))
@@ -269,7 +261,8 @@ def test_a_constant_ratio_is_found_and_explained():
     x = torch.randn(64, 48, dtype=torch.float64)
     assert constant_ratio(of("x", x), of("x", 4 * x), tolerance=1e-12) == pytest.approx(4)
     assert constant_ratio(of("x", x), of("x", 4 * x + torch.randn(64, 48)), tolerance=1e-12) == 1
-    known = {"step": 1, "compute_dtype": "float64", "weights_dtype": "float64", "state_dtype": "float64"}
+    known = {"step": 1, "compute_dtype": "float64", "weights_dtype": "float64"}
+    known["state_dtype"] = "float64"
     a = file.Description(**known, counts={"data parallel": 1.0, "tokens": 2048.0})
     b = file.Description(**known, counts={"data parallel": 2.0, "tokens": 2048.0})
     assert quantities(a, b) == {"tokens": 2048.0, "data parallel of A": 1.0, "data parallel of B": 2.0}
@@ -353,4 +346,9 @@ def test_a_folder_without_fingerprints_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"debug\.fingerprint_freq"):
         list(compare_runs(tmp_path, tmp_path))
     assert run_command("diff", [str(tmp_path / "none"), str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("dtype", [*get_args(Optimizer.model_fields["state_dtype"].annotation), "float16", "float64"])
+def test_every_data_type_of_a_config_has_a_rounding(dtype: str):
+    assert dtype == "auto" or 0 < compare.rounding_of(dtype) < 1  # a run writes what auto stands for
     assert compare.rounding_of("bfloat16") == 2**-8

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
+from safetensors.torch import save
 from torch import Tensor
 
 from titanlite.config.loader import ConfigError, printable
 from titanlite.files.durable import Record, first_problem, replace_file
+from titanlite.hf.load import open_safetensors
 from titanlite.techniques.fingerprints.sketch import SIZE
 
 FOLDER = "fingerprints"
@@ -33,7 +33,7 @@ class Description(Record):
     """Of matrix products: a name of torch's, or float8 or int8."""
     weights_dtype: str
     state_dtype: str
-    """Of optimizer states: a name of torch's, or 8bit, 4bit or float8."""
+    """Of optimizer states: a name of torch's, or int8, int4 or float8."""
     counts: dict[str, float]
     """What gradients could be multiplied by if the layout were wrong: degrees, and numbers of tokens."""
 
@@ -44,7 +44,7 @@ def write(folder: Path, description: Description, fingerprints: Mapping[str, Ten
     tensors = {name: tensor.cpu() for name, tensor in fingerprints.items()}
     path = _path(folder, description.step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, safetensors.torch.save(tensors, metadata))
+    replace_file(path, save(tensors, metadata))
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -60,12 +60,9 @@ def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
         ConfigError: if the file cannot be read or is not such a file.
     """
     path = _path(folder, step)
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            description: Any = (file.metadata() or {}).get(KEY, "")
-            fingerprints = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it has no iterator
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ConfigError([f"{path}: cannot be read: {printable(str(error))}"]) from None
+    with open_safetensors(path, "write") as tensors:
+        description: Any = (tensors.metadata() or {}).get(KEY, "")
+        fingerprints = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, it has no iterator
     try:
         described = Description.model_validate_json(description)
     except ValueError as error:

@@ -118,9 +118,9 @@ def compare_step(
         phase, _, tensor = name.partition(" ")
         if phase == "update" and tensor in limits.parameters and f"input {tensor}" in inputs:
             # The change of the weight is compared, since the weight itself is far larger.
-            tensors = a[name] - a[f"input {tensor}"], b[name] - b[f"input {tensor}"]
-            far, norm = _distance_of_changes(*tensors), max(map(_norm_of_change, tensors))
-            allowed += GROWTH * limits.of_weights * _norm(a[name]) / (norm or 1)
+            tensors = tuple(_change(each[f"input {tensor}"], each[name]) for each in (a, b))
+            far = distance(*tensors)
+            allowed += GROWTH * limits.of_weights * _norm(a[name]) / (max(map(_norm, tensors)) or 1)
         ratio = constant_ratio(*tensors, tolerance=allowed) if far > allowed else 1.0
         entries.append(Entry(name, far, allowed, ratio, (_norm(a[name]), _norm(b[name]))))
     return entries
@@ -217,13 +217,7 @@ def _norm(fingerprint: Tensor) -> float:
     return math.sqrt(max(fingerprint[0].item(), 0.0))
 
 
-def _norm_of_change(change: Tensor) -> float:
-    return change[1:].square().mean().sqrt().item()
-
-
-def _distance_of_changes(a: Tensor, b: Tensor) -> float:
-    """Return the relative distance of two differences of fingerprints, which have no norm of their own."""
-    if not (a.isfinite().all() and b.isfinite().all()):
-        return math.inf
-    largest = max(_norm_of_change(a), _norm_of_change(b))
-    return _norm_of_change(a - b) / largest if largest else 0.0
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Return the fingerprint of the difference of two tensors; its squared norm is estimated from the products."""
+    products = after[1:] - before[1:]
+    return torch.cat([products.square().mean()[None], products])

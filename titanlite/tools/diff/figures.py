@@ -1,20 +1,20 @@
 """Write the comparison of two runs as one HTML page: all distances, and those of the first step that differs."""
 
-import io
 import math
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from titanlite.tools.diff.compare import Step
 from titanlite.tools.diff.report import PHASES, report
-from titanlite.tools.html_page import WIDTH, figure_style, page, svg_figure
+from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 
 SMALLEST = 1e-18
 """A distance of 0 is drawn as this."""
+REPORT_WIDTH = 150
+"""Columns of the report in numbers."""
 PHASE_COLOURS = dict(zip(PHASES, ("#999999", "#4477aa", "#cc6677", "#ddaa33", "#117733"), strict=True))
 ALL_STEPS = """Each column is a tensor, in the order of computation within a step; each row is a step. The colour is \
 the relative distance of the two runs."""
@@ -33,10 +33,7 @@ def write_html(steps: list[Step], first: Step | None, a: Path, b: Path, target: 
         figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
         if len(steps) > 1:
             figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
-    console = Console(record=True, width=150, file=io.StringIO(), highlight=False)
-    console.print(report(steps, first, a, b))
-    numbers = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    body = BODY.format(figures="".join(figures), report=numbers)
+    body = BODY.format(figures="".join(figures), report=printed(report(steps, first, a, b), REPORT_WIDTH))
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
 
 

@@ -17,15 +17,13 @@ were zero before.
 Files of others are not believed: no pickle is read, and whatever is wrong is a ConfigError of one line.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanlite.config import ConfigError, load_values
@@ -34,7 +32,7 @@ from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
-from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, tensor_files
+from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_name, tensor_shapes
 from titanlite.loss import IGNORED
 
@@ -144,27 +142,14 @@ def read_step(folder: Path) -> RecordedStep:
 
 def _names_in(file: Path) -> dict[str, Path]:
     """Return the file of each tensor in it, as hf.load.tensor_files does."""
-    with _open(file) as tensors:
+    with open_safetensors(file, "write") as tensors:
         return dict.fromkeys(tensors.keys(), file)
-
-
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, whose header is checked against its size. Raises ConfigError if it is damaged."""
-    if not file.is_file():
-        raise ConfigError([f"{file}: no such file"])
-    try:
-        tensors = safe_open(file, framework="pt")
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ConfigError([f"{file}: cannot be read as safetensors ({error}); write it again"]) from None
-    with tensors:
-        yield tensors
 
 
 def _read_batch(file: Path, model: Model, most_positions: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens, targets and document positions, [B, T] each. Raises ConfigError if they are not of the model."""
     known, batch = ("tokens", "targets", "document_positions"), {}
-    with _open(file) as tensors:
+    with open_safetensors(file, "write") as tensors:
         found = set(tensors.keys())
         for problem, names in (("lacks", {*known[:2]} - found), ("has the unknown tensor", found - {*known})):
             for name in sorted(names)[:1]:
@@ -231,14 +216,13 @@ def _check_names(place: Path, found: Collection[str], expected: set[str]) -> Non
     other = sorted(name for name in set(found) - expected if not NOT_A_WEIGHT.fullmatch(name))
     for problem, names in (("lacks", missing), ("has the unknown tensor", other)):
         if names:
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
             expectation = "expected the tensors of the model of config.json, with the names of transformers or of Llama"
-            raise ConfigError([f"{place}: {problem} {show(names[0])}{others}; {expectation}"])
+            raise ConfigError([f"{place}: {problem} {first_of(names)}; {expectation}"])
 
 
 def _read_tensor(file: Path, name: str, shape: torch.Size, narrowest: torch.dtype) -> Tensor:
     """Return a tensor in float64. Raises ConfigError if it is not as expected."""
-    with _open(file) as tensors:
+    with open_safetensors(file, "write") as tensors:
         if name not in set(tensors.keys()):
             raise ConfigError([f"{file}: lacks {show(name)}, which its index says it has"])
         header = tensors.get_slice(name)

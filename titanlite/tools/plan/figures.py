@@ -5,7 +5,6 @@ Figures are SVG inside the page, with their text as text. The same plan gives th
 """
 
 import html
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
-from rich.console import Console
 
-from titanlite.tools.html_page import WIDTH, figure_style, page, svg_figure
+from titanlite.tools.html_page import WIDTH, figure_style, page, printed, svg_figure
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.report import GIB, report, speed_line, time_shares, verdict
 from titanlite.tools.plan.result import Plan, RankPlan
@@ -64,8 +62,6 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         shortest, longest = plan.step_range
         caption = f"Seconds of the busiest rank's step; the step takes from {shortest:.3f} to {longest:.3f} s."
         figures.append(svg_figure(time_figure(plan), "time", caption, title="Step time"))
-    console = Console(record=True, width=REPORT_WIDTH, file=io.StringIO(), highlight=False)
-    console.print(report(plan, file))
     description = plan.config.job.description
     body = BODY.format(
         file=html.escape(file),
@@ -74,7 +70,7 @@ def write_html(plan: Plan, file: str, target: Path) -> None:
         verdict=html.escape(verdict(plan)[1]),
         speed=html.escape(speed_line(plan)),
         figures="".join(figures),
-        report=console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
+        report=printed(report(plan, file), REPORT_WIDTH),
     )
     target.write_text(page(f"titanlite plan: {file}", body), encoding="utf-8", newline="\n")
 
