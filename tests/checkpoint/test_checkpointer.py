@@ -139,3 +139,14 @@ def test_what_a_killed_run_has_not_finished_is_no_checkpoint(tmp_path):
     for name in ("step-2", "step-3.unconfirmed", "step-4.tmp", "step-1.diverged"):
         (tmp_path / name).mkdir()
     assert CheckpointFolder(tmp_path, keep_latest_k=0).to_resume() == ["step-2", "step-3.unconfirmed"]
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_complete(tmp_path):
+    """A run that dies while it saves can resume from the one before, also with keep_latest_k = 1."""
+    folder, seen = CheckpointFolder(tmp_path, keep_latest_k=1), []
+    for step in (1, 2):
+        for change in (folder.create, folder.publish, folder.confirm):
+            change(step)
+            seen.append(folder.to_resume())
+    folder.close()
+    assert seen == [[], ["step-1.unconfirmed"], ["step-1"], ["step-1"], ["step-1", "step-2.unconfirmed"], ["step-2"]]
