@@ -76,7 +76,7 @@ def first_failure(folder: Path, arguments: list[str]) -> tuple[str, str]:
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*\])?)(?: - (.*))?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - (.*))?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1, 2) or (done.returncode and not failed):
         raise RuntimeError(
             f"{shlex.join(command)}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

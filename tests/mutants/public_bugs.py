@@ -61,7 +61,6 @@ HSDP, PIPELINE = parity("4 ranks, HSDP-3 accumulation steps"), layout("Interleav
 RESUMED = f"{TRAIN}::test_a_resumed_run_gives_bit_for_bit_the_same[1-disabled]"
 RING = f"{CONTEXT}::test_equals_attention_on_the_full_sequence[4-1-]"
 ORDER_AFTER_RESUME = f"{LOADER}::test_resume_on_other_ranks_keeps_the_order[ranks_and_batches1]"
-AUXILIARY = f"{MOE}::test_auxiliary_losses_have_the_gradients_of_their_definition[1.0-softmax]"
 
 
 def known_mutant(what: str, test: str) -> Mutant:
@@ -70,11 +69,9 @@ def known_mutant(what: str, test: str) -> Mutant:
     return mutant._replace(tests=test)
 
 
-OF_ACCUMULATION_STEPS = "loss_sum += self.runner.forward_backward(batch.to(self.device), valid / loss_scale)"
-
 MEAN_OF_MEANS = Mutant(
     "train_step.py", "each accumulation step of each rank divides by its own tokens: a mean of means",
-    OF_ACCUMULATION_STEPS,
+    "loss_sum += self.runner.forward_backward(batch.to(self.device), valid / loss_scale)",
     "own = count_valid([batch.targets], self.device) * len(batches) * dist.get_world_size()\n"
     "            loss_sum += self.runner.forward_backward(batch.to(self.device), own / loss_scale)",
     TWO_RANKS)  # fmt: skip
@@ -284,7 +281,7 @@ PARALLEL = [
         Mutant("techniques/moe/router.py", "auxiliary losses have no gradient",
                "return _Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)",
                "_Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)\n        return scores_NE",
-               AUXILIARY)),
+               f"{MOE}::test_auxiliary_losses_have_the_gradients_of_their_definition[1.0-softmax]")),
     PublicBug(
         "NVIDIA/Megatron-LM", 7227, "open",
         "With tied embeddings, the norm counted the weight of both ends of a pipeline.",
@@ -493,8 +490,8 @@ def main(argv: list[str]) -> int:
         begin, error = time.monotonic(), error_with(bug.mutant)
         seconds, verdict = round(time.monotonic() - begin), f"failed as it must: {error}" if error else "DID NOT FAIL"
         n_caught += bool(error)
-        name = f"{bug.repository} {bug.number}"
-        print(f"{name} | {bug.mutant.what} | {bug.test} | {verdict[:200]} | {seconds} s", flush=True)
+        told = bug.repository, str(bug.number), bug.mutant.what, bug.test, verdict[:200], f"{seconds} s"
+        print(" | ".join(told), flush=True)
     print(f"{n_caught} of {len(bugs)} bugs are caught")
     return int(n_caught < len(bugs))
 
