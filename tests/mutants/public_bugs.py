@@ -126,7 +126,7 @@ LOSSES = [
         "The same in the Forge trainer: the loss was divided after the schedule had run the backward.", NOT_DIVIDED),
     PublicBug(
         "pytorch/torchtitan", 2318, "open",
-        "DDP and HSDP divided gradients by the ranks once more: its gradient norms were 8 times off those of FSDP.",
+        "DDP and HSDP divided gradients by the ranks once more: a factor of 8 between their norms and FSDP's.",
         known_mutant("gradients are divided by the ranks", REPLICATE)),
     PublicBug(
         "NVIDIA-NeMo/Automodel", 3530, "merged",
