@@ -36,7 +36,7 @@ class PublicBug(NamedTuple):
 
     @property
     def url(self) -> str:
-        """The address; GitHub leads from an issue to the pull request with its number."""
+        """The address, from which GitHub leads to a pull request, too."""
         return f"https://github.com/{self.repository}/issues/{self.number}"
 
     @property
@@ -57,9 +57,8 @@ def experts(name: str) -> str:
 
 
 TWO_RANKS, REPLICATE = parity("2 ranks, ZeRO-3-3 accumulation steps"), parity("2 ranks, replicate-3 accumulation steps")
-HSDP, PIPELINE = parity("4 ranks, HSDP-3 accumulation steps"), layout("Interleaved1F1B 2")
+PIPELINE, CONTEXT_PARALLEL = layout("Interleaved1F1B 2"), layout("cp, ZeRO-2")
 RESUMED = f"{TRAIN}::test_a_resumed_run_gives_bit_for_bit_the_same[1-disabled]"
-RING = f"{CONTEXT}::test_equals_attention_on_the_full_sequence[4-1-]"
 ORDER_AFTER_RESUME = f"{LOADER}::test_resume_on_other_ranks_keeps_the_order[ranks_and_batches1]"
 
 
@@ -146,7 +145,7 @@ LOSSES = [
     PublicBug(
         "huggingface/picotron", 5, "merged",
         "Under 1F1B with data parallelism, a rank of the pipeline never synchronized its gradients.",
-        known_mutant("replicas do not sum their gradients", HSDP)),
+        known_mutant("replicas do not sum their gradients", REPLICATE)),
     PublicBug(
         "NVIDIA/Megatron-LM", 1764, "open",
         "Loss and gradients became NaN if all tokens of a context-parallel rank were masked.", NAN_WITHOUT_TOKENS),
@@ -234,7 +233,7 @@ PARALLEL = [
     PublicBug(
         "pytorch/torchtitan", 792, "merged",
         "Pipeline stages rotated the tokens of a context-parallel rank by the angles of other positions.",
-        known_mutant("positions are ignored", layout("shard x cp"))),
+        known_mutant("positions are ignored", CONTEXT_PARALLEL)),
     PublicBug(
         "pytorch/torchtitan", 3206, "merged",
         "Context parallelism gathered keys and values along the heads, not along the sequence.",
@@ -242,18 +241,18 @@ PARALLEL = [
     PublicBug(
         "NVIDIA/Megatron-LM", 1464, "closed",
         "With context parallelism, gradients of queries, keys and values were wrong.",
-        known_mutant("gradients of values of other ranks are lost", layout("shard x cp"))),
+        known_mutant("gradients of values of other ranks are lost", CONTEXT_PARALLEL)),
     PublicBug(
         "huggingface/diffusers", 14265, "closed",
         "The backward of ring attention used the rank's own keys and values in every step of the ring.",
         Mutant("parallel/ring.py", "the backward uses a rank's own keys in every step",
-               "k_step, v_step)\n            grads =", "k, v)\n            grads =", RING)),
+               "k_step, v_step)\n            grads =", "k, v)\n            grads =", CONTEXT_PARALLEL)),
     PublicBug(
         "pytorch/torchtitan", 4801, "open",
         "The attention window of DeepSeek V4 crossed the boundaries of packed documents.",
         Mutant("parallel/tiles.py", "a window crosses the boundaries of documents",
                "for begin, end in pairwise(bounds):", "for begin, end in [(bounds[0], bounds[-1])]:",
-               f"{CONTEXT}::test_windows[1-4-across]")),
+               f"{CONTEXT}::test_tiles_cover_the_mask[2-short]")),
     PublicBug(
         "axolotl-ai-cloud/axolotl", 3796, "merged",
         "With sample packing and sdpa or eager attention, documents attended to each other.",
@@ -299,7 +298,7 @@ VALIDATION = [
                "            totals[1] += count_valid([batch.targets], self.device)\n",
                "            totals[0] += self.runner.forward(batch.to(self.device)) / "
                "count_valid([batch.targets], self.device).clamp(min=1)\n            totals[1] += 1\n",
-               f"{TRAIN}::test_validation_loss_is_the_same_on_any_number_of_ranks[always]")),
+               TWO_RANKS)),
     PublicBug(
         "pytorch/torchtitan", 2366, "merged",
         "The validation loss was divided by the ranks once more.",
@@ -311,7 +310,7 @@ VALIDATION = [
         "With context parallelism, a validation counted the tokens of a rank's shard of the sequence only.",
         Mutant("train_step.py", "a validation counts the tokens of this rank only",
                "torch.zeros_like(totals)\n        dist.all_reduce(totals)",
-               "torch.zeros_like(totals)\n        dist.all_reduce(totals[:1])", layout("shard x cp"))),
+               "torch.zeros_like(totals)\n        dist.all_reduce(totals[:1])", TWO_RANKS)),
     PublicBug(
         "allenai/OLMo-core", 652, "merged",
         "A validation began where the one before had stopped, with other data.",
@@ -319,11 +318,12 @@ VALIDATION = [
                "    for batch in range(n_batches):\n",
                "    begin = validation_batches.__dict__.setdefault('begin', 0)\n"
                "    validation_batches.begin += n_batches\n"
-               "    for batch in range(begin, begin + n_batches):\n", RESUMED)),
+               "    for batch in range(begin, begin + n_batches):\n",
+               f"{LOADER}::test_validation_takes_every_target_once[2-17]")),
     PublicBug(
         "pytorch/torchtitan", 3280, "closed",
         "With tensor and context parallelism, the loss that was shown was not summed over context-parallel ranks.",
-        known_mutant("the loss of the step is not summed over ranks", layout("shard x cp"))),
+        known_mutant("the loss of the step is not summed over ranks", TWO_RANKS)),
     PublicBug(
         "pytorch/torchtitan", 3111, "open",
         "With context parallelism, the largest loss of the ranks was divided by the tokens of more than one rank.",
@@ -350,7 +350,8 @@ DATA = [
         "KempnerInstitute/KempnerForge", 51, "closed",
         "The position in the data was not saved: each resume began with the first epoch again.",
         Mutant("checkpoint/run.py", "the position in the data is not saved",
-               '"data": self.loader.state(), ', '"data": {"next_sequence": 0}, ', RESUMED)),
+               '"data": self.loader.state(), ', '"data": {"next_sequence": 0}, ',
+               f"{RESTORED}::test_the_state_of_a_run_has_that_of_each_part")),
     PublicBug(
         "EleutherAI/gpt-neox", 308, "merged",
         "A resumed run read data again, as accumulation steps were left out of its position.",
