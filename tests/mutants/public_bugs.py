@@ -3,9 +3,7 @@
     python -m tests.mutants.public_bugs                make each mistake, and run the test that must fail: a line each
     python -m tests.mutants.public_bugs --only 2972    those whose link, description or test has this text
 
-All of them are silent: the run goes on with wrong numbers, or loses its data or its checkpoints. They were read in
-stored copies of the reports, of September 2026 at the latest; `state` is the one that the copy has. Each mutant is the
-nearest edit of this package, not a copy of the other program's code.
+All are silent: wrong numbers, lost data or checkpoints. Each mutant is the nearest edit here, not the other's code.
 
 Exit status: 0 if each test passes without the mistake and fails with it.
 """
@@ -28,7 +26,7 @@ class PublicBug(NamedTuple):
     number: int
     """Of the issue or of the pull request that describes it."""
     state: str
-    """Of the issue or the pull request: open, closed or merged."""
+    """Open, closed or merged, in the stored copy that was read (of September 2026 at the latest)."""
     what: str
     """What was wrong, in a sentence."""
     mutant: Mutant
@@ -59,6 +57,7 @@ def experts(name: str) -> str:
 TWO_RANKS, REPLICATE = parity("2 ranks, ZeRO-3-3 accumulation steps"), parity("2 ranks, replicate-3 accumulation steps")
 PIPELINE, CONTEXT_PARALLEL = layout("Interleaved1F1B 2"), layout("cp, ZeRO-2")
 RESUMED = f"{TRAIN}::test_a_resumed_run_gives_bit_for_bit_the_same[1-disabled]"
+AUXILIARY = f"{MOE}::test_auxiliary_losses_have_the_gradients_of_their_definition[1.0-softmax]"
 ORDER_AFTER_RESUME = f"{LOADER}::test_resume_on_other_ranks_keeps_the_order[ranks_and_batches1]"
 
 
@@ -188,7 +187,7 @@ NORMS = [
         "A change had disabled gradient clipping with bfloat16.",
         Mutant("optimizer.py", "gradients are not clipped",
                "(max_norm / (norm + 1e-6)).clamp(max=1.0)", "(max_norm / (norm + 1e-6)).clamp(1.0, 1.0)",
-               f"{PARITY}::test_gradients_are_clipped")),
+               TWO_RANKS)),
 ]  # fmt: skip
 
 PARALLEL = [
@@ -269,18 +268,18 @@ PARALLEL = [
         Mutant("techniques/moe/balance.py", "the experts of the first layer only are balanced",
                "for index, router in self.routers.items():\n            load_E",
                "for index, router in [*self.routers.items()][:1]:\n            load_E",
-               experts("shard, ep, balanced by bias"))),
+               f"{MOE}::test_an_update_adjusts_the_biases_by_the_sign_of_the_load")),
     PublicBug(
         "NVIDIA-NeMo/Automodel", 3359, "merged",
         "Auxiliary losses were not divided by the number of accumulation steps.",
-        known_mutant("the auxiliary loss is that of each rank's tokens", experts("tp, balanced by losses"))),
+        known_mutant("the auxiliary loss is that of each rank's tokens", AUXILIARY)),
     PublicBug(
         "NVIDIA-NeMo/Automodel", 1412, "merged",
         "What attaches the auxiliary loss to the scores was computed and dropped: it had no gradient.",
         Mutant("techniques/moe/router.py", "auxiliary losses have no gradient",
                "return _Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)",
                "_Balance.apply(scores_NE, loss / self.tokens_per_step, record, self)\n        return scores_NE",
-               f"{MOE}::test_auxiliary_losses_have_the_gradients_of_their_definition[1.0-softmax]")),
+               AUXILIARY)),
     PublicBug(
         "NVIDIA/Megatron-LM", 7227, "open",
         "With tied embeddings, the norm counted the weight of both ends of a pipeline.",
@@ -424,7 +423,7 @@ STATE = [
         Mutant("checkpoint/checkpointer.py", "asynchronous saves write what the first one has copied",
                "self._host_copies[name] = copy\n            copies[name] = copy.copy_(tensor, non_blocking=True), ",
                "self._host_copies[name] = copy.copy_(tensor)\n            copies[name] = copy, ",
-               f"{TRAIN}::test_a_resumed_run_gives_bit_for_bit_the_same[1-async]")),
+               f"{RESTORED}::test_an_asynchronous_save_has_the_weights_of_its_step")),
     PublicBug(
         "KempnerInstitute/KempnerForge", 102, "closed",
         "`latest` named an asynchronous checkpoint before its files were written, and a resume took it.",
@@ -452,12 +451,12 @@ PUBLIC_BUGS = [*LOSSES, *NORMS, *PARALLEL, *VALIDATION, *DATA, *STATE]
 
 def table() -> str:
     """Return the bugs as a table of markdown."""
+    head = "| trainer and issue | what was wrong | the same mistake here | test that fails |"
     rows = [
         f"| [{bug.repository.partition('/')[2]} {bug.number}]({bug.url}), {bug.state} | {bug.what} | "
         f"{bug.mutant.what} | `{bug.test.removeprefix('tests/')}` |"
         for bug in PUBLIC_BUGS
     ]
-    head = "| trainer and issue | what was wrong | the same mistake here | test that fails |"
     return "\n".join([head, "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
