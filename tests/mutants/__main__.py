@@ -31,6 +31,15 @@ from typing import Any
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
+CRASHES = (
+    "AttributeError",
+    "ImportError",
+    "NameError",
+    "SyntaxError",
+    "TypeError",
+    "titanlite.tools.parity.process_pool",
+)
+"""Beginnings of errors that only show that an edit no longer runs, or that ranks of a busy machine gave no answer."""
 RESULTS, TABLE = Path(__file__).parent / "results.json", Path(__file__).parent / "README.md"
 COPIED = ("titanlite", "tests", "configs", "benchmarks", "docs", "train.py", "run_train.sh", "pyproject.toml")
 LOOK_AT_TEXT = ("architecture", "benchmarks", "docs", "language", "mutants", "support_page", "tutorials", "wheel")
