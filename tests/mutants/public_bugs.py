@@ -140,7 +140,7 @@ LOSSES = [
     PublicBug(
         "karpathy/build-nanogpt", 30, "merged",
         "Gradients were not reduced over ranks in the last accumulation step, so each rank trained by itself.",
-        known_mutant("gradients are never reduced if it is to be done in the last accumulation step", REPLICATE)),
+        known_mutant("replicas do not sum their gradients", REPLICATE)),
     PublicBug(
         "huggingface/picotron", 5, "merged",
         "Under 1F1B with data parallelism, a rank of the pipeline never synchronized its gradients.",
