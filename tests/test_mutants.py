@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import NIGHTLY, is_nightly, patterns
-from tests.mutants.__main__ import TABLE, known, mutated, table
+from tests.mutants import public_bugs
+from tests.mutants.__main__ import ROOT, TABLE, known, mutated, table
+from tests.mutants.public_bugs import PUBLIC_BUGS
 from tests.mutants.table import MUTANTS, Mutant
 
 PACKAGE = Path(__file__).parents[1] / "titanlite"
 FEWEST = 80
+OF_PUBLIC_BUGS = list(dict.fromkeys(bug.mutant for bug in PUBLIC_BUGS))
+ALL = {mutant.what: mutant for mutant in [*MUTANTS, *OF_PUBLIC_BUGS]}.values()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.what)
 def test_a_mutant_is_another_program(mutant: Mutant):
     source = (PACKAGE / mutant.file).read_text()
     assert ast.dump(ast.parse(mutated(mutant, source))) != ast.dump(ast.parse(source))
@@ -44,3 +48,36 @@ def test_what_notices_a_mutant_runs_every_time():
     lines = patterns(NIGHTLY.read_text())
     assert [name for name in (each["noticed by"] for each in known().values()) if is_nightly(name, lines)] == []
     assert is_nightly("tests/test_chaos.py::test_many_faults", lines)
+
+
+# Public bugs ---------------------------------------------------------------------------------------------------------
+
+
+def test_public_bugs_are_named_once_and_have_a_row_each():
+    assert Counter((bug.url, bug.what) for bug in PUBLIC_BUGS).most_common(1)[0][1] == 1
+    assert {bug.state for bug in PUBLIC_BUGS} == {"open", "closed", "merged"}
+    head, _, *rows = public_bugs.table().splitlines()
+    assert [row.count(" | ") for row in rows] == [head.count(" | ")] * len(PUBLIC_BUGS)
+
+
+def test_what_catches_a_public_bug_exists(request):
+    options, names = request.config.option, {item.nodeid for item in request.session.items}
+    files = {name.partition("::")[0] for name in names}
+    is_full_run = len(files) == len(list(NIGHTLY.parent.rglob("test_*.py"))) and not (
+        options.keyword or options.markexpr
+    )
+    for bug in PUBLIC_BUGS:
+        file, _, name = bug.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+        assert bug.test in names or not is_full_run
+
+
+@pytest.mark.timeout(3600)
+def test_without_the_mistakes_of_public_bugs_their_tests_pass():
+    assert public_bugs.error_without(PUBLIC_BUGS) == ""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutant", OF_PUBLIC_BUGS, ids=lambda mutant: mutant.what)
+def test_the_mistake_of_a_public_bug_fails(mutant: Mutant):
+    assert public_bugs.error_with(mutant)

@@ -89,10 +89,10 @@ def test_no_square_is_rounded_to_zero_when_it_is_loaded(ranks, tmp_path):
     assert ranks(1).run(smallest_square_after_a_change_of_type, folder=str(tmp_path))[0] > 0
 
 
-def save_while_the_weights_change(folder: str) -> bool:
-    """Return whether an asynchronous save has the weights of when it began."""
+def save_while_the_weights_change(folder: str) -> list[bool]:
+    """Return whether each of two asynchronous saves has the weights of when it began."""
     model, optimizer = parts()
-    saved, changed, write_file = model.layer.weight.detach().clone(), threading.Event(), checkpointer.write_file
+    saved, changed, write_file = [], threading.Event(), checkpointer.write_file
 
     def write_later(*arguments: Any) -> Any:
         assert changed.wait(30)
@@ -100,17 +100,21 @@ def save_while_the_weights_change(folder: str) -> bool:
 
     saving = open_checkpointer(Path(folder), async_mode="async")
     with mock.patch.object(checkpointer, "write_file", write_later):
-        saving.save(1, model, optimizer, STATE)
-        with torch.no_grad():
-            model.layer.weight.add_(1)
-        changed.set()
+        for step in (1, 2):
+            saved.append(model.layer.weight.detach().clone())
+            saving.save(step, model, optimizer, STATE)
+            with torch.no_grad():
+                model.layer.weight.add_(1)
+            changed.set()
+            saving.finish()
+            changed.clear()
         saving.close()
-    (step,) = (Path(folder) / "checkpoint").iterdir()
-    return torch.equal(CheckpointReader(step).read(WEIGHT), saved)
+    steps = sorted((Path(folder) / "checkpoint").iterdir())
+    return [torch.equal(CheckpointReader(step).read(WEIGHT), weight) for step, weight in zip(steps, saved, strict=True)]
 
 
 def test_an_asynchronous_save_has_the_weights_of_its_step(ranks, tmp_path):
-    assert ranks(1).run(save_while_the_weights_change, folder=str(tmp_path)) == [True]
+    assert ranks(1).run(save_while_the_weights_change, folder=str(tmp_path)) == [[True, True]]
 
 
 def test_the_state_of_a_run_has_that_of_each_part():
@@ -139,3 +143,14 @@ def test_what_a_killed_run_has_not_finished_is_no_checkpoint(tmp_path):
     for name in ("step-2", "step-3.unconfirmed", "step-4.tmp", "step-1.diverged"):
         (tmp_path / name).mkdir()
     assert CheckpointFolder(tmp_path, keep_latest_k=0).to_resume() == ["step-2", "step-3.unconfirmed"]
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_complete(tmp_path):
+    """A run that dies while it saves can resume from the one before, also with keep_latest_k = 1."""
+    folder, seen = CheckpointFolder(tmp_path, keep_latest_k=1), []
+    for step in (1, 2):
+        for change in (folder.create, folder.publish, folder.confirm):
+            change(step)
+            seen.append(folder.to_resume())
+    folder.close()
+    assert seen == [[], ["step-1.unconfirmed"], ["step-1"], ["step-1"], ["step-1", "step-2.unconfirmed"], ["step-2"]]

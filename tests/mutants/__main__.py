@@ -13,6 +13,7 @@ Exit status: 0 if every mutant is noticed or its survival is explained, else 1.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ from typing import Any
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
+CRASHES = (
+    "AttributeError",
+    "ImportError",
+    "NameError",
+    "SyntaxError",
+    "TypeError",
+    "titanlite.tools.parity.process_pool",
+)
+"""Beginnings of errors that only show that an edit no longer runs, or that ranks of a busy machine gave no answer."""
 RESULTS, TABLE = Path(__file__).parent / "results.json", Path(__file__).parent / "README.md"
 COPIED = ("titanlite", "tests", "configs", "benchmarks", "docs", "train.py", "run_train.sh", "pyproject.toml")
 LOOK_AT_TEXT = ("architecture", "benchmarks", "docs", "language", "mutants", "support_page", "tutorials", "wheel")
@@ -55,32 +65,44 @@ def copy_project(folder: Path) -> None:
             shutil.copy(path, folder / name)
 
 
-def run_tests(folder: Path, arguments: list[str]) -> str:
-    """Run tests in a copy of the project. Return the first test that failed; "" if all pass.
+@contextlib.contextmanager
+def mutated_copy(mutant: Mutant) -> Iterator[Path]:
+    """Copy the project to a temporary folder and make a mutant's edit there."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_project(folder)
+        path = folder / "titanlite" / mutant.file
+        path.write_text(mutated(mutant, path.read_text()))
+        yield folder
+
+
+def first_failure(folder: Path, arguments: list[str]) -> tuple[str, str]:
+    """Run tests in a copy of the project. Return the first test that failed, and its error in a line; "" if all pass.
 
     Raises:
         RuntimeError: if no test was run.
     """
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*\])?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - (.*))?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1, 2) or (done.returncode and not failed):
         raise RuntimeError(
             f"{shlex.join(command)}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    return failed[1] if failed else ""
+    return (failed[1], failed[2] or "") if failed else ("", "")
+
+
+def run_tests(folder: Path, arguments: list[str]) -> str:
+    """Run tests in a copy of the project. Return the first test that failed; "" if all pass."""
+    return first_failure(folder, arguments)[0]
 
 
 def try_mutant(mutant: Mutant, *, first_only: bool) -> dict[str, Any]:
     """Make a mutant's edit in a copy of the project and run the tests. Return which test noticed ("" if none did), and
     the seconds that this took."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        copy_project(folder)
-        path = folder / "titanlite" / mutant.file
-        path.write_text(mutated(mutant, path.read_text()))
+    with mutated_copy(mutant) as folder:
         noticed = run_tests(folder, shlex.split(mutant.tests))
         if not noticed and not first_only and not mutant.survives:
             noticed = run_tests(folder, [f"--ignore=tests/test_{each}.py" for each in LOOK_AT_TEXT])
