@@ -1,0 +1,103 @@
+"""Draw layouts from seeds, compare each with the single-process reference, and shrink what fails.
+
+    python -m tests.random_layouts --seed 0 --count 500 --log FILE [--minutes 8]   a line per layout; resumes the log
+    python -m tests.random_layouts --seed 17 --shrink      print the smallest config that fails as seed 17 does
+    python -m tests.random_layouts --config FILE.toml      compare the layout of a config
+    python -m tests.random_layouts --report FILE           count what the layouts of a log have had
+
+Exit status: 0 if every layout is equal to the reference, and 1 if one is not.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.random_layouts.draw import Layout, draw, layout_of
+from tests.random_layouts.report import read, report
+from tests.random_layouts.run import EQUAL, Result, Runner
+from tests.random_layouts.shrink import shrink
+from titanlite.config.loader import tomllib
+
+
+def line(layout: Layout, result: Result) -> str:
+    """Return a layout's line of the log."""
+    ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    return f"seed {layout.seed} | {ranks} | {result} | {result.seconds:.1f} s | {layout.arguments}"
+
+
+def run_all(runner: Runner, seeds: list[int], log: Path | None, minutes: float) -> int:
+    """Run the layouts of seeds that the log lacks, those of few ranks first. Return how many are not equal."""
+    deadline, n_wrong = time.monotonic() + 60 * minutes, 0
+    known = {seed for seed, *_ in read(log)} if log and log.exists() else set()
+    if log and not log.exists():
+        command = f"python -m tests.random_layouts --seed {seeds[0]} --count {len(seeds)}"
+        log.write_text(f"# {command}; torch {torch.__version__}, Python {platform.python_version()}, gloo on CPUs\n")
+    for layout in sorted((draw(seed) for seed in seeds if seed not in known), key=lambda layout: layout.ranks):
+        if time.monotonic() > deadline:
+            break
+        result = runner.run(layout)
+        n_wrong += result.kind != EQUAL
+        print(line(layout, result), flush=True)
+        if log:
+            with log.open("a") as file:
+                file.write(line(layout, result) + "\n")
+    return n_wrong
+
+
+def shrink_and_print(runner: Runner, layout: Layout) -> int:
+    """Print the smallest config that fails like a layout, and how to run it. Return 1 if the layout fails, else 0."""
+    first = runner.run(layout)
+    print(line(layout, first), flush=True)
+    if first.kind == EQUAL:
+        return 0
+    last = first
+
+    def fails(candidate: Layout) -> bool:
+        nonlocal last
+        result = runner.run(candidate)
+        if result.kind == first.kind:
+            last = result
+            print(f"{candidate.ranks} ranks, {len(candidate.options)} options: {result}", flush=True)
+        return result.kind == first.kind
+
+    smallest = shrink(layout, fails)
+    print(f"\n{last}\n{smallest.arguments}\n\n# python -m tests.random_layouts --config THIS_FILE\n{smallest.toml}")
+    return 1
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1, help="how many seeds")
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no layout after so many minutes")
+    parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--report", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.report:
+        print(report(arguments.report))
+        return 0
+    torch.set_num_threads(1)
+    runner = Runner()
+    try:
+        if arguments.config or arguments.shrink:
+            text = arguments.config.read_text() if arguments.config else ""
+            layout = layout_of(tomllib.loads(text)) if text else draw(arguments.seed)
+            if arguments.shrink:
+                return shrink_and_print(runner, layout)
+            result = runner.run(layout)
+            print(line(layout, result))
+            return int(result.kind != EQUAL)
+        seeds = list(range(arguments.seed, arguments.seed + arguments.count))
+        return int(run_all(runner, seeds, arguments.log, arguments.minutes) > 0)
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
