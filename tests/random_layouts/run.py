@@ -28,7 +28,7 @@ from titanlite.tools.parity.reference import RandomSequences, Trace
 
 STEPS = 2
 EQUAL, DIFFERS, REJECTED = "equal", "differs", "rejected late"
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
 """Of a collective: a layout whose other ranks have failed ends after that."""
 CONSEQUENCES = re.compile("no answer|Connection (closed|reset)|Timed out|timed out")
 """What ranks raise because another one has failed."""

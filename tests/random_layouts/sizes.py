@@ -61,7 +61,21 @@ def draw_sizes(rng: Random, degrees: dict[str, int], options: Options) -> Option
         drawn["parallelism.data_parallel_shard_degree"] = 1
     if options.get("compile.enable"):
         drawn["compile.backend"] = "aot_eager"  # inductor compiles for a minute
-    return drawn
+    return drawn | _with_gradients(drawn, options)
+
+
+def _with_gradients(drawn: Options, options: Options) -> Options:
+    """Return other values where a gradient is zero but for rounding, which Muon turns into an update of full size: the
+    normalized score of a token's only expert is always 1, and so is the weight of the only token in a window."""
+    other: Options = {}
+    moe = SIZES[options.get("model.flavor", "debug")].get("moe", {})
+    normalized = options.get("model.moe.normalize_scores", moe.get("normalize_scores"))
+    if drawn.get("model.moe.n_experts_per_token") == 1 and normalized:
+        other["model.moe.normalize_scores"] = False
+    in_float64 = drawn.keys().isdisjoint({"training.dtype", "float8.enable", "int8.enable"})
+    if drawn.get("model.sliding_window") == 1 and (options.get("optimizer.name") == "Muon" or not in_float64):
+        other["model.sliding_window"] = 2
+    return other
 
 
 def draw_precision(rng: Random, options: Options) -> Options:
