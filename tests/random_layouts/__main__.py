@@ -4,18 +4,22 @@
     python -m tests.random_layouts --seed 17 --shrink      print the smallest config that fails as seed 17 does
     python -m tests.random_layouts --config FILE.toml      compare the layout of a config
     python -m tests.random_layouts --report FILE           count what the layouts of a log have had
+    python -m tests.random_layouts --wrong 2000            draw wrong configs, and count what rejects them
 
-Exit status: 0 if every layout is equal to the reference, and 1 if one is not.
+Exit status: 0 if every layout is equal to the reference, and each wrong config is rejected in lines; else 1.
 """
 
 import argparse
 import platform
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import torch
 
+from tests.random_layouts import rejected
 from tests.random_layouts.draw import Layout, draw, layout_of
 from tests.random_layouts.report import read, report
 from tests.random_layouts.run import EQUAL, Result, Runner
@@ -71,6 +75,31 @@ def shrink_and_print(runner: Runner, layout: Layout) -> int:
     return 1
 
 
+def reject_all(seeds: range) -> int:
+    """Draw wrong configs, and print how many are rejected because of which option. Return 1 if one is not rejected in
+    lines, else 0."""
+    by_option, n_accepted, n_wrong = Counter[str](), 0, 0
+    for seed in seeds:
+        options, launch = rejected.draw_values(Random(f"{seed} wrong"), seed)
+        try:
+            lines = rejected.check(options, launch)
+        except Exception as error:
+            lines = [f"{type(error).__name__}: {error}"]
+        if not isinstance(lines, list):
+            n_accepted += 1
+            continue
+        by_option.update({rejected.option_of(line) for line in lines})
+        if wrong := rejected.wrong_lines(lines):
+            n_wrong += 1
+            print(f"seed {seed}: {wrong[0]!r}")
+    n_rejected = len(seeds) - n_accepted - n_wrong
+    print(f"seeds {seeds[0]} to {seeds[-1]}: {n_accepted} accepted, {n_rejected} rejected in lines, {n_wrong} not so")
+    print(f"options that are rejected: {len(by_option)}")
+    for option, count in by_option.most_common():
+        print(f"    {count:4} {option}")
+    return int(n_wrong > 0)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -81,10 +110,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--wrong", type=int, metavar="COUNT")
     arguments = parser.parse_args(argv)
     if arguments.report:
         print(report(arguments.report))
         return 0
+    if arguments.wrong:
+        return reject_all(range(arguments.seed, arguments.seed + arguments.wrong))
     torch.set_num_threads(1)
     runner = Runner()
     try:

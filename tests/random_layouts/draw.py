@@ -13,8 +13,7 @@ from tests.parallel.test_parity import SMALL
 from tests.random_layouts.options import draw_options, without_unread
 from tests.random_layouts.sizes import Options, draw_degrees, draw_sizes
 from titanlite import config
-from titanlite.config import Config, ConfigError, Launch
-from titanlite.config import loader
+from titanlite.config import Config, ConfigError, Launch, loader
 from titanlite.config.loader import tomllib
 
 FILE = "layout.toml"

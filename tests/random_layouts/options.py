@@ -11,6 +11,7 @@ from titanlite.config.model_sizes import SIZES
 from titanlite.config.rules import DEPENDENT_OPTIONS
 from titanlite.config.schema import Config
 
+
 class Chance(NamedTuple):
     """How often an option is set, and to which values."""
 

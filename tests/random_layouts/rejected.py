@@ -63,8 +63,13 @@ def wrong_lines(lines: list[str]) -> list[str]:
     known = {*OPTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 
     def is_right(line: str) -> bool:
-        match = LINE.fullmatch(line)
-        named = re.sub(r"\.\d+(\.\w+)?$", "", match[1]) if match else ""
-        return bool(PRINTABLE.fullmatch(line)) and (named in known or "unknown" in line or line.startswith("environment"))
+        names_one = option_of(line) in known or "unknown" in line or line.startswith("environment")
+        return bool(PRINTABLE.fullmatch(line)) and names_one
 
     return [line for line in lines if not is_right(line)]
+
+
+def option_of(line: str) -> str:
+    """Return the option or section that a line names, without the number and the name in a table of an array."""
+    match = LINE.fullmatch(line)
+    return re.sub(r"\.\d+(\.\w+)?$", "", match[1]) if match else ""

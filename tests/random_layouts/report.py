@@ -17,14 +17,19 @@ TECHNIQUES: dict[str, Callable[[Values], bool]] = {
     "replicate": lambda o: "parallelism.data_parallel_replicate_degree" in o,
     "shard": lambda o: int(o.get("parallelism.data_parallel_shard_degree", 1)) > 1,
     "tp": lambda o: "parallelism.tensor_parallel_degree" in o,
-    "ring": lambda o: o.get("parallelism.context_parallel_degree") != o.get("parallelism.context_parallel_ulysses_degree"),
+    "ring": lambda o: (
+        o.get("parallelism.context_parallel_degree") != o.get("parallelism.context_parallel_ulysses_degree")
+    ),
     "Ulysses": lambda o: "parallelism.context_parallel_ulysses_degree" in o,
     "ep": lambda o: "parallelism.expert_parallel_degree" in o,
-    "one stage per rank": lambda o: o.get("parallelism.pipeline_parallel_schedule", "1F1B") in ("GPipe", "1F1B")
-    and "parallelism.pipeline_parallel_degree" in o,
+    "one stage per rank": lambda o: (
+        o.get("parallelism.pipeline_parallel_schedule", "1F1B") in ("GPipe", "1F1B")
+        and "parallelism.pipeline_parallel_degree" in o
+    ),
     "interleaved": lambda o: o.get("parallelism.pipeline_parallel_schedule") in ("Interleaved1F1B", "LoopedBFS"),
-    "split backward": lambda o: o.get("parallelism.pipeline_parallel_schedule", "")
-    in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    "split backward": lambda o: (
+        o.get("parallelism.pipeline_parallel_schedule", "") in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    ),
     "reshard always": lambda o: o.get("parallelism.fsdp_reshard_after_forward") == "always",
     "reshard never": lambda o: o.get("parallelism.fsdp_reshard_after_forward") == "never",
     "reduce last": lambda o: "parallelism.fsdp_reduce_gradients" in o,

@@ -79,7 +79,10 @@ class TextSequences:
 def data_of(config: Config) -> Iterator[None]:
     """Have the reference and layouts train on the config's dataset if it has one, else on random tokens."""
     kind = TextSequences if config.training.datasets or config.training.dataset_path else RandomSequences
-    with mock.patch.object(reference, "RandomSequences", kind), mock.patch.object(training_run, "RandomSequences", kind):
+    with (
+        mock.patch.object(reference, "RandomSequences", kind),
+        mock.patch.object(training_run, "RandomSequences", kind),
+    ):
         yield
 
 

@@ -63,4 +63,6 @@ def without(options: Options, *keys: str) -> Options:
 def _batch(options: Options, key: str, size: int) -> Options:
     """Return the global batch size that goes with a smaller local one."""
     total = "training.global_batch_size"
-    return {total: options[total] // options[key] * size} if key.endswith("local_batch_size") and total in options else {}
+    return (
+        {total: options[total] // options[key] * size} if key.endswith("local_batch_size") and total in options else {}
+    )

@@ -64,6 +64,7 @@ def test_draws_are_accepted_often_and_are_not_plain():
     assert set(TECHNIQUES) - set(counts) <= {"int8", "compile", "low-bit states"}, "a technique is hardly ever drawn"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("n", [40, 1000])
 def test_a_wrong_config_is_rejected_in_lines(n):
     counts = Counter()
@@ -75,7 +76,9 @@ def test_a_wrong_config_is_rejected_in_lines(n):
     assert 0 < counts[False] < counts[True]
 
 
-@pytest.mark.parametrize("line", ["a traceback", f"{rejected.FILE}: x.y = 1: unknwon", "layout.toml: model.dim = 1: a\nb"])
+@pytest.mark.parametrize(
+    "line", ["a traceback", f"{rejected.FILE}: x.y = 1: unknwon", "layout.toml: model.dim = 1: a\nb"]
+)
 def test_a_line_that_names_no_option_is_found(line):
     assert rejected.wrong_lines([line]) == [line]
 
@@ -101,12 +104,14 @@ def test_a_layout_matches_the_reference(runner, seed):
     assert_equal(runner, range(seed, seed + 1))
 
 
+@pytest.mark.timeout(3600)
 def test_other_layouts_every_night_match_the_reference(runner):
     """The seeds are those of the date, or from RANDOM_LAYOUTS_SEED on."""
     first = int(os.environ.get("RANDOM_LAYOUTS_SEED") or datetime.date.today().toordinal() * PER_NIGHT)
     assert_equal(runner, range(first, first + PER_NIGHT))
 
 
+@pytest.mark.timeout(1200)
 def test_an_injected_bug_is_found_and_shrunk(ranks):
     """Gradients of weights that tensor-parallel ranks share count twice in the norm: two ranks and no other option."""
     runner = Runner(ranks, bug=_replicated_gradients_counted_twice)
@@ -144,7 +149,9 @@ def test_a_layout_is_shrunk_to_what_fails():
 
 
 def test_the_rank_that_failed_first_is_named():
-    message = "rank 0: Traceback\n  x\nRuntimeError: Connection closed by peer\nrank 1: Traceback\na.b.BadError: it is 3"
+    message = (
+        "rank 0: Traceback\n  x\nRuntimeError: Connection closed by peer\nrank 1: Traceback\na.b.BadError: it is 3"
+    )
     assert raised(message) == Result("BadError", where="it is 3")
 
 
@@ -153,7 +160,9 @@ def test_a_log_is_read_and_counted(tmp_path):
     layouts = [draw(seed) for seed in range(5)]
     results = [Result(EQUAL, 1e-15, 1e-11, "step 1 loss", 2.0)] * 4 + [Result("RankError", where="a | b", seconds=1.0)]
     log.write_text("# header\n" + "".join(f"{line(*pair)}\n" for pair in zip(layouts, results, strict=True)))
-    assert [(seed, kind) for seed, _, kind, _, _ in read(log)] == [(seed, EQUAL) for seed in range(4)] + [(4, "RankError")]
+    assert [(seed, kind) for seed, _, kind, _, _ in read(log)] == [(seed, EQUAL) for seed in range(4)] + [
+        (4, "RankError")
+    ]
     options = [{key: f"{value}".replace(" ", "") for key, value in layout.options.items()} for layout in layouts]
     assert [own for *_, own in read(log)] == options
     assert report(log).startswith("5 layouts: equal 4, RankError 1\n")

@@ -124,7 +124,8 @@ def test_too_many_ranks_are_rejected():
 
 def test_the_largest_seed_draws_tokens():
     jobs = [
-        config.check(config.load([DEBUG, f"--debug.seed={seed}"]), config.Launch(0, 0, 2, 2, 0)) for seed in (0, 2**63 - 1)
+        config.check(config.load([DEBUG, f"--debug.seed={seed}"]), config.Launch(0, 0, 2, 2, 0))
+        for seed in (0, 2**63 - 1)
     ]
     (first, *_), (largest, *_) = (RandomSequences(job)[5] for job in jobs)
     assert first.shape == largest.shape
