@@ -99,7 +99,7 @@ def runner(ranks) -> Any:
     runner.close_folder()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [5, 6, 16])
 def test_a_layout_matches_the_reference(runner, seed):
     assert_equal(runner, range(seed, seed + 1))
 
