@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.conftest import RankPools, Retrying
 from tests.parallel.test_parity import CPU, Bug
 from tests.random_layouts.draw import Layout
+from tests.random_layouts.rejected import wrong_lines
 from titanlite.config import Config, ConfigError, Launch
 from titanlite.config.errors import TrainingError
 from titanlite.data.open import build_tokenizer, open_sequences
@@ -47,6 +48,11 @@ class Result:
     """That entry, or the first that differs; or the last line of the exception."""
     seconds: float = 0.0
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the layout is equal to the reference, or was rejected in lines, when it was built."""
+        return self.kind == EQUAL or (self.kind == REJECTED and not wrong_lines(self.where.split("; ")[:1]))
+
     def __str__(self) -> str:
         if self.kind in (EQUAL, DIFFERS):
             return f"{self.kind} | {self.difference:.1e} of {self.allowed:.1e} allowed, {self.where}"
@@ -70,9 +76,7 @@ class TextSequences:
     def read(self, first: int, stride: int, shard_states: dict[int, Any]) -> Any:
         return self.sequences.read(first, stride, shard_states)
 
-    def datasets_of(self, positions: Any) -> list[int]:
-        known = getattr(self.sequences, "datasets_of", None)
-        return known(positions) if known else [0 for _ in positions]
+    datasets_of = RandomSequences.datasets_of  # as the reference counts them
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_a_line_that_names_no_option_is_found(line):
 
 def assert_equal(runner: Runner, seeds: range) -> None:
     results = [(layout, runner.run(layout)) for layout in sorted(map(draw, seeds), key=lambda layout: layout.ranks)]
-    wrong = [line(layout, result) for layout, result in results if result.kind != EQUAL]
+    wrong = [line(layout, result) for layout, result in results if not result.is_right]
     assert not wrong, "\n".join([*wrong, "python -m tests.random_layouts --seed SEED --shrink"])
 
 
