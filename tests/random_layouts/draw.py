@@ -10,8 +10,8 @@ from typing import Any
 import tomli_w
 
 from tests.parallel.test_parity import SMALL
+from tests.random_layouts.degrees import Options, draw_degrees, draw_sizes
 from tests.random_layouts.options import draw_options, without_unread
-from tests.random_layouts.sizes import Options, draw_degrees, draw_sizes
 from titanlite import config
 from titanlite.config import Config, ConfigError, Launch, loader
 from titanlite.config.loader import tomllib

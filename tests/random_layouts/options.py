@@ -109,7 +109,7 @@ BY_THE_LAYOUT = {
     *("parallelism.expert_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"),
     *("parallelism.pipeline_parallel_stages_per_rank", "parallelism.module_fqns_per_model_part"),
 }
-"""Options that sizes.py draws: what they may be depends on the degrees and on each other."""
+"""Options that degrees.py draws: what they may be depends on the degrees and on each other."""
 NOT_DRAWN = {
     "a comparison of steps does not read it": [
         *("job", "checkpoint", "metrics", "validation", "profiling", "comm", "plan"),

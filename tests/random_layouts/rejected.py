@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 from tests.config_helpers import OPTIONS
+from tests.random_layouts.degrees import AXES, NAMES, Options
 from tests.random_layouts.draw import FILE, draw, sections
 from tests.random_layouts.options import literals
-from tests.random_layouts.sizes import AXES, NAMES, Options
 from titanlite import build, config
 from titanlite.config import Config, ConfigError, Launch
 

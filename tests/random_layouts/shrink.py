@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from tests.random_layouts.degrees import Options, prime_factors
 from tests.random_layouts.draw import Layout
-from tests.random_layouts.sizes import Options, prime_factors
 from titanlite.config import ConfigError
 
 SIZES = ("model.n_layers", "model.moe.n_experts", "training.seq_len", "training.local_batch_size")
