@@ -77,8 +77,9 @@ def idle_pools_are_closed(ranks: "RankPools") -> Iterator[None]:
 class RankPools:
     """The pools of all world sizes: ranks(2) is that of two ranks, started when a test first asks for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: int | None = None) -> None:
         self.pools: dict[int, ProcessPool] = {}
+        self.timeout_seconds = timeout_seconds
 
     def __call__(self, world_size: int) -> "Retrying":
         return Retrying(self, world_size)
@@ -94,7 +95,8 @@ class RankPools:
             pool.close()
         if not pool or pool.broken:
             forkserver("tests.preloaded")
-            self.pools[world_size] = ProcessPool(world_size, timeout_seconds=60 if world_size <= 4 else 900)
+            seconds = self.timeout_seconds or (60 if world_size <= 4 else 900)
+            self.pools[world_size] = ProcessPool(world_size, timeout_seconds=seconds)
         return self.pools[world_size]
 
     def close(self) -> None:

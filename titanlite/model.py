@@ -88,7 +88,7 @@ def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
         (cos, sin), signs = cos_sin.unsqueeze(-1).unbind(-2), 2 * torch.arange(2, device=pairs.device) - 1
         rotated = pairs * cos + pairs.flip(-1) * (sin * signs)
     else:  # one pass instead of seven
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin))
+        rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(cos_sin))
     return rotated.flatten(-2).to(x_BTHK.dtype)
 
 

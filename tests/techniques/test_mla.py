@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "latents of keys and of queries": {},
     "latents of keys only": {"mla": MLA | {"q_lora_rank": 0}},
     "values as wide as keys": {"mla": MLA | {"v_head_dim": 20}},
+    "odd widths": {"mla": MLA | {"kv_lora_rank": 23, "qk_nope_head_dim": 11, "v_head_dim": 9}},
     "yarn": YARN | {"mla": MLA | {"mscale_all_dim": 1.0}},
     "yarn, no latents of queries": YARN | {"mla": MLA | {"mscale_all_dim": 0.7, "q_lora_rank": 0}},
     "yarn, factor on cos and sin": YARN | {"rope_attention_factor": 1.2, "mla": MLA | {"mscale_all_dim": 0.5}},

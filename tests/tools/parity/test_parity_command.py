@@ -14,8 +14,8 @@ import torch
 
 from titanlite import config, launcher
 from titanlite.tools.parity import command
-from titanlite.tools.parity.compare import print_comparison, tolerances
-from titanlite.tools.parity.reference import Trace, run_reference
+from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, print_comparison, tolerances
+from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
 from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 
 ROOT = Path(__file__).parents[3]
@@ -120,6 +120,27 @@ def test_too_many_ranks_are_rejected():
     status, _, error = run_command(DEBUG, "--parallelism.data_parallel_shard_degree=8192")
     assert status == 2
     assert "16384 ranks need about" in error
+
+
+def test_what_is_not_rounded_may_differ_as_in_float64():
+    """With Muon's iterations in bfloat16, only what follows the first update is rounded."""
+    launch = config.Launch(0, 0, 1, 1, 0)
+    loaded = config.load([DEBUG, "--parallelism.tensor_parallel_degree=1", "--optimizer.name=Muon"])
+    smaller, _ = shrink(dataclasses.replace(loaded, config=config.check(loaded, launch)), "float64")
+    job = config.check(smaller, launch).replace(optimizer__muon_dtype="bfloat16")
+    allowed = tolerances(job, run_reference(job, CPU, steps=2), CPU, steps=2)
+    assert allowed["step 1 gradient output.weight"] == FLOAT64_TOLERANCE
+    assert allowed["step 2 gradient output.weight"] > 1e3 * FLOAT64_TOLERANCE
+
+
+def test_the_largest_seed_draws_tokens():
+    jobs = [
+        config.check(config.load([DEBUG, f"--debug.seed={seed}"]), config.Launch(0, 0, 2, 2, 0))
+        for seed in (0, 2**63 - 1)
+    ]
+    (first, *_), (largest, *_) = (RandomSequences(job)[5] for job in jobs)
+    assert first.shape == largest.shape
+    assert (first != largest).any()
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

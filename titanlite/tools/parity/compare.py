@@ -51,7 +51,7 @@ def tolerances(config: Config, reference: Trace, device: torch.device, *, steps:
     for pattern in (r".* loss", r".* losses of datasets", r"step \d+ norm", r"final weight .*"):
         names = [name for name in rounding if re.fullmatch(pattern, name)]
         rounding |= dict.fromkeys(names, max(rounding[name] for name in names))
-    return {name: ROUNDING_FACTOR * difference for name, difference in rounding.items()}
+    return {name: max(ROUNDING_FACTOR * difference, FLOAT64_TOLERANCE) for name, difference in rounding.items()}
 
 
 def print_comparison(reference: Trace, layout: Trace, tolerances: dict[str, float]) -> bool:

@@ -48,7 +48,7 @@ class RandomSequences:
         self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
 
     def __getitem__(self, index: int) -> Sequence:
-        generator = np.random.RandomState((self.seed, index))
+        generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
         targets = np.where(ends, IGNORED, tokens[1:])
