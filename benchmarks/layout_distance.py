@@ -5,10 +5,10 @@
     python benchmarks/layout_distance.py log FOLDER > benchmarks/logs/layout_distance.log
     python benchmarks/layout_distance.py figure
 
-`train` starts `titanlite train` for each run that FOLDER does not have yet: a Llama of four layers on the text that
-CPython carries, 1,000 steps in float32 and the first 200 of these in float64. A third kind has experts, in float64: 200
-steps of a mixture of four, with balance biases and a balance loss. The losses are those of metrics.jsonl. The weights
-are those of checkpoints, every 50 steps in float32 and every 20 in float64.
+`train` starts `titanlite train` for each run that FOLDER does not have yet: a Llama of two layers on the text that
+CPython carries, 1,000 steps in float32 and the first 200 of these in float64. A third kind has four layers and experts,
+in float64: 200 steps of a mixture of four, with balance biases and a balance loss. The losses are those of
+metrics.jsonl. The weights are those of checkpoints, every 50 steps in float32 and every 20 in float64.
 
 Two kinds of runs are controls. `one process, again` is the same run: its distance must be 0. Others compute the same
 in another order, in one process: gradient accumulation, and chunked cross-entropy. They show how far rounding alone
@@ -49,6 +49,7 @@ from torch import Tensor
 from titanlite import build
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import Config, load
+from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
 
 LOG = ROOT / "benchmarks" / "logs" / "layout_distance.log"
@@ -60,7 +61,7 @@ SEQUENCES, SEQ_LEN, STEPS = 8, 64, 1000
 # A model that torchtitan has too: it scales the rotary embedding whatever the model is.
 MODEL: Options = {
     "model.dim": 64,
-    "model.n_layers": 4,
+    "model.n_layers": 2,
     "model.n_heads": 8,
     "model.n_kv_heads": 4,
     "model.ffn_dim": 192,
@@ -69,6 +70,7 @@ MODEL: Options = {
     "model.rope_scaling_factor": 8,
 }
 EXPERTS: Options = {
+    "model.n_layers": 4,
     "model.moe.n_experts": 4,
     "model.moe.n_experts_per_token": 2,
     "model.moe.expert_dim": 64,
@@ -97,7 +99,7 @@ LOCAL, MICROBATCH = "training.local_batch_size", "parallelism.pipeline_parallel_
 FSDP, HSDP = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 CP, EP = "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"
-SCHEDULE = "parallelism.pipeline_parallel_schedule"
+SCHEDULE, ZERO_BUBBLE = "parallelism.pipeline_parallel_schedule", "InterleavedZeroBubble"
 ALONE: dict[str, Options] = {
     ONE: {LOCAL: 8},
     AGAIN: {LOCAL: 8},
@@ -109,7 +111,7 @@ LAYOUTS: dict[str, Options] = {
     "HSDP 2 x 2": {HSDP: 2, FSDP: 2, LOCAL: 2},
     "TP 2": {TP: 2, LOCAL: 8},
     "CP 2": {CP: 2, LOCAL: 8},
-    "PP 2 (zero-bubble)": {PP: 2, SCHEDULE: "InterleavedZeroBubble", LOCAL: 8, MICROBATCH: 2},
+    "PP 2 (GPipe)": {PP: 2, SCHEDULE: "GPipe", LOCAL: 8, MICROBATCH: 2},
     "PP 2 x FSDP 2": {PP: 2, FSDP: 2, LOCAL: 4, MICROBATCH: 2},
     "PP 2 x CP 2 x TP 2": {PP: 2, CP: 2, TP: 2, LOCAL: 8, MICROBATCH: 4},
     "PP 2 x FSDP 2 x CP 2 x TP 2": {PP: 2, FSDP: 2, CP: 2, TP: 2, LOCAL: 4, MICROBATCH: 2},
@@ -118,10 +120,17 @@ LAYOUTS_WITH_EXPERTS: dict[str, Options] = {
     "FSDP 2, EP 2": {FSDP: 2, EP: 2, LOCAL: 4},
     "TP 2, EP 2": {TP: 2, EP: 2, LOCAL: 8},
     "FSDP 2 x TP 2, EP 4": {FSDP: 2, TP: 2, EP: 4, LOCAL: 4},
-    "PP 2 x CP 2, EP 2": {PP: 2, CP: 2, EP: 2, LOCAL: 8, MICROBATCH: 4},
+    "PP 2 (zero-bubble) x CP 2, EP 2": {PP: 2, SCHEDULE: ZERO_BUBBLE, CP: 2, EP: 2, LOCAL: 8, MICROBATCH: 4},
 }
-IN_TURN = ("FSDP 2", "PP 2 x FSDP 2", "TP 2", "PP 2 (zero-bubble)", "CP 2", "HSDP 2 x 2")
-IN_TURN_WITH_EXPERTS = ("FSDP 2, EP 2", "PP 2 x CP 2, EP 2", ONE, "FSDP 2 x TP 2, EP 4", "FSDP 2, EP 2", "TP 2, EP 2")
+IN_TURN = ("FSDP 2", "PP 2 x FSDP 2", "TP 2", "PP 2 (GPipe)", "CP 2", "HSDP 2 x 2")
+IN_TURN_WITH_EXPERTS = (
+    "FSDP 2, EP 2",
+    "PP 2 (zero-bubble) x CP 2, EP 2",
+    ONE,
+    "FSDP 2 x TP 2, EP 4",
+    "FSDP 2, EP 2",
+    "TP 2, EP 2",
+)
 
 # The same in the words of torchtitan.
 TORCHTITAN: Options = {
@@ -294,7 +303,9 @@ def initial_weights() -> dict[str, Tensor]:
 
 def batches(steps: int) -> dict[str, Tensor]:
     """Return the tokens and targets of the first steps, each [steps x sequences of a global batch, T]."""
-    sequences = build.build_data(reference_config(), builds_cache=True).sequences
+    config = reference_config()
+    tokenizer, seed = build_tokenizer(config.model.hf_assets_path), config.debug.seed
+    sequences, *_ = open_sequences(tokenizer, config.training, config.validation, seed=seed, builds_cache=True)
     tokens, targets, _ = zip(*(sequences[index] for index in range(steps * SEQUENCES)), strict=True)
     return {"tokens": torch.from_numpy(np.stack(tokens)), "targets": torch.from_numpy(np.stack(targets))}
 

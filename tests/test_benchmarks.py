@@ -36,7 +36,7 @@ def load_script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def load(path: Path) -> types.ModuleType:
-        if path.stem == "torchtitan_cpu":
+        if path.stem in ("torchtitan_cpu", "torchtitan_recorded"):
             pytest.importorskip("torchtitan", reason="runs in torchtitan's environment")
             if importlib.metadata.version("torchtitan") != "0.2.2":
                 pytest.skip("needs torchtitan 0.2.2")
