@@ -1,8 +1,9 @@
 """Train one model under eight layouts, and measure at every step how far each is from one process.
 
-    python benchmarks/layout_distance.py train FOLDER [--only KIND ...] [--runs NAME ...] [--steps N]
+    python benchmarks/layout_distance.py train FOLDER [--only KIND ...] [--runs NAME ...]
     python benchmarks/layout_distance.py torchtitan FOLDER --python PYTHON
     python benchmarks/layout_distance.py log FOLDER > benchmarks/logs/layout_distance.log
+    python benchmarks/layout_distance.py table
     python benchmarks/layout_distance.py figure
 
 `train` starts `titanlite train` for each run that FOLDER does not have yet: a Llama of two layers on the text that
@@ -21,8 +22,8 @@ two checkpoints, and the next one resumes under another layout.
 alone and under the layouts that it has on a CPU. Its layouts are compared with its own run in one process.
 
 `log` prints the distances as comma-separated values. That of losses is |loss - loss of one process| / loss of one
-process; that of weights is the norm of the difference of all weights, over the norm of those of one process. `figure`
-draws them into docs/images/layouts_equal_one_process.png.
+process; that of weights is the norm of the difference of all weights, over the norm of those of one process. `table`
+prints the largest ones of each run, and `figure` draws them into docs/images/layouts_equal_one_process.png.
 """
 
 import argparse
@@ -34,14 +35,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import psutil
 import torch
 from interleaved import Options, arguments_of, program
+from matplotlib.figure import Figure
 from python_path import ROOT, with_python_path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -57,6 +59,9 @@ FIGURE = ROOT / "docs" / "images" / "layouts_equal_one_process.png"
 LOSS = "loss_metrics/global_avg_loss"
 ONE, AGAIN, RESUMED = "one process", "one process, again", "killed, resumed"
 SEQUENCES, SEQ_LEN, STEPS = 8, 64, 1000
+COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee7733", "#aa3377", "#999933", "#44aa99")
+Distances = dict[str, dict[str, list[tuple[int, float]]]]
+"""By quantity, loss or weights, and by run: pairs of a step and a distance."""
 
 # A model that torchtitan has too: it scales the rotary embedding whatever the model is.
 MODEL: Options = {
@@ -181,16 +186,20 @@ WITH_TORCHTITAN = "float32, torchtitan 0.2.2"
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def start(folder: Path, kind: Kind, layout: Options, output: TextIO) -> subprocess.Popen[bytes]:
-    """Start `titanlite train` in a folder, which resumes from the checkpoint in it if there is one."""
+def options_of(folder: Path, kind: Kind, layout: Options) -> Options:
+    """Return the options of a run in a folder."""
     own: Options = {
         "job.dump_folder": str(folder),
         "training.steps": kind.steps,
         "checkpoint.interval": kind.interval,
         FSDP: 1,
     }
-    options = RECIPE | TITANLITE | kind.options | own | layout
-    command = [sys.executable, "-m", "titanlite", "train", "debug", *arguments_of(options)]
+    return RECIPE | TITANLITE | kind.options | own | layout
+
+
+def start(folder: Path, kind: Kind, layout: Options, output: TextIO) -> subprocess.Popen[bytes]:
+    """Start `titanlite train` in a folder, which resumes from the checkpoint in it if there is one."""
+    command = [sys.executable, "-m", "titanlite", "train", "debug", *arguments_of(options_of(folder, kind, layout))]
     environment = with_python_path(os.environ | {"OMP_NUM_THREADS": "1"})
     return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
@@ -338,15 +347,6 @@ def losses_of(folder: Path) -> list[float]:
     return [row[LOSS] for row in rows]
 
 
-class Distances(NamedTuple):
-    """Distances of runs from one process, by quantity (loss or weights) and run: pairs of a step and a distance."""
-
-    quantities: dict[str, dict[str, list[tuple[int, float]]]]
-
-    def largest(self, quantity: str, run: str) -> float:
-        return max(distance for _, distance in self.quantities[quantity][run])
-
-
 def write_kind(out: TextIO, folder: Path, name: str, runs: list[str], steps: int, interval: int) -> None:
     """Write the distances of all runs of a kind: rows of a quantity, a step, the value of one process, and a distance
     for each run. For the weights, the value of one process is their norm."""
@@ -390,18 +390,77 @@ def write_log(out: TextIO, folder: Path) -> None:
 
 
 def read_log(file: Path) -> dict[str, Distances]:
-    """Return the distances that a log has, by kind."""
+    """Return the distances that a log has, by kind, quantity and run."""
     result: dict[str, Distances] = {}
     for row in csv.reader(line for line in file.read_text().splitlines() if not line.startswith("#")):
         if row[0] == "kind":
-            distances = result[row[1]] = Distances({})
+            distances = result[row[1]] = {}
         elif row[0] == "quantity":
             runs = row[3:]
         else:
-            quantity = distances.quantities.setdefault(row[0], {run: [] for run in runs})
+            quantity = distances.setdefault(row[0], {run: [] for run in runs})
             for run, number in zip(runs, row[3:], strict=True):
                 quantity[run].append((int(row[1]), float(number)))
     return result
+
+
+def table(log: Mapping[str, Distances]) -> Iterator[str]:
+    """Yield the lines of a Markdown table of the largest distances of each run."""
+    yield "| kind | run | losses, largest | weights, largest | weights, at the end |"
+    yield "| --- | --- | --- | --- | --- |"
+    for kind, distances in log.items():
+        for run, losses in distances["loss"].items():
+            weights = distances["weights"][run]
+            numbers = max(number for _, number in losses), max(number for _, number in weights), weights[-1][1]
+            yield " | ".join((f"| {kind}", run, *(f"{number:.1e}" if number else "0" for number in numbers))) + " |"
+
+
+# The figure -----------------------------------------------------------------------------------------------------------
+
+
+def draw(log: Mapping[str, Distances], file: Path) -> None:
+    """Draw the distances of losses and weights, a column for each kind. Of ten neighbouring losses the largest distance
+    is drawn; what is 0 is not."""
+    titles = {
+        "float64": "float64",
+        "float64, experts": "float64, with experts",
+        "float32": "float32",
+        WITH_TORCHTITAN: "torchtitan 0.2.2, float32",
+    }
+    figure = Figure((15, 8.2), layout="constrained")
+    grid = figure.subplots(2, len(log), sharey="row", sharex="col", squeeze=False)
+    for column, (kind, distances) in enumerate(log.items()):
+        for row, quantity in enumerate(("loss", "weights")):
+            axes = grid[row][column]
+            for number, (run, points) in enumerate(distances[quantity].items()):
+                style = style_of(run, number)
+                points = largest_of(points, 10) if quantity == "loss" else points
+                points = [(step, distance) for step, distance in points if distance]
+                axes.plot(*zip(*points, strict=True), label=run, **style) if points else None
+            axes.set_yscale("log")
+            axes.grid(color="#dddddd", linewidth=0.5)
+        grid[0][column].set_title(titles[kind])
+        grid[1][column].set_xlabel("step")
+        grid[1][column].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+    grid[0][0].set_ylabel("distance of the loss from one process")
+    grid[1][0].set_ylabel("distance of the weights from one process")
+    figure.savefig(file, dpi=110)
+    print(f"wrote {file.relative_to(ROOT)}: {file.stat().st_size / 1024:.0f} KiB")
+
+
+def style_of(run: str, number: int) -> dict[str, Any]:
+    """Return how a line is drawn: controls black, the killed run red, layouts in colors."""
+    if run.startswith(ONE):
+        return {"color": "black", "linestyle": "--" if "accumulation" in run else ":", "linewidth": 2, "zorder": 3}
+    if run == RESUMED:
+        return {"color": "#d00000", "linewidth": 2, "zorder": 3}
+    return {"color": COLORS[number % len(COLORS)], "linewidth": 1}
+
+
+def largest_of(points: list[tuple[int, float]], n: int) -> list[tuple[int, float]]:
+    """Return the largest of every n neighbouring distances, at the last of their steps."""
+    groups = [points[first : first + n] for first in range(0, len(points), n)]
+    return [(group[-1][0], max(distance for _, distance in group)) for group in groups]
 
 
 def main() -> None:
@@ -414,7 +473,8 @@ def main() -> None:
     with_torchtitan.add_argument("--python", required=True, help="Python of torchtitan's environment")
     for command in (training, with_torchtitan, commands.add_parser("log")):
         command.add_argument("folder", type=Path)
-    commands.add_parser("figure")
+    for name in ("table", "figure"):
+        commands.add_parser(name).add_argument("log", type=Path, nargs="?", default=LOG)
     arguments = parser.parse_args()
     if arguments.command == "train":
         train_missing(arguments.folder, {name: KINDS[name] for name in arguments.only}, arguments.runs)
@@ -422,6 +482,10 @@ def main() -> None:
         train_torchtitan(arguments.folder, arguments.python)
     elif arguments.command == "log":
         write_log(sys.stdout, arguments.folder)
+    elif arguments.command == "table":
+        print(*table(read_log(arguments.log)), sep="\n")
+    else:
+        draw(read_log(arguments.log), FIGURE)
 
 
 if __name__ == "__main__":
