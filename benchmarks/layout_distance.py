@@ -336,7 +336,9 @@ def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
     if file.exists():
         return load_file(file)
     reader = CheckpointReader(folder / "checkpoint" / f"step-{step}")
-    return {name: reader.read(name) for name in reader.shapes if name.startswith("model.")}
+    ends = ("optimizer.state.", ".exp_avg")  # what the optimizer updates; routers also have counts of tokens
+    names = [name.removeprefix(ends[0]).removesuffix(ends[1]) for name in reader.shapes if name.endswith(ends[1])]
+    return {name: reader.read(f"model.{name}") for name in names}
 
 
 def losses_of(folder: Path) -> list[float]:
