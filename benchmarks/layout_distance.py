@@ -12,14 +12,14 @@ in float64: 200 steps of a mixture of four, with balance biases and a balance lo
 metrics.jsonl. The weights are those of checkpoints, every 50 steps in float32 and every 20 in float64.
 
 Two kinds of runs are controls. `one process, again` is the same run: its distance must be 0. Others compute the same
-in another order, in one process: gradient accumulation, and chunked cross-entropy. They show how far rounding alone
-drives two runs apart, which training magnifies at every step.
+in another order, in one process: gradient accumulation, chunked cross-entropy, attention by torch's plain operators
+instead of its fused one. They show how far rounding alone drives two runs apart, which training magnifies.
 
 `killed, resumed` is one run of six launches. Each of the first five is ended by SIGKILL of all its processes between
 two checkpoints, and the next one resumes under another layout.
 
-`torchtitan` trains torchtitan 0.2.2 from the same weights on the same batches (torchtitan_recorded.py), in float32,
-alone and under the layouts that it has on a CPU. Its layouts are compared with its own run in one process.
+`torchtitan` trains torchtitan 0.2.2 from the same weights on the same batches (torchtitan_recorded.py), 300 steps
+in float32, alone and under the layouts that it has on a CPU. Its layouts are compared with its own run in one process.
 
 `log` prints the distances as comma-separated values. That of losses is |loss - loss of one process| / loss of one
 process; that of weights is the norm of the difference of all weights, over the norm of those of one process. `table`
@@ -58,8 +58,18 @@ LOG = ROOT / "benchmarks" / "logs" / "layout_distance.log"
 FIGURE = ROOT / "docs" / "images" / "layouts_equal_one_process.png"
 LOSS = "loss_metrics/global_avg_loss"
 ONE, AGAIN, RESUMED = "one process", "one process, again", "killed, resumed"
-SEQUENCES, SEQ_LEN, STEPS = 8, 64, 1000
+ACCUMULATION, CHUNKED, MATH = (
+    f"one process, {way}" for way in ("4 accumulation steps", "chunked loss", "math attention")
+)
+SEQUENCES, SEQ_LEN, STEPS, TORCHTITAN_STEPS = 8, 64, 1000, 300
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee7733", "#aa3377", "#999933", "#44aa99")
+CONTROLS: dict[str, dict[str, Any]] = {
+    AGAIN: {"color": "black"},
+    ACCUMULATION: {"color": "black", "linestyle": "--", "linewidth": 1.8},
+    CHUNKED: {"color": "black", "linestyle": ":", "linewidth": 1.8},
+    MATH: {"color": "black", "linestyle": "-.", "linewidth": 1.8},
+    RESUMED: {"color": "#d00000", "linewidth": 1.8},
+}
 Distances = dict[str, dict[str, list[tuple[int, float]]]]
 """By quantity, loss or weights, and by run: pairs of a step and a distance."""
 
@@ -108,8 +118,9 @@ SCHEDULE, ZERO_BUBBLE = "parallelism.pipeline_parallel_schedule", "InterleavedZe
 ALONE: dict[str, Options] = {
     ONE: {LOCAL: 8},
     AGAIN: {LOCAL: 8},
-    "one process, 4 accumulation steps": {LOCAL: 2},
-    "one process, chunked loss": {LOCAL: 8, "training.loss_chunks": 4},
+    ACCUMULATION: {LOCAL: 2},
+    CHUNKED: {LOCAL: 8, "training.loss_chunks": 4},
+    MATH: {LOCAL: 8, "training.attention_backend": "math"},
 }
 LAYOUTS: dict[str, Options] = {
     "FSDP 2": {FSDP: 2, LOCAL: 4},
@@ -141,7 +152,7 @@ IN_TURN_WITH_EXPERTS = (
 TORCHTITAN: Options = {
     "model.flavor": "debugmodel",
     "training.mixed_precision_param": "float32",
-    "training.steps": STEPS,
+    "training.steps": TORCHTITAN_STEPS,
     "optimizer.implementation": "fused",
     "activation_checkpoint.mode": "none",
     "metrics.log_freq": 1,
@@ -151,7 +162,7 @@ TORCHTITAN: Options = {
 TORCHTITAN_RUNS: dict[str, tuple[int, Options]] = {
     ONE: (1, {LOCAL: 8}),
     AGAIN: (1, {LOCAL: 8}),
-    "one process, 4 accumulation steps": (1, {LOCAL: 2}),
+    ACCUMULATION: (1, {LOCAL: 2}),
     "FSDP 2": (2, {FSDP: 2, LOCAL: 4}),
     "TP 2": (2, {TP: 2, LOCAL: 8}),
     "DDP 2": (2, {HSDP: 2, FSDP: 1, LOCAL: 4}),
@@ -217,16 +228,17 @@ def kill_after(step: int, folder: Path, kind: Kind, layout: Options) -> int:
     """Train until a step is logged, and kill every process of the run. Return the last step that was logged."""
     with (folder / "output.log").open("a") as file:
         process = start(folder, kind, layout, file)
-        while last_step(folder) < step:
-            if process.poll() is not None:
-                raise SystemExit(f"ended before step {step}, see {file.name}")
-            time.sleep(0.005)
-        launcher = psutil.Process(process.pid)
-        processes = [launcher, *launcher.children(recursive=True)]
-        for each in processes:
-            each.kill()
-        psutil.wait_procs(processes[1:])
-        process.wait()
+        try:
+            while last_step(folder) < step:
+                if process.poll() is not None:
+                    raise SystemExit(f"ended before step {step}, see {file.name}")
+                time.sleep(0.005)
+        finally:
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            for each in (process, *ranks):
+                each.kill()
+            psutil.wait_procs(ranks)
+            process.wait()
     return last_step(folder)
 
 
@@ -251,7 +263,7 @@ def train_killed(folder: Path, kind: Kind) -> None:
         f"killed after step {killed} of {name}, {resumed} as {following}"
         for (name, killed), resumed, following in zip(events, starts[1:], kind.in_turn[1:], strict=True)
     ]
-    (folder / "kills.txt").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "events.txt").write_text("".join(f"{line}\n" for line in lines))
 
 
 def folder_of(folder: Path, kind: str, run: str) -> Path:
@@ -278,7 +290,7 @@ def train_missing(folder: Path, kinds: Mapping[str, Kind], runs: list[str] | Non
 def train_torchtitan(folder: Path, python: str) -> None:
     """Train torchtitan from the initial weights of titanlite on its batches."""
     inputs, interval = folder / "torchtitan_inputs.safetensors", KINDS["float32"].interval
-    save_file(initial_weights() | batches(STEPS), inputs)
+    save_file(initial_weights() | batches(TORCHTITAN_STEPS), inputs)
     for run, (ranks, layout) in TORCHTITAN_RUNS.items():
         own = folder_of(folder, WITH_TORCHTITAN, run)
         if (own / "done").exists():
@@ -356,9 +368,10 @@ def write_kind(out: TextIO, folder: Path, name: str, runs: list[str], steps: int
     losses = {run: losses_of(own) for run, own in folders.items()}
     if {len(each) for each in losses.values()} != {steps}:
         raise ValueError(f"{name}: the runs have { {run: len(each) for run, each in losses.items()} } steps")
-    kills = folders.get(RESUMED, folder) / "kills.txt"
-    for line in kills.read_text().splitlines() if kills.exists() else []:
-        print(f"# {name}: {line}", file=out)
+    for run, own in folders.items():
+        events = own / "events.txt"
+        for line in events.read_text().splitlines() if events.exists() else []:
+            print(f"# {name}: {run}: {line}", file=out)
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["kind", name])
     writer.writerow(["quantity", "step", ONE, *runs])
@@ -388,7 +401,7 @@ def write_log(out: TextIO, folder: Path) -> None:
             write_kind(out, folder, name, runs, kind.steps, kind.interval)
     if folder_of(folder, WITH_TORCHTITAN, ONE).exists():
         runs = [run for run in TORCHTITAN_RUNS if run != ONE]
-        write_kind(out, folder, WITH_TORCHTITAN, runs, STEPS, KINDS["float32"].interval)
+        write_kind(out, folder, WITH_TORCHTITAN, runs, TORCHTITAN_STEPS, KINDS["float32"].interval)
 
 
 def read_log(file: Path) -> dict[str, Distances]:
@@ -423,40 +436,28 @@ def table(log: Mapping[str, Distances]) -> Iterator[str]:
 def draw(log: Mapping[str, Distances], file: Path) -> None:
     """Draw the distances of losses and weights, a column for each kind. Of ten neighbouring losses the largest distance
     is drawn; what is 0 is not."""
-    titles = {
-        "float64": "float64",
-        "float64, experts": "float64, with experts",
-        "float32": "float32",
-        WITH_TORCHTITAN: "torchtitan 0.2.2, float32",
-    }
-    figure = Figure((15, 8.2), layout="constrained")
+    figure = Figure((15, 7.2), layout="constrained")
     grid = figure.subplots(2, len(log), sharey="row", sharex="col", squeeze=False)
     for column, (kind, distances) in enumerate(log.items()):
         for row, quantity in enumerate(("loss", "weights")):
             axes = grid[row][column]
-            for number, (run, points) in enumerate(distances[quantity].items()):
-                style = style_of(run, number)
+            layouts = [run for run in distances[quantity] if run != RESUMED and not run.startswith(ONE)]
+            for run, points in distances[quantity].items():
+                style = CONTROLS.get(run) or {"color": COLORS[layouts.index(run)]}
                 points = largest_of(points, 10) if quantity == "loss" else points
                 points = [(step, distance) for step, distance in points if distance]
-                axes.plot(*zip(*points, strict=True), label=run, **style) if points else None
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=run, **({"linewidth": 1.2} | style))
             axes.set_yscale("log")
             axes.grid(color="#dddddd", linewidth=0.5)
-        grid[0][column].set_title(titles[kind])
+        grid[0][column].set_title(kind)
         grid[1][column].set_xlabel("step")
-        grid[1][column].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    grid[0][0].set_ylabel("distance of the loss from one process")
-    grid[1][0].set_ylabel("distance of the weights from one process")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+        grid[1][column].legend(fontsize=8, ncols=2, frameon=False, **below)
+    grid[0][0].set_ylabel("loss: distance from one process")
+    grid[1][0].set_ylabel("weights: distance from one process")
     figure.savefig(file, dpi=110)
-    print(f"wrote {file.relative_to(ROOT)}: {file.stat().st_size / 1024:.0f} KiB")
-
-
-def style_of(run: str, number: int) -> dict[str, Any]:
-    """Return how a line is drawn: controls black, the killed run red, layouts in colors."""
-    if run.startswith(ONE):
-        return {"color": "black", "linestyle": "--" if "accumulation" in run else ":", "linewidth": 2, "zorder": 3}
-    if run == RESUMED:
-        return {"color": "#d00000", "linewidth": 2, "zorder": 3}
-    return {"color": COLORS[number % len(COLORS)], "linewidth": 1}
+    print(f"wrote {file}: {file.stat().st_size / 1024:.0f} KiB")
 
 
 def largest_of(points: list[tuple[int, float]], n: int) -> list[tuple[int, float]]:

@@ -247,6 +247,8 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance):
     }
     lines = [*layout_distance.table(read)][2:]
     assert lines == ["| a, kind | same, again | 0 | 0 | 0 |", "| a, kind | TP 2 | 2.5e-01 | 6.2e-02 | 6.2e-02 |"]
+    layout_distance.draw(read, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="steps"):
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", runs, steps=3, interval=2)
     write_run(folder_of("CP 2"), [4.0, 2.0], 8.0, first_step=2)
@@ -254,6 +256,7 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance):
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", ["CP 2"], steps=2, interval=2)
 
 
+@pytest.mark.timeout(1800)
 def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance):
     layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
     kind = layout_distance.KINDS["float64"]._replace(steps=18, interval=3, layouts=layouts, in_turn=(*layouts,))
