@@ -3,8 +3,6 @@
     python benchmarks/layout_distance.py train FOLDER [--only KIND ...] [--runs NAME ...]
     python benchmarks/layout_distance.py torchtitan FOLDER --python PYTHON
     python benchmarks/layout_distance.py log FOLDER > benchmarks/logs/layout_distance.log
-    python benchmarks/layout_distance.py table
-    python benchmarks/layout_distance.py figure
 
 `train` starts `titanlite train` for each run that FOLDER does not have yet: a Llama of two layers on the text that
 CPython carries, 1,000 steps in float32 and the first 200 of these in float64. A third kind has four layers and experts,
@@ -18,12 +16,14 @@ instead of its fused one. They show how far rounding alone drives two runs apart
 `killed, resumed` is one run of six launches. Each of the first five is ended by SIGKILL of all its processes between
 two checkpoints, and the next one resumes under another layout.
 
-`torchtitan` trains torchtitan 0.2.2 from the same weights on the same batches (torchtitan_recorded.py), 300 steps
-in float32, alone and under the layouts that it has on a CPU. Its layouts are compared with its own run in one process.
+`torchtitan` trains torchtitan 0.2.2 from the same weights on the same batches (torchtitan_recorded.py), 300 steps in
+float32, in one process and under the layouts that it has on a CPU. Without weight decay, which torchtitan also applies
+to norms, and without a decay of the learning rate both programs have the same recipe. So titanlite is trained with it
+too, and all runs of both programs are compared with torchtitan in one process.
 
 `log` prints the distances as comma-separated values. That of losses is |loss - loss of one process| / loss of one
-process; that of weights is the norm of the difference of all weights, over the norm of those of one process. `table`
-prints the largest ones of each run, and `figure` draws them into docs/images/layouts_equal_one_process.png.
+process; that of weights is the norm of the difference of all weights, over the norm of those of one process.
+layout_distance_figure.py prints the largest ones of each run and draws them.
 """
 
 import argparse
@@ -35,15 +35,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import psutil
 import torch
 from interleaved import Options, arguments_of, program
-from matplotlib.figure import Figure
 from python_path import ROOT, with_python_path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -54,24 +53,12 @@ from titanlite.config import Config, load
 from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
 
-LOG = ROOT / "benchmarks" / "logs" / "layout_distance.log"
-FIGURE = ROOT / "docs" / "images" / "layouts_equal_one_process.png"
 LOSS = "loss_metrics/global_avg_loss"
 ONE, AGAIN, RESUMED = "one process", "one process, again", "killed, resumed"
 ACCUMULATION, CHUNKED, MATH = (
     f"one process, {way}" for way in ("4 accumulation steps", "chunked loss", "math attention")
 )
-SEQUENCES, SEQ_LEN, STEPS, TORCHTITAN_STEPS = 8, 64, 1000, 300
-COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee7733", "#aa3377", "#999933", "#44aa99")
-CONTROLS: dict[str, dict[str, Any]] = {
-    AGAIN: {"color": "black"},
-    ACCUMULATION: {"color": "black", "linestyle": "--", "linewidth": 1.8},
-    CHUNKED: {"color": "black", "linestyle": ":", "linewidth": 1.8},
-    MATH: {"color": "black", "linestyle": "-.", "linewidth": 1.8},
-    RESUMED: {"color": "#d00000", "linewidth": 1.8},
-}
-Distances = dict[str, dict[str, list[tuple[int, float]]]]
-"""By quantity, loss or weights, and by run: pairs of a step and a distance."""
+SEQUENCES, SEQ_LEN, STEPS = 8, 64, 1000
 
 # A model that torchtitan has too: it scales the rotary embedding whatever the model is.
 MODEL: Options = {
@@ -148,11 +135,11 @@ IN_TURN_WITH_EXPERTS = (
     "TP 2, EP 2",
 )
 
-# The same in the words of torchtitan.
+# The same in the words of torchtitan, and what both programs are given so that they have the same recipe.
+SAME_RECIPE: Options = {"optimizer.weight_decay": 0, "lr_scheduler.decay_ratio": 0}
 TORCHTITAN: Options = {
     "model.flavor": "debugmodel",
     "training.mixed_precision_param": "float32",
-    "training.steps": TORCHTITAN_STEPS,
     "optimizer.implementation": "fused",
     "activation_checkpoint.mode": "none",
     "metrics.log_freq": 1,
@@ -167,6 +154,9 @@ TORCHTITAN_RUNS: dict[str, tuple[int, Options]] = {
     "TP 2": (2, {TP: 2, LOCAL: 8}),
     "DDP 2": (2, {HSDP: 2, FSDP: 1, LOCAL: 4}),
     "PP 2": (2, {PP: 2, SCHEDULE: "1F1B", LOCAL: 8, MICROBATCH: 4}),
+}
+BESIDE_TORCHTITAN: dict[str, Options] = {
+    f"titanlite, {run}": options for run, (_, options) in TORCHTITAN_RUNS.items() if run not in (AGAIN, ACCUMULATION)
 }
 
 
@@ -191,7 +181,7 @@ KINDS = {
     "float64, experts": Kind(MODEL | EXPERTS | FLOAT64, 200, 20, LAYOUTS_WITH_EXPERTS, IN_TURN_WITH_EXPERTS),
     "float32": Kind(MODEL, STEPS, 50, LAYOUTS, IN_TURN),
 }
-WITH_TORCHTITAN = "float32, torchtitan 0.2.2"
+WITH_TORCHTITAN, RECIPE_OF_BOTH = "float32, torchtitan 0.2.2", Kind(MODEL | SAME_RECIPE, 300, 50, BESIDE_TORCHTITAN, ())
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -289,15 +279,17 @@ def train_missing(folder: Path, kinds: Mapping[str, Kind], runs: list[str] | Non
 
 def train_torchtitan(folder: Path, python: str) -> None:
     """Train torchtitan from the initial weights of titanlite on its batches."""
-    inputs, interval = folder / "torchtitan_inputs.safetensors", KINDS["float32"].interval
-    save_file(initial_weights() | batches(TORCHTITAN_STEPS), inputs)
+    kind, inputs = RECIPE_OF_BOTH, folder / "torchtitan_inputs.safetensors"
+    save_file(initial_weights() | batches(kind.steps), inputs)
     for run, (ranks, layout) in TORCHTITAN_RUNS.items():
         own = folder_of(folder, WITH_TORCHTITAN, run)
         if (own / "done").exists():
             continue
         own.mkdir(parents=True)
-        script = [str(ROOT / "benchmarks" / "torchtitan_recorded.py"), str(inputs), str(own), str(interval)]
-        options = RECIPE | TORCHTITAN | {"job.dump_folder": str(own)} | layout
+        script = [str(ROOT / "benchmarks" / "torchtitan_recorded.py"), str(inputs), str(own), str(kind.interval)]
+        options = (
+            RECIPE | TORCHTITAN | SAME_RECIPE | {"training.steps": kind.steps, "job.dump_folder": str(own)} | layout
+        )
         command = program("torchtitan", ranks, script, options, python=python).command
         with (own / "output.log").open("w") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -306,6 +298,7 @@ def train_torchtitan(folder: Path, python: str) -> None:
             raise SystemExit(f"failed, see {own / 'output.log'}")
         (own / "done").touch()
         print(f"{WITH_TORCHTITAN}: {run}", flush=True)
+    train_missing(folder, {WITH_TORCHTITAN: kind}, [*BESIDE_TORCHTITAN])
 
 
 def reference_config() -> Config:
@@ -400,70 +393,8 @@ def write_log(out: TextIO, folder: Path) -> None:
             runs = [run for run in (*kind.runs, RESUMED) if run != ONE]
             write_kind(out, folder, name, runs, kind.steps, kind.interval)
     if folder_of(folder, WITH_TORCHTITAN, ONE).exists():
-        runs = [run for run in TORCHTITAN_RUNS if run != ONE]
-        write_kind(out, folder, WITH_TORCHTITAN, runs, TORCHTITAN_STEPS, KINDS["float32"].interval)
-
-
-def read_log(file: Path) -> dict[str, Distances]:
-    """Return the distances that a log has, by kind, quantity and run."""
-    result: dict[str, Distances] = {}
-    for row in csv.reader(line for line in file.read_text().splitlines() if not line.startswith("#")):
-        if row[0] == "kind":
-            distances = result[row[1]] = {}
-        elif row[0] == "quantity":
-            runs = row[3:]
-        else:
-            quantity = distances.setdefault(row[0], {run: [] for run in runs})
-            for run, number in zip(runs, row[3:], strict=True):
-                quantity[run].append((int(row[1]), float(number)))
-    return result
-
-
-def table(log: Mapping[str, Distances]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of the largest distances of each run."""
-    yield "| kind | run | losses, largest | weights, largest | weights, at the end |"
-    yield "| --- | --- | --- | --- | --- |"
-    for kind, distances in log.items():
-        for run, losses in distances["loss"].items():
-            weights = distances["weights"][run]
-            numbers = max(number for _, number in losses), max(number for _, number in weights), weights[-1][1]
-            yield " | ".join((f"| {kind}", run, *(f"{number:.1e}" if number else "0" for number in numbers))) + " |"
-
-
-# The figure -----------------------------------------------------------------------------------------------------------
-
-
-def draw(log: Mapping[str, Distances], file: Path) -> None:
-    """Draw the distances of losses and weights, a column for each kind. Of ten neighbouring losses the largest distance
-    is drawn; what is 0 is not."""
-    figure = Figure((15, 7.2), layout="constrained")
-    grid = figure.subplots(2, len(log), sharey="row", sharex="col", squeeze=False)
-    for column, (kind, distances) in enumerate(log.items()):
-        for row, quantity in enumerate(("loss", "weights")):
-            axes = grid[row][column]
-            layouts = [run for run in distances[quantity] if run != RESUMED and not run.startswith(ONE)]
-            for run, points in distances[quantity].items():
-                style = CONTROLS.get(run) or {"color": COLORS[layouts.index(run)]}
-                points = largest_of(points, 10) if quantity == "loss" else points
-                points = [(step, distance) for step, distance in points if distance]
-                if points:
-                    axes.plot(*zip(*points, strict=True), label=run, **({"linewidth": 1.2} | style))
-            axes.set_yscale("log")
-            axes.grid(color="#dddddd", linewidth=0.5)
-        grid[0][column].set_title(kind)
-        grid[1][column].set_xlabel("step")
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-        grid[1][column].legend(fontsize=8, ncols=2, frameon=False, **below)
-    grid[0][0].set_ylabel("loss: distance from one process")
-    grid[1][0].set_ylabel("weights: distance from one process")
-    figure.savefig(file, dpi=110)
-    print(f"wrote {file}: {file.stat().st_size / 1024:.0f} KiB")
-
-
-def largest_of(points: list[tuple[int, float]], n: int) -> list[tuple[int, float]]:
-    """Return the largest of every n neighbouring distances, at the last of their steps."""
-    groups = [points[first : first + n] for first in range(0, len(points), n)]
-    return [(group[-1][0], max(distance for _, distance in group)) for group in groups]
+        runs = [run for run in (*TORCHTITAN_RUNS, *BESIDE_TORCHTITAN) if run != ONE]
+        write_kind(out, folder, WITH_TORCHTITAN, runs, RECIPE_OF_BOTH.steps, RECIPE_OF_BOTH.interval)
 
 
 def main() -> None:
@@ -476,19 +407,13 @@ def main() -> None:
     with_torchtitan.add_argument("--python", required=True, help="Python of torchtitan's environment")
     for command in (training, with_torchtitan, commands.add_parser("log")):
         command.add_argument("folder", type=Path)
-    for name in ("table", "figure"):
-        commands.add_parser(name).add_argument("log", type=Path, nargs="?", default=LOG)
     arguments = parser.parse_args()
     if arguments.command == "train":
         train_missing(arguments.folder, {name: KINDS[name] for name in arguments.only}, arguments.runs)
     elif arguments.command == "torchtitan":
         train_torchtitan(arguments.folder, arguments.python)
-    elif arguments.command == "log":
-        write_log(sys.stdout, arguments.folder)
-    elif arguments.command == "table":
-        print(*table(read_log(arguments.log)), sep="\n")
     else:
-        draw(read_log(arguments.log), FIGURE)
+        write_log(sys.stdout, arguments.folder)
 
 
 if __name__ == "__main__":

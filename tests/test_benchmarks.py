@@ -197,12 +197,17 @@ def test_differences_of_two_checkouts_are_all_found(load_script):
 
 
 @pytest.fixture
+def figure(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "layout_distance_figure.py")
+
+
+@pytest.fixture
 def layout_distance(load_script) -> types.ModuleType:
     return load_script(BENCHMARKS / "layout_distance.py")
 
 
 def test_runs_of_layout_distance_have_valid_options(layout_distance):
-    for kind in layout_distance.KINDS.values():
+    for kind in (*layout_distance.KINDS.values(), layout_distance.RECIPE_OF_BOTH):
         assert {*kind.in_turn} <= {*kind.runs}
         assert all(one != following for one, following in itertools.pairwise(kind.in_turn))
         for options in kind.runs.values():
@@ -230,7 +235,7 @@ def write_run(folder: Path, losses: list[float], weight: float, *, first_step: i
     save_file({"w": torch.tensor([weight], dtype=torch.float64)}, folder / "step-2.safetensors")
 
 
-def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance):
+def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance, figure):
     runs, folder_of = ["same, again", "TP 2"], functools.partial(layout_distance.folder_of, tmp_path, "a, kind")
     write_run(folder_of("one process"), [4.0, 2.0], 8.0)
     write_run(folder_of("same, again"), [4.0, 2.0], 8.0)
@@ -238,16 +243,16 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance):
     log = tmp_path / "distances.log"
     with log.open("w") as out:
         layout_distance.write_kind(out, tmp_path, "a, kind", runs, steps=2, interval=2)
-    read = layout_distance.read_log(log)
+    read = figure.read_log(log)
     assert read == {
         "a, kind": {
             "loss": {"same, again": [(1, 0), (2, 0)], "TP 2": [(1, 0), (2, 0.25)]},
             "weights": {"same, again": [(2, 0)], "TP 2": [(2, 0.0625)]},
         }
     }
-    lines = [*layout_distance.table(read)][2:]
+    lines = [*figure.table(read)][2:]
     assert lines == ["| a, kind | same, again | 0 | 0 | 0 |", "| a, kind | TP 2 | 2.5e-01 | 6.2e-02 | 6.2e-02 |"]
-    layout_distance.draw(read, tmp_path / "figure.png")
+    figure.draw(read, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="steps"):
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", runs, steps=3, interval=2)
@@ -257,7 +262,7 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance):
 
 
 @pytest.mark.timeout(1800)
-def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance):
+def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance, figure):
     layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
     kind = layout_distance.KINDS["float64"]._replace(steps=18, interval=3, layouts=layouts, in_turn=(*layouts,))
     layout_distance.train_missing(tmp_path, {"float64": kind}, ["one process", *layouts, "killed, resumed"])
@@ -268,7 +273,7 @@ def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout
     assert kill
     assert 10 <= int(kill[1]) < 18
     assert int(kill[2]) in (6, 9, 12, 15)
-    for quantity in layout_distance.read_log(log)["float64"].values():
+    for quantity in figure.read_log(log)["float64"].values():
         assert all(distance < 1e-11 for run in runs for _, distance in quantity[run])
         assert all(any(distance for _, distance in quantity[run]) for run in runs)  # they are other runs
 
