@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import IterableDataset
 
-INPUTS, OUT, INTERVAL = (sys.argv.pop(1) for _ in range(3)) if len(sys.argv) > 3 else ("", ".", "1")
+INPUTS, OUT, INTERVAL = (sys.argv.pop(1) for _ in range(3)) if __name__ == "__main__" else ("", "", "")
 
 import torchtitan_cpu
 from torchtitan import train
