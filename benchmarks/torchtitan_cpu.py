@@ -37,7 +37,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pydoc_data.topics import topics
 from typing import Any
 from unittest import mock
@@ -47,6 +47,7 @@ import torch._utils
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 VERSION = "0.2.2"
@@ -165,6 +166,19 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def named_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters of all pipeline stages of this rank by name."""
+    return {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+
+
+def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of full tensors, of all pipeline stages. Every rank must call it."""
+    own = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    stages: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, {name: tensor.clone() for name, tensor in own.items()})
+    return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
 
 
 def main() -> None:

@@ -3,9 +3,12 @@
 import argparse
 import ast
 import builtins
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import io
+import itertools
 import json
 import os
 import re
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from titanlite.config import Config, Launch, check, load
 
@@ -36,7 +41,7 @@ def load_script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def load(path: Path) -> types.ModuleType:
-        if path.stem == "torchtitan_cpu":
+        if path.stem in ("torchtitan_cpu", "torchtitan_recorded"):
             pytest.importorskip("torchtitan", reason="runs in torchtitan's environment")
             if importlib.metadata.version("torchtitan") != "0.2.2":
                 pytest.skip("needs torchtitan 0.2.2")
@@ -186,6 +191,91 @@ def test_differences_of_two_checkouts_are_all_found(load_script):
     assert [line.split(":")[0] for line in differences(old, new)] == [*old]
     assert differences(old, {})
     assert differences({}, new)
+
+
+# Layouts and one process over many steps ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figure(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "layout_distance_figure.py")
+
+
+@pytest.fixture
+def layout_distance(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "layout_distance.py")
+
+
+def test_runs_of_layout_distance_have_valid_options(layout_distance):
+    for kind in (*layout_distance.KINDS.values(), layout_distance.RECIPE_OF_BOTH):
+        assert {*kind.in_turn} <= {*kind.runs}
+        assert all(one != following for one, following in itertools.pairwise(kind.in_turn))
+        for options in kind.runs.values():
+            loaded = load(["debug", *layout_distance.arguments_of(layout_distance.options_of(Path(), kind, options))])
+            ranks = loaded.config.parallelism.world_size
+            assert check(loaded, Launch(0, 0, ranks, ranks, n_devices=0)).parallelism.world_size == ranks
+
+
+def test_the_distance_of_tensors_by_hand(layout_distance):
+    reference = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]], dtype=torch.float64)}
+    assert layout_distance.distance(reference, reference) == 0
+    moved = {"a": torch.tensor([3.0, 0.3]), "b": torch.tensor([[3.6]], dtype=torch.float64)}
+    assert layout_distance.distance(moved, reference) == pytest.approx(0.5 / 5, rel=1e-7)  # 0.3 and 3 are float32
+    tiny = {"a": reference["a"], "b": reference["b"] + 2**-50}
+    assert layout_distance.distance(tiny, reference) == 2**-50 / 5
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        layout_distance.distance({"a": moved["a"]}, reference)
+
+
+def write_run(folder: Path, losses: list[float], weight: float, *, first_step: int = 1) -> None:
+    """Write what layout_distance.py reads of a run, with a checkpoint after the second step."""
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "loss_metrics/global_avg_loss": loss} for step, loss in enumerate(losses, first_step)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    save_file({"w": torch.tensor([weight], dtype=torch.float64)}, folder / "step-2.safetensors")
+
+
+def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance, figure):
+    runs, folder_of = ["same, again", "TP 2"], functools.partial(layout_distance.folder_of, tmp_path, "a, kind")
+    write_run(folder_of("one process"), [4.0, 2.0], 8.0)
+    write_run(folder_of("same, again"), [4.0, 2.0], 8.0)
+    write_run(folder_of("TP 2"), [4.0, 1.5], 8.5)
+    log = tmp_path / "distances.log"
+    with log.open("w") as out:
+        layout_distance.write_kind(out, tmp_path, "a, kind", runs, steps=2, interval=2)
+    read = figure.read_log(log)
+    assert read == {
+        "a, kind": {
+            "loss": {"same, again": [(1, 0), (2, 0)], "TP 2": [(1, 0), (2, 0.25)]},
+            "weights": {"same, again": [(2, 0)], "TP 2": [(2, 0.0625)]},
+        }
+    }
+    lines = [*figure.table(read)][2:]
+    assert lines == ["| a, kind | same, again | 0 | 0 | 0 |", "| a, kind | TP 2 | 2.5e-01 | 6.2e-02 | 6.2e-02 |"]
+    figure.draw(read, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="steps"):
+        layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", runs, steps=3, interval=2)
+    write_run(folder_of("CP 2"), [4.0, 2.0], 8.0, first_step=2)
+    with pytest.raises(ValueError, match="its steps are not 1, 2, 3"):
+        layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", ["CP 2"], steps=2, interval=2)
+
+
+@pytest.mark.timeout(1800)
+def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance, figure):
+    layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
+    kind = layout_distance.KINDS["float64"]._replace(steps=18, interval=3, layouts=layouts, in_turn=(*layouts,))
+    layout_distance.train_missing(tmp_path, {"float64": kind}, ["one process", *layouts, "killed, resumed"])
+    runs, log = [*layouts, "killed, resumed"], tmp_path / "distances.log"
+    with log.open("w") as out:
+        layout_distance.write_kind(out, tmp_path, "float64", runs, steps=kind.steps, interval=kind.interval)
+    kill = re.search(r"killed after step (\d+) of FSDP 2, resumed after step (\d+) as PP 2 \(GPipe\)", log.read_text())
+    assert kill
+    assert 10 <= int(kill[1]) < 18
+    assert int(kill[2]) in (6, 9, 12, 15)
+    for quantity in figure.read_log(log)["float64"].values():
+        assert all(distance < 1e-11 for run in runs for _, distance in quantity[run])
+        assert all(any(distance for _, distance in quantity[run]) for run in runs)  # they are other runs
 
 
 # The session on one GPU -----------------------------------------------------------------------------------------------

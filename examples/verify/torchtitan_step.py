@@ -21,7 +21,6 @@ import torch.distributed as dist
 from data import CONFIG, N_SEQUENCES, SEQ_LEN, VOCAB_SIZE, batch
 from folder import write_folder
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 OPTIONS = {
@@ -73,12 +72,8 @@ class Recorder(train.Trainer):
 
     def tensors(self, gradients: bool = False) -> dict[str, Tensor]:
         """Return the full weights or gradients of all pipeline stages. Every rank must call it."""
-        named = {name: p for part in self.model_parts for name, p in part.named_parameters()}
-        own = {name: p.grad if gradients else p.detach() for name, p in named.items()}
-        own = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in own.items()}
-        stages: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(stages, {name: tensor.clone() for name, tensor in own.items()})
-        return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
+        named = torchtitan_cpu.named_parameters(self.model_parts)
+        return torchtitan_cpu.full_tensors({name: p.grad if gradients else p.detach() for name, p in named.items()})
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Take the step, and keep what it began with, its gradients and its norm."""
