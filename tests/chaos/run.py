@@ -79,16 +79,16 @@ train_timeout_seconds = {self.timeout}
 TWO_RANKS = Scale()
 MANY_RANKS = Scale(
     ranks=64,
-    parallelism="data_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\ntensor_parallel_degree = 2",
+    parallelism="data_parallel_shard_degree = 64",  # gloo has threads for each group, which wake all the time
     local_batch_size=1,
-    global_batch_size=32,
-    steps=16,
+    global_batch_size=64,
+    steps=10,
     validation_interval=4,
-    startup_timeout=300,
+    save_interval=2,
+    startup_timeout=600,
     timeout=60,
-    slack=120.0,
+    slack=420.0,
 )
-"""64 ranks: replicas of shards of tensor-parallel halves."""
 CURVE = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen"
 SAVED = re.compile(r"step-(\d+)(\.unconfirmed)?")
 """Names of checkpoints from which a run may resume."""
