@@ -22,9 +22,8 @@ BY_DAY = [
 FAULTS_BY_NIGHT = 60
 OF_MANY_RANKS = [
     ("step", "SIGKILL to a rank"),
-    ("checkpoint write", "full disk"),
-    ("step", "SIGSTOP to a rank"),
-    ("validation", "SIGTERM to the launcher"),
+    ("checkpoint write", "SIGSTOP to a rank"),
+    ("step", "SIGTERM to the launcher"),
 ]
 
 
@@ -64,8 +63,7 @@ def test_64_ranks(tmp_path):
     campaign = Campaign(tmp_path, seed=0, scale=MANY_RANKS)
     try:
         for moment, fault in OF_MANY_RANKS:
-            if fault in campaign.faults:  # a full disk needs the right to mount one
-                campaign.round(moment, fault)
+            campaign.round(moment, fault)
         campaign.complete()
     finally:
         for folder in tmp_path.glob("folder-*"):

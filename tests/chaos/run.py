@@ -26,6 +26,7 @@ class Scale:
     parallelism: str = "data_parallel_shard_degree = 2"
     local_batch_size: int = 2
     global_batch_size: int = 8
+    n_layers: int = 2
     steps: int = 60
     validation_interval: int = 5
     save_interval: int = 3
@@ -42,7 +43,7 @@ class Scale:
         return f"""
 [model]
 dim = 128
-n_layers = 2
+n_layers = {self.n_layers}
 n_heads = 4
 n_kv_heads = 2
 ffn_dim = 256
@@ -82,11 +83,12 @@ MANY_RANKS = Scale(
     parallelism="data_parallel_shard_degree = 64",  # gloo has threads for each group, which wake all the time
     local_batch_size=1,
     global_batch_size=64,
-    steps=10,
-    validation_interval=4,
+    n_layers=1,
+    steps=6,
+    validation_interval=6,
     save_interval=2,
     startup_timeout=600,
-    timeout=60,
+    timeout=30,
     slack=420.0,
 )
 CURVE = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen"
