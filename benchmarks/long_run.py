@@ -167,10 +167,12 @@ class Run:
 
 
 def process_values(process: int) -> dict[str, Any]:
-    """Return the resident memory, the open files and the threads of a process."""
+    """Return the resident memory, the open files and the threads of a process. The resident memory that is not
+    anonymous is of files, which the kernel drops when memory is short."""
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return {
         "rss MiB": round(int(status["VmRSS"].split()[0]) / 1024, 2),
+        "anonymous MiB": round(int(status["RssAnon"].split()[0]) / 1024, 2),
         "files": len(os.listdir(f"/proc/{process}/fd")),
         "threads": int(status["Threads"]),
     }
@@ -276,12 +278,12 @@ def report(samples: list[dict[str, Any]]) -> None:
         n = max(len(part) // 5, 1)
         if len(part) < 2:
             continue
-        keys = "rss MiB", "files", "threads", "objects", "blocks", "cpu ms", "wall ms"
+        keys = "anonymous MiB", "rss MiB", "files", "threads", "objects", "blocks", "cpu ms", "wall ms"
         pairs = {key: [statistics.median(each[key] for each in some) for some in (part[:n], part[-n:])] for key in keys}
         steps = f"{part[0]['step']:,} to {part[-1]['step']:,}"
         print(f"steps {steps}{', after SIGKILL' if resumed else ''}: medians of the first and of the last {n} lines")
         for key, (first, last) in pairs.items():
-            print(f"    {key:8} {first:12,.3f} {last:12,.3f}")
+            print(f"    {key:13} {first:12,.3f} {last:12,.3f}")
         launcher = [part[0]["launcher"], part[-1]["launcher"]]
         print("    launcher, first and last line:", json.dumps(launcher))
 
