@@ -1,5 +1,6 @@
 """Counters that no test can count up to: the last steps that a config allows, billions of sequences, 2^53 tokens."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def shown_in_tensorboard(run: Path) -> dict[int, dict[str, float]]:
 
 
 def moved(run: Path, old: int, new: int, position: int) -> None:
-    """Make the checkpoint of a step the only one, and one of another step at another position in the data."""
+    """Make the checkpoint of a step one of another step, at another position in the data."""
     path = run / "checkpoint" / f"step-{old}"
     change_state(path, lambda state: state.update(step=new, data={**state["data"], "next_sequence": position}))
     path.rename(path.with_name(f"step-{new}"))
@@ -64,7 +65,9 @@ def test_the_last_steps_that_a_config_allows(runs, folder, streaming):  # noqa: 
     position = 3 * BATCH + (MOST_TOKENS // SEQ_LEN // period + 1) * period  # the sequences of step 4, far later
     (folder / "late" / "checkpoint").mkdir(parents=True)
     (folder / "early" / "checkpoint" / "step-3").rename(folder / "late" / "checkpoint" / "step-3")
+    shutil.copytree(folder / "late" / "checkpoint" / "step-3", folder / "late" / "checkpoint" / "step-9")
     moved(folder / "late", 3, MOST_ITEMS - 3, position)
+    change_state(folder / "late" / "checkpoint" / "step-9", lambda state: state.update(step=9))
     late = runs(1, "late", *options, f"--training.steps={MOST_ITEMS}")
 
     steps = [MOST_ITEMS - 2, MOST_ITEMS - 1, MOST_ITEMS]
@@ -79,7 +82,7 @@ def test_the_last_steps_that_a_config_allows(runs, folder, streaming):  # noqa: 
     for tag in COMPUTED:  # TensorBoard has float32
         expected = pytest.approx([row[tag] for row in late], rel=2**-24)
         assert [values[tag] for values in shown.values()] == expected, tag
-    assert complete_steps(folder / "late" / "checkpoint") == [MOST_ITEMS - 3, MOST_ITEMS - 1, MOST_ITEMS]
+    assert complete_steps(folder / "late" / "checkpoint") == [9, MOST_ITEMS - 3, MOST_ITEMS - 1, MOST_ITEMS]
 
 
 def test_every_sequence_comes_once_in_a_far_epoch():
