@@ -247,19 +247,25 @@ def beat(rank: int, world: int, port: int, seconds: float, counts: Any) -> None:
     counts.put(n)
 
 
-def store_rate(port: int, world: int, n_processes: int = 2, seconds: float = 5) -> dict[str, Any]:
-    """Return how many heartbeats a second the store serves, with all that a rank asks with each."""
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def store_rate(port: int, world: int, server: int, n_processes: int = 2, seconds: float = 5) -> dict[str, Any]:
+    """Return how many heartbeats the store serves, with all that a rank asks with each, and its CPU time for one."""
     context = multiprocessing.get_context("fork")
     counts = context.Queue()
     arguments = [(rank, world, port, seconds, counts) for rank in range(0, 2 * n_processes, 2)]
-    processes = [context.Process(target=beat, args=each) for each in arguments]
+    processes, begin = [context.Process(target=beat, args=each) for each in arguments], cpu_seconds(server)
     for process in processes:
         process.start()
     total = sum(counts.get() for _ in processes)
     for process in processes:
         process.join()
-    interval = made_up(0, world, port).interval
-    return {"heartbeats/s served": round(total / seconds), "needed": round(world / interval), "interval s": interval}
+    interval, server_us = made_up(0, world, port).interval, 1e6 * (cpu_seconds(server) - begin) / total
+    line = {"heartbeats/s served": round(total / seconds), "needed": round(world / interval), "interval s": interval}
+    return {"world": world, **line, "CPU us of the store per heartbeat": round(server_us, 1)}
 
 
 def connections(port: int, n: int, server: int) -> dict[str, Any]:
@@ -273,7 +279,7 @@ def connections(port: int, n: int, server: int) -> dict[str, Any]:
     return {"connections": len(kept), "s": round(time.monotonic() - begin, 1), "server MiB": round(rss() - before, 1)}
 
 
-def search(port: int, world: int, n_missing: int) -> dict[str, Any]:
+def search(port: int, world: int, n_missing: int, server: int) -> dict[str, Any]:
     """Return what the search for the rank that hangs takes one rank."""
     dog = made_up(0, world, port)
     dog._store = watchdog.ranks_store("localhost", port, 300)
@@ -284,9 +290,10 @@ def search(port: int, world: int, n_missing: int) -> dict[str, Any]:
     for key in keys[n_missing:]:
         dog._store.set(key, json.dumps(beat_of_rank))
     counting = dog._store = CountingStore(dog._store)
-    begin, wall = time.process_time(), time.monotonic()
+    begin, of_server, wall = time.process_time(), cpu_seconds(server), time.monotonic()
     dog._hang()
-    seconds = {"CPU s": cpu_seconds_since(begin), "s": round(time.monotonic() - wall, 2)}
+    seconds = {"CPU s": cpu_seconds_since(begin), "CPU s of the store": round(cpu_seconds(server) - of_server, 2)}
+    seconds["s"] = round(time.monotonic() - wall, 2)
     return {"world": world, "missing": n_missing, "search": seconds, **counting.take()}
 
 
@@ -296,10 +303,10 @@ def store() -> None:
     with subprocess.Popen(command, text=True, env=with_python_path(os.environ), **pipes) as server:
         port = int(server.stdout.readline())
         for world in WORLDS:
-            print(json.dumps({"world": world, **store_rate(port, world)}), flush=True)
+            print(json.dumps(store_rate(port, world, server.pid)), flush=True)
         for world in WORLDS:
-            print(json.dumps(search(port, world, 0)), flush=True)
-            print(json.dumps(search(port, world, world // 2)), flush=True)
+            print(json.dumps(search(port, world, 0, server.pid)), flush=True)
+            print(json.dumps(search(port, world, world // 2, server.pid)), flush=True)
         print(json.dumps(connections(port, 16_384, server.pid)), flush=True)
         server.stdin.close()
 
