@@ -21,7 +21,7 @@ from titanlite.parallel.shards import Slice
 
 ROOT = Path(__file__).parents[2]
 WORLD = 16_384
-HEARTBEATS_PER_SECOND = 256
+HEARTBEATS_PER_SECOND = 1024
 
 
 @dataclasses.dataclass
@@ -88,6 +88,20 @@ def test_the_search_for_what_hangs_is_linear(missing, behind, text):
     begin = time.process_time()
     dog._hang()
     assert seconds < 10 * (time.process_time() - begin) + 0.1, "much longer than where all are the same"
+
+
+def test_few_ranks_search_at_once_for_what_hangs(monkeypatch):
+    """All ranks of a world that hangs may find it in the same second. The heartbeats of 16,384 ranks are 3 MB."""
+    waits = []
+    monkeypatch.setattr(progress, "is_over", lambda seconds: True)
+    monkeypatch.setattr(watchdog.time, "sleep", waits.append)
+    for rank in (*range(100), WORLD - 1):
+        dog = watchdog.Watchdog(Launch(rank, 0, WORLD, 8, n_devices=8), Comm(), Path("run"))
+        dog._store = FakeStore({"end": b"{}"})  # another rank has found it meanwhile
+        assert dog._own_hang() is None
+        assert dog._store.calls == 1
+    assert [sum(wait < seconds for wait in waits) for seconds in (1, 2, 5)] == [1, 3, 31]
+    assert max(waits) < 15
 
 
 def test_a_rank_makes_its_groups_with_as_many_calls_of_the_store_in_any_world():

@@ -34,7 +34,7 @@ from titanlite.launch.process_table import machine
 BACKSTOP_SECONDS = 15
 """By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
 INTERVAL_SECONDS = 1.0
-"""Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
+"""Between two heartbeats, for up to 1,024 ranks; with more ranks less often, so that the store has 1,024 a second."""
 COMPILES = "forward and backward"
 """The activity that may take long on all ranks alike, in the first step."""
 LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
@@ -49,7 +49,7 @@ class Watchdog:
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
         self.machine = machine()
-        self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
+        self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
         self._answered = progress.now()  # when the store did last
         self._finished, self._begun = threading.Event(), False
@@ -183,8 +183,8 @@ class Watchdog:
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # not all at once: the first that finds the cause saves the others the work
-            time.sleep(5 * self.launch.rank / world_size)
+        if world_size > 64:  # one, then two, four, ... in a second: the first that finds the cause saves others the work
+            time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
         return self._hang()
