@@ -183,7 +183,7 @@ class Watchdog:
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # one, then two, four, ... in a second: the first that finds the cause saves others the work
+        if world_size > 64:  # one, then two, four, ... in a second: the first that finds the cause saves the others it
             time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
