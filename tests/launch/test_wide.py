@@ -87,7 +87,7 @@ def test_the_search_for_what_hangs_is_linear(missing, behind, text):
     dog._store = heartbeats(dog)
     begin = time.process_time()
     dog._hang()
-    assert seconds < 10 * (time.process_time() - begin) + 0.1, "much longer than where all are the same"
+    assert seconds < 3 * (time.process_time() - begin) + 0.1, "much longer than where all are the same"
 
 
 def test_few_ranks_search_at_once_for_what_hangs(monkeypatch):
