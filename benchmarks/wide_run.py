@@ -6,7 +6,7 @@ groups: one rank of a world whose other ranks do not exist makes all process gro
     and calls of the store.
 ranks: all ranks exist, and train two steps with a checkpoint: calls of the store by each until the end. They are forked
     from one process that has imported the program; --worlds says how many.
-store: the watchdog's own loop against a TCPStore in another process, as fast as it can; as many connections as ranks;
+store: the watchdog's own loop against a TCPStore in another process, as fast as it can; 2,048 connections;
     and the search for the rank that hangs among the heartbeats of all ranks.
 index: the checkpoint's manifest of configs/405b.toml, from the slices that each rank would save: bytes that rank 0
     gathers, its size, and the seconds to build it, to read it, and to find in it what a rank loads.
@@ -145,7 +145,7 @@ def make_groups(world: int) -> None:
         "group of the data": lambda: dist.new_group(backend="gloo"),
         "group of the checkpoints": lambda: dist.new_group(backend="gloo"),
     }
-    with mock.patch.object(process_group, "ranks_store", lambda *place: store):
+    with mock.patch.object(process_group, "ranks_store", return_value=store):
         for name, step in steps.items():
             begin = time.process_time()
             step()
@@ -258,11 +258,11 @@ def store_rate(port: int, world: int, server: int, n_processes: int = 2, seconds
     counts = context.Queue()
     arguments = [(rank, world, port, seconds, counts) for rank in range(0, 2 * n_processes, 2)]
     processes, begin = [context.Process(target=beat, args=each) for each in arguments], cpu_seconds(server)
-    for process in processes:
-        process.start()
+    for each in processes:
+        each.start()
     total = sum(counts.get() for _ in processes)
-    for process in processes:
-        process.join()
+    for each in processes:
+        each.join()
     interval, server_us = made_up(0, world, port).interval, 1e6 * (cpu_seconds(server) - begin) / total
     line = {"heartbeats/s served": round(total / seconds), "needed": round(world / interval), "interval s": interval}
     return {"world": world, **line, "CPU us of the store per heartbeat": round(server_us, 1)}
@@ -307,7 +307,7 @@ def store() -> None:
         for world in WORLDS:
             print(json.dumps(search(port, world, 0, server.pid)), flush=True)
             print(json.dumps(search(port, world, world // 2, server.pid)), flush=True)
-        print(json.dumps(connections(port, 16_384, server.pid)), flush=True)
+        print(json.dumps(connections(port, 2048, server.pid)), flush=True)
         server.stdin.close()
 
 
