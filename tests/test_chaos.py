@@ -11,7 +11,7 @@ import pytest
 from tests.chaos import runner
 from tests.chaos.faults import FAULTS, restore, tear, unmount
 from tests.chaos.moments import MOMENTS
-from tests.chaos.run import CURVE, curve
+from tests.chaos.run import CURVE, MANY_RANKS, TWO_RANKS, curve
 from tests.chaos.runner import Campaign, final_problems, table
 
 BY_DAY = [
@@ -20,6 +20,11 @@ BY_DAY = [
     ("step", "torn checkpoint"),
 ]
 FAULTS_BY_NIGHT = 60
+OF_MANY_RANKS = [
+    ("step", "SIGKILL to a rank"),
+    ("checkpoint write", "SIGSTOP to a rank"),
+    ("step", "SIGTERM to the launcher"),
+]
 
 
 @pytest.fixture
@@ -51,6 +56,20 @@ def test_many_faults(campaign):
         campaign.any_round()
     campaign.complete()
     assert_no_problems(campaign)
+
+
+@pytest.mark.timeout(3600)
+def test_64_ranks(tmp_path):
+    campaign = Campaign(tmp_path, seed=0, scale=MANY_RANKS)
+    try:
+        for moment, fault in OF_MANY_RANKS:
+            campaign.round(moment, fault)
+        campaign.complete()
+    finally:
+        for folder in tmp_path.glob("folder-*"):
+            unmount(folder)
+    assert_no_problems(campaign)
+    assert [record.outcome for record in campaign.records][-1] == "completed"
 
 
 def test_each_fault_names_moments_that_exist():
@@ -93,7 +112,7 @@ def test_what_is_left_is_found(completed, name):
 
 @pytest.mark.parametrize(("step", "problems"), [(12, []), (30, ["21 steps were taken after the signal"])])
 def test_a_stop_that_is_ignored_is_found(tmp_path, step, problems):
-    run = mock.MagicMock(folder=tmp_path)
+    run = mock.MagicMock(folder=tmp_path, scale=TWO_RANKS)
     run.launcher.returncode = 0
     run.step.return_value, run.resumed_after.return_value, run.new_temporary_files.return_value = step, 9, []
     record = runner.Round(1, "imports", "SIGINT twice", "async")

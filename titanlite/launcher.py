@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
         require_torchft()
     restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
     environment = environment_of_ranks(ranks) | launch_variables(loaded)
-    raise_open_file_limit()  # the launcher on the first node has a connection to every rank
+    raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
     from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.chaos.run import TIMEOUT, Run, rows, saved_steps
+from tests.chaos.run import TWO_RANKS, Run, rows, saved_steps
 
 EARLY = "before ranks", "imports", "first step"
 TRAINING = "step", "checkpoint write", "validation"
@@ -128,7 +128,7 @@ def torn_token_cache(run: Run, draw: random.Random) -> None:
     tear(draw.choice(sorted(files)), draw)
 
 
-STOP, KILL, HANG = 30, 15, TIMEOUT + 15
+STOP, KILL, HANG = 30, 15, TWO_RANKS.timeout + 15
 RANKS_EXIST = "imports", "first step", *TRAINING
 FAULTS: dict[str, Fault] = {
     "SIGKILL to the launcher": Fault(send(signal.SIGKILL, to="launcher"), "failed", KILL),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.run import STEPS, VALIDATION_INTERVAL, Run
+from tests.chaos.run import Run
 
 Moment = Callable[[Run, random.Random], None]
 
@@ -23,7 +23,7 @@ def before_ranks(run: Run, draw: random.Random) -> None:
 
 def during_imports(run: Run, draw: random.Random) -> None:
     """Ranks exist, and import torch, connect, or build the token cache."""
-    run.wait_until(lambda: len(run.ranks()) == 2)
+    run.wait_until(lambda: len(run.ranks()) == run.scale.ranks)
     time.sleep(draw.uniform(0, 3))
 
 
@@ -36,7 +36,7 @@ def first_step(run: Run, draw: random.Random) -> None:
 def a_step(run: Run, draw: random.Random) -> None:
     """Some steps were taken."""
     first, steps = first_step_of(run), draw.randint(1, 8)
-    run.wait_until(lambda: run.step() >= min(first + steps, STEPS - 1))
+    run.wait_until(lambda: run.step() >= min(first + steps, run.scale.steps - 1))
     time.sleep(draw.uniform(0, 0.1))
 
 
@@ -49,14 +49,14 @@ def checkpoint_write(run: Run, draw: random.Random) -> None:
 
 def validation(run: Run, draw: random.Random) -> None:
     """A validation is next, or runs."""
-    at = (first_step_of(run) // VALIDATION_INTERVAL + 1) * VALIDATION_INTERVAL
-    run.wait_until(lambda: run.step() >= min(at, STEPS) - 1)
+    at = (first_step_of(run) // run.scale.validation_interval + 1) * run.scale.validation_interval
+    run.wait_until(lambda: run.step() >= min(at, run.scale.steps) - 1)
     time.sleep(draw.uniform(0, 0.3))
 
 
 def the_end(run: Run, draw: random.Random) -> None:
     """The last steps, the last save, or the exit."""
-    run.wait_until(lambda: run.step() >= STEPS - 1)
+    run.wait_until(lambda: run.step() >= run.scale.steps - 1)
     time.sleep(draw.uniform(0, 1))
 
 

@@ -1,6 +1,7 @@
 """One run of a tiny model on two ranks, as a user starts it, and what can be seen of it from outside."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -15,44 +16,81 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-STEPS, VALIDATION_INTERVAL, SAVE_INTERVAL = 60, 5, 3
-STARTUP_TIMEOUT, TIMEOUT = 20, 8
-"""comm.init_timeout_seconds and comm.train_timeout_seconds"""
-CONFIG = f"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How many ranks a run has, and how long it is."""
+
+    ranks: int = 2
+    parallelism: str = "data_parallel_shard_degree = 2"
+    local_batch_size: int = 2
+    global_batch_size: int = 8
+    n_layers: int = 2
+    steps: int = 60
+    validation_interval: int = 5
+    save_interval: int = 3
+    startup_timeout: int = 20
+    """comm.init_timeout_seconds"""
+    timeout: int = 8
+    """comm.train_timeout_seconds"""
+    slack: float = 0.0
+    """Seconds to add to every limit, where ranks are many and cores are few."""
+
+    @property
+    def config(self) -> str:
+        """The config of the run, as TOML."""
+        return f"""
 [model]
 dim = 128
-n_layers = 2
+n_layers = {self.n_layers}
 n_heads = 4
 n_kv_heads = 2
 ffn_dim = 256
 
 [training]
 seq_len = 64
-local_batch_size = 2
-global_batch_size = 8
-steps = {STEPS}
+local_batch_size = {self.local_batch_size}
+global_batch_size = {self.global_batch_size}
+steps = {self.steps}
 
 [parallelism]
-data_parallel_shard_degree = 2
+{self.parallelism}
 
 [metrics]
 log_freq = 1
 
 [validation]
 enable = true
-freq = {VALIDATION_INTERVAL}
+freq = {self.validation_interval}
 steps = 4
 
 [checkpoint]
 enable = true
-interval = {SAVE_INTERVAL}
+interval = {self.save_interval}
 keep_latest_k = 3
 on_corrupt = "previous"
 
 [comm]
-init_timeout_seconds = {STARTUP_TIMEOUT}
-train_timeout_seconds = {TIMEOUT}
+init_timeout_seconds = {self.startup_timeout}
+train_timeout_seconds = {self.timeout}
 """
+
+
+TWO_RANKS = Scale()
+MANY_RANKS = Scale(
+    ranks=64,
+    parallelism="data_parallel_shard_degree = 64",  # gloo has threads for each group, which wake all the time
+    local_batch_size=1,
+    global_batch_size=64,
+    n_layers=1,
+    steps=8,
+    validation_interval=8,
+    save_interval=2,
+    startup_timeout=600,
+    timeout=30,
+    slack=420.0,
+)
 CURVE = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen"
 SAVED = re.compile(r"step-(\d+)(\.unconfirmed)?")
 """Names of checkpoints from which a run may resume."""
@@ -68,14 +106,15 @@ class Run:
     They are found by a variable of their environment, orphans too.
     """
 
-    def __init__(self, folder: Path, save: str):
+    def __init__(self, folder: Path, save: str, scale: Scale = TWO_RANKS):
         """Start `titanlite train` with folder/run as its dump folder; `save` is checkpoint.async_mode."""
+        self.scale = scale
         self.folder, self.mark = folder, f"TITANLITE_CHAOS={uuid.uuid4().hex}"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._files_before = set(self.temporary.iterdir())
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it is not in the folder, whose disk may be full
-        (folder / "chaos.toml").write_text(CONFIG)
+        (folder / "chaos.toml").write_text(scale.config)
         inherited = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "RANK")}
         name, value = self.mark.split("=")
         variables = {name: value, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -123,7 +162,7 @@ class Run:
 
     def step(self) -> int:
         """Return the last step that the run has printed; 0 before the first one."""
-        return max((int(step) for step in re.findall(rf"step +(\d+)/{STEPS} ", self.output())), default=0)
+        return max((int(step) for step in re.findall(rf"step +(\d+)/{self.scale.steps} ", self.output())), default=0)
 
     def resumed_after(self) -> int | None:
         """Return the step that the run says it resumed after; 0 if it trained from the first step; None if unknown."""
@@ -138,9 +177,9 @@ class Run:
 
     # Waiting and ending -----------------------------------------------------------------------------------------------
 
-    def wait_until(self, condition: Callable[[], bool], seconds_between: float = 0.02, limit: float = 120) -> None:
-        """Wait for a condition. Raise Ended if the run ended first, or nothing happened within `limit` seconds."""
-        deadline = time.monotonic() + limit
+    def wait_until(self, condition: Callable[[], bool], seconds_between: float = 0.02) -> None:
+        """Wait for a condition. Raise Ended if the run ended first, or nothing happened for two minutes."""
+        deadline = time.monotonic() + 120 + self.scale.slack
         while not condition():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
                 raise Ended

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.chaos.faults import EARLY, FAULTS, Fault, disk_of_its_own, forget, restore, unmount
 from tests.chaos.moments import MOMENTS
-from tests.chaos.run import STEPS, Ended, Run, curve, rows, saved_steps
+from tests.chaos.run import TWO_RANKS, Ended, Run, Scale, curve, rows, saved_steps
 
 LIMIT_OF_A_CLEAN_RUN = 180
 SAVES = "disabled", "async"
@@ -46,7 +46,8 @@ class Round:
 class Campaign:
     """Rounds with one seed. The choices follow from the seed; the times of the processes do not."""
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, scale: Scale = TWO_RANKS):
+        self.scale = scale
         self.folder, self.draw, self.records = folder, random.Random(seed), []
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it in the background; a run inherits it
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,10 +63,10 @@ class Campaign:
 
     def undisturbed(self) -> dict[int, tuple[Any, ...]]:
         folder = self.folder / "undisturbed"
-        with Run(folder, "disabled") as run:
-            ended = run.ends_within(LIMIT_OF_A_CLEAN_RUN)
+        with Run(folder, "disabled", self.scale) as run:
+            ended = run.ends_within(LIMIT_OF_A_CLEAN_RUN + self.scale.slack)
         steps = curve(folder)
-        assert (ended, run.launcher.returncode, len(steps)) == (True, 0, STEPS), run.output()
+        assert (ended, run.launcher.returncode, len(steps)) == (True, 0, self.scale.steps), run.output()
         return steps
 
     def any_round(self) -> Round:
@@ -80,7 +81,7 @@ class Campaign:
         record = Round(self.n_rounds, moment, fault, SAVES[self.n_rounds % len(SAVES)])
         saved = saved_steps(folder)
         torn = any(folder.rglob("*.whole"))
-        with Run(folder, record.save) as run:
+        with Run(folder, record.save, self.scale) as run:
             try:
                 MOMENTS[moment](run, self.draw)
                 if run.resumed_after() is not None:
@@ -96,16 +97,17 @@ class Campaign:
         record.status = run.launcher.returncode
         self.check_start(run, record, saved, torn)
         self.write(record, run)
-        if saved_steps(folder)[-1:] == [STEPS]:
+        if saved_steps(folder)[-1:] == [self.scale.steps]:
             self.complete()
         return record
 
     def check_end(self, run: Run, record: Round, fault: Fault, begin: float) -> None:
-        ended = run.ends_within(fault.seconds)
+        limit = fault.seconds + run.scale.slack
+        ended = run.ends_within(limit)
         record.seconds = time.monotonic() - begin
         record.step = max(rows(run.folder), default=0)
         if not ended:
-            record.problems.append(f"after {fault.seconds} s left: {left_over(run)}")
+            record.problems.append(f"after {limit} s left: {left_over(run)}")
             record.outcome = "did not end"
             return
         status = run.launcher.returncode
@@ -124,7 +126,7 @@ class Campaign:
             record.problems.append(f"traceback: {last_lines(run)}")
         if status == 0 and run.step() and saved_steps(run.folder)[-1:] != [run.step()]:
             record.problems.append(f"stopped after step {run.step()}, saved {saved_steps(run.folder)[-1:]}")
-        if fault.end == "failed" and status == 0 and record.step < STEPS:
+        if fault.end == "failed" and status == 0 and record.step < run.scale.steps:
             record.problems.append("exit status 0 though it failed")
 
     def check_start(self, run: Run, record: Round, saved: list[int], torn: bool) -> None:
@@ -153,9 +155,9 @@ class Campaign:
         record = Round(self.n_rounds, "", "none: the run is completed", SAVES[self.n_rounds % len(SAVES)])
         saved, torn = saved_steps(folder), any(folder.rglob("*.whole"))
         begin = time.monotonic()
-        with Run(folder, record.save) as run:
-            if not run.ends_within(LIMIT_OF_A_CLEAN_RUN):
-                record.problems.append(f"after {LIMIT_OF_A_CLEAN_RUN} s left: {left_over(run)}")
+        with Run(folder, record.save, self.scale) as run:
+            if not run.ends_within(LIMIT_OF_A_CLEAN_RUN + self.scale.slack):
+                record.problems.append(f"after {LIMIT_OF_A_CLEAN_RUN + self.scale.slack} s left: {left_over(run)}")
         record.seconds, record.status, record.outcome = time.monotonic() - begin, run.launcher.returncode, "completed"
         self.check_start(run, record, saved, torn)
         if record.outcome == "rejected":

@@ -523,3 +523,20 @@ def test_a_low_limit_on_open_files_is_one_line(monkeypatch: pytest.MonkeyPatch, 
         assert problems(launcher.raise_open_file_limit) == [line]
     else:
         launcher.raise_open_file_limit()
+
+
+@pytest.mark.parametrize(("node", "limit", "rejected"), [(0, 2303, True), (0, 2304, False), (1, 256, False)])
+def test_the_first_node_needs_two_connections_to_every_rank(monkeypatch, tmp_path, node, limit, rejected):
+    """They are those of the watchdog and of torch. The launch of 1,024 ranks would wait forever without one."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    for name, value in {"NNODES": 256, "NODE_RANK": node, "MASTER_ADDR": "localhost", "NGPU": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("titanlite.launch.agent.run_ranks", lambda *arguments, **options: 0)
+    monkeypatch.setattr(launcher, "listen_as_launcher", lambda: None)
+    arguments = ["debug", f"--job.dump_folder={tmp_path}", "--training.local_batch_size=1"]
+    if rejected:
+        line = f"environment: ulimit -n = {limit}: expected at least 2304 open files; raise the limit"
+        assert problems(lambda: launcher.main(arguments)) == [line]
+    else:
+        assert launcher.main(arguments) == 0

@@ -72,6 +72,25 @@ def test_an_interrupt_and_a_hangup_stop(launch: Launch, number: signal.Signals):
     assert finish(process) == (0, "stops\n", "")
 
 
+def test_a_signal_that_a_library_handles_stops_nothing(tmp_path: Path):
+    """Every signal with a handler in Python wakes the thread that reads them, as SIGCHLD of torch's DataLoader."""
+    script = """
+import os, signal
+from titanlite.launch.process import Signals
+handled, received = [], []
+signal.signal(signal.SIGUSR2, lambda number, frame: handled.append(number))
+Signals().listen(received.append)
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+while signal.SIGTERM not in received:
+    pass
+print(len(handled), *received)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == (f"1 {signal.SIGTERM.value}\n", "")
+
+
 def test_under_nohup_a_hangup_is_ignored_and_other_signals_are_not(launch: Launch):
     process = launch(WAIT, hangup=signal.SIG_IGN)
     wait_for_ranks(process)

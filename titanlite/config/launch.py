@@ -57,14 +57,14 @@ def count_from_environment(environment: Mapping[str, str], name: str, least: int
     return int(text)
 
 
-def raise_open_file_limit() -> None:
-    """Let this process and those that it starts open as many files as the hard limit allows: each connection is one.
-    Raises ConfigError if that is too few: torch would wait forever for a connection that it cannot open."""
+def raise_open_file_limit(connections: int = 0) -> None:
+    """Let this process and its children open as many files as the hard limit allows: each connection is one, and the
+    first node's launcher has two to every rank. Raises ConfigError if that is too few: torch would wait forever."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_OPEN_FILES:  # -1: infinite
-        problem = f"environment: ulimit -n = {hard}: expected at least {LEAST_OPEN_FILES} open files; raise the limit"
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < (least := LEAST_OPEN_FILES + connections):  # -1: infinite
+        problem = f"environment: ulimit -n = {hard}: expected at least {least} open files; raise the limit"
         raise ConfigError([problem])
 
 

@@ -73,7 +73,7 @@ class Signals:
 
         def read() -> None:
             while numbers := os.read(read_end, 64):
-                for number in numbers:
+                for number in filter(SIGNALS.__contains__, numbers):  # any with a handler in Python comes here
                     received(number)
 
         threading.Thread(target=read, name="signals", daemon=True).start()

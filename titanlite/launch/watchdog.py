@@ -34,7 +34,7 @@ from titanlite.launch.process_table import machine
 BACKSTOP_SECONDS = 15
 """By how much the timeouts of process groups exceed the watchdog's, which names the rank."""
 INTERVAL_SECONDS = 1.0
-"""Between two heartbeats, for up to 256 ranks; with more ranks less often, so that the store has 256 a second."""
+"""Between two heartbeats, for up to 1,024 ranks; with more ranks less often, so that the store has 1,024 a second."""
 COMPILES = "forward and backward"
 """The activity that may take long on all ranks alike, in the first step."""
 LOST_CONNECTION = re.compile(r"closed by peer|[Cc]onnection [a-z]+|Broken pipe|[Tt]imed out|[Tt]imeout|ncclRemoteError")
@@ -49,7 +49,7 @@ class Watchdog:
     def __init__(self, launch: Launch, comm: Comm, dump_folder: Path):
         self.launch, self.comm, self.dump_folder = launch, comm, dump_folder
         self.machine = machine()
-        self.interval = max(INTERVAL_SECONDS, launch.world_size / 256)
+        self.interval = max(INTERVAL_SECONDS, launch.world_size / 1024)
         self._requests: queue.Queue[tuple[dict[str, Any], queue.Queue[dict[str, Any]]]] = queue.Queue()
         self._answered = progress.now()  # when the store did last
         self._finished, self._begun = threading.Event(), False
@@ -58,8 +58,8 @@ class Watchdog:
 
     @property
     def timeout(self) -> float:
-        """Seconds without a sign of life, or without progress, after which a rank counts as hanging."""
-        return self.comm.init_timeout_seconds if progress.train_timeout is None else progress.train_timeout
+        """Seconds without a sign of life, or without progress, after which a rank hangs; at least 3 intervals."""
+        return max(3 * self.interval, progress.train_timeout or self.comm.init_timeout_seconds)
 
     def __enter__(self) -> None:
         if self.launch.world_size > 1 and "MASTER_ADDR" in os.environ:
@@ -183,8 +183,8 @@ class Watchdog:
         if not progress.is_over(self.comm.init_timeout_seconds) or now - self._looked < 60:
             return None
         self._looked = now
-        if world_size > 64:  # not all at once: the first that finds the cause saves the others the work
-            time.sleep(5 * self.launch.rank / world_size)
+        if world_size > 64:  # one, then two, four, ... in a second: the first that finds the cause saves the others it
+            time.sleep(math.log2(1 + self.launch.rank))
             if self._store.check(["end"]):
                 return None
         return self._hang()
@@ -209,17 +209,17 @@ class Watchdog:
         keys, missing = [f"rank/{rank}" for rank in range(self.launch.world_size)], []
         if not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        here = [rank for rank in range(len(keys)) if rank not in missing]
+        here = sorted({*range(len(keys))} - {*missing})
         contents = self._store.multi_get([keys[rank] for rank in here])
         beats = {rank: json.loads(content) for rank, content in zip(here, contents, strict=True)}
-        stacks = f"Python stacks: {self.dump_folder / 'stacks'}"
         hanging: dict[str, Any] = {}
         if silent is not None and silent in beats:
             hanging = {"rank": silent, "silent": True, **beats[silent]}
             text = f"{_where(silent, beats[silent])} has given no sign of life for {self.timeout} s; "
             text += f"its last heartbeat came from {beats[silent]['activity']!r}"
         elif missing:
-            text = f"rank {', '.join(map(str, missing))} has not started within {self.timeout} s"
+            more = f" and {len(missing) - 8:,} more" if len(missing) > 8 else ""
+            text = f"rank {', '.join(map(str, missing[:8]))}{more} has not started within {self.timeout} s"
         else:
             least = min(beat["number"] for beat in beats.values())
             last = [rank for rank, beat in beats.items() if beat["number"] == least]
@@ -232,11 +232,11 @@ class Watchdog:
             if len(behind) == len(beats):
                 text = f"all ranks hang at {first['activity']!r} for {first['seconds']} s"
             else:
-                ahead = next(beat for rank, beat in beats.items() if rank not in behind)
+                ahead = beats[min(beats.keys() - behind)]
                 more = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
                 text = f"{_where(behind[0], first)}{more} hangs at {first['activity']!r} for {first['seconds']} s, "
                 text += f"while others wait for it at {ahead['activity']!r}"
-        return self._record(f"error: {text}; {stacks}", kind="hang", hanging=hanging)
+        return self._record(f"error: {text}; Python stacks: {self.dump_folder}/stacks", kind="hang", hanging=hanging)
 
 
 def fail(error: Exception, watchdog: Watchdog | None) -> None:
