@@ -24,7 +24,6 @@ and each is drawn once per epoch. Every line of the output that begins with a br
 import argparse
 import hashlib
 import json
-
 import os
 import platform
 import re
@@ -70,6 +69,7 @@ RUNS: dict[str, Options] = {f"seed {seed}": {"debug.seed": seed} for seed in ran
     "no weight decay": {"optimizer.weight_decay": 0},
 }
 """Runs of the first curve: seeds, and one option changed at seed 0."""
+CARD_RUN = "card without dropout"
 
 
 # The text -------------------------------------------------------------------------------------------------------------
@@ -122,12 +122,10 @@ def train(toml: Path, options: Options) -> list[Row]:
         return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def report(run: str, rows: list[Row]) -> float:
-    """Print the losses of a run as JSON lines, and return the last validation loss (NaN: it was stopped before)."""
+def report(run: str, rows: list[Row]) -> None:
+    """Print the losses of a run as JSON lines."""
     for row in rows:
-        losses = {"loss": row[LOSS]} | ({"validation": row[VALIDATION]} if VALIDATION in row else {})
-        print(json.dumps({"run": run, "step": row["step"], **losses}), flush=True)
-    return next((row[VALIDATION] for row in reversed(rows) if VALIDATION in row), math.nan)
+        print(json.dumps({"run": run, "step": row["step"], **losses_of(row)}), flush=True)
 
 
 def nanogpt_curve(output: str) -> list[Row]:
@@ -159,9 +157,9 @@ print(saved["iter_num"], losses / n)
 """
 
 
-def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> float:
-    """Run nanoGPT's train.py, print its curve, and return the validation loss of its checkpoint on all windows. The
-    number of batches of its own estimates changes what is drawn after them, so it acts as another seed."""
+def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> None:
+    """Run nanoGPT's train.py, and print its curve and the validation loss of its checkpoint on all windows. The number
+    of batches of its own estimates changes what is drawn after them, so it acts as another seed."""
     data = checkout / "data" / "shakespeare_char"
     if not (data / "train.bin").exists():
         sys.exit(f"error: {data} has no train.bin: copy the text there as input.txt, and run prepare.py")
@@ -175,26 +173,17 @@ def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> fl
     done = subprocess.run([sys.executable, "-c", EVALUATE, *arguments], check=True, text=True, capture_output=True)
     step, loss = done.stdout.split()[-2:]
     print(json.dumps({"run": run, "step": int(step), "all windows": float(loss)}), flush=True)
-    return float(loss)
 
 
 def nanogpt(arguments: argparse.Namespace) -> None:
     """The first curve."""
-    results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         options = prepare(read_text(arguments.text), Path(name))
         for run in arguments.runs:
-            rows = train(HERE / "published_nanogpt.toml", options | RUNS[run])
-            results[run] = report(run, rows)
+            report(run, train(HERE / "published_nanogpt.toml", options | RUNS[run]))
     for eval_iters in (20, 200) if arguments.nanogpt else ():
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            results[f"nanoGPT, {eval_iters}"] = run_nanogpt(arguments.nanogpt, arguments.text, eval_iters, folder)
-    print(f"\n{'validation loss after 2,000 steps':40} {'':7}  less than {NANOGPT}")
-    for run, loss in results.items():
-        print(f"{run:40} {loss:7.4f} {NANOGPT - loss:+8.4f}")
-    if len(seeds := [loss for run, loss in results.items() if run.startswith("seed")]) > 1:
-        print(f"seeds: mean {statistics.mean(seeds):.4f}, standard deviation {statistics.stdev(seeds):.4f}")
+            run_nanogpt(arguments.nanogpt, arguments.text, eval_iters, Path(name))
 
 
 def card(arguments: argparse.Namespace) -> None:
@@ -204,15 +193,37 @@ def card(arguments: argparse.Namespace) -> None:
         if not torch.cuda.is_available():
             options["training.local_batch_size"] = 8  # of 64: 0.8 GiB instead of 4.4
         rows = train(HERE / "published_card.toml", options)
-    report("card without dropout", rows)
-    print(f"\n{'step':>5} {'loss':>8} {'validation':>11}   published with dropout 0.3, 0.2 (training, validation)")
+    report(CARD_RUN, rows)
+    print("\n".join(card_table([{"run": CARD_RUN, "step": row["step"], **losses_of(row)} for row in rows])))
+
+
+# Tables and the figure ------------------------------------------------------------------------------------------------
+
+
+def losses_of(row: Row) -> dict[str, float]:
+    """Return the losses of a line of metrics.jsonl."""
+    return {"loss": row[LOSS]} | ({"validation": row[VALIDATION]} if VALIDATION in row else {})
+
+
+def nanogpt_table(rows: list[Row]) -> list[str]:
+    """Return a line for each run: the validation loss after 2,000 steps, and how much less than published it is."""
+    lines = [f"{'validation loss after 2,000 steps':40} {'':7}  less than {NANOGPT}"]
+    last = {row["run"]: row.get("all windows", row.get("validation")) for row in rows if row["step"] == 2000}
+    lines += [f"{run:40} {loss:7.4f} {NANOGPT - loss:+8.4f}" for run, loss in last.items()]
+    seeds = [loss for run, loss in last.items() if run.startswith("seed")]
+    if len(seeds) > 1:
+        lines.append(f"seeds: mean {statistics.mean(seeds):.4f}, standard deviation {statistics.stdev(seeds):.4f}")
+    return lines
+
+
+def card_table(rows: list[Row]) -> list[str]:
+    """Return a line for each step of the second curve that was validated or is published."""
+    lines = [f"{'step':>5} {'loss':>8} {'validation':>11}   published: training and validation, dropout 0.3 and 0.2"]
     for row in rows:
-        if VALIDATION in row:
-            published = [str(curve.get(row["step"], "")) for curve in (CARD, CARD_DROPOUT_02)]
-            print(f"{row['step']:5} {row[LOSS]:8.4f} {row[VALIDATION]:11.4f}   {'  '.join(published)}".rstrip())
-
-
-# The figure -----------------------------------------------------------------------------------------------------------
+        published = [str(curve[row["step"]]) for curve in (CARD, CARD_DROPOUT_02) if row["step"] in curve]
+        if "validation" in row or published:
+            lines.append(f"{row['step']:5} {row['loss']:8.4f} {row.get('validation', ''):11}   {'  '.join(published)}")
+    return lines
 
 
 def read_log(log: Path) -> Iterator[Row]:
@@ -228,18 +239,19 @@ def curve(rows: Iterable[Row], run: str, key: str) -> list[tuple[int, float]]:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw the three curves, and the published losses as points."""
+    """Print the tables, and draw the three curves with the published losses as points."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     rows = {name: [*read_log(LOGS / f"published_curves_{name}.log")] for name in ("nanogpt", "card", "sft")}
+    print("\n".join([*nanogpt_table(rows["nanogpt"]), "", *card_table(rows["card"])]))
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     published = {"color": "black", "linestyle": "none", "marker": "o", "label": "published"}
     draw_nanogpt(axes[0], rows["nanogpt"], published)
     for key, style in (("loss", "-"), ("validation", "--")):
-        axes[1].plot(*zip(*curve(rows["card"], "card without dropout", key), strict=True), style, label=key)
+        axes[1].plot(*zip(*curve(rows["card"], CARD_RUN, key), strict=True), style, label=key)
     axes[1].plot([*CARD], [loss for _, loss in CARD.values()], **published | {"label": "published, dropout 0.3"})
     points = [(step, loss) for step, (_, loss) in CARD_DROPOUT_02.items()]
     axes[1].plot(*zip(*points, strict=True), **published | {"marker": "x", "label": "published, dropout 0.2"})

@@ -91,7 +91,8 @@ def run_titanlite(assets: Path, folder: Path, sequences: int) -> list[dict[str, 
         "training.local_batch_size": sequences,
         "job.dump_folder": folder / "titanlite",
     }
-    command = [sys.executable, str(ROOT / "train.py"), str(TOML), *(f"--{key}={value}" for key, value in options.items())]
+    arguments = [f"--{key}={value}" for key, value in options.items()]
+    command = [sys.executable, str(ROOT / "train.py"), str(TOML), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=with_python_path(os.environ), text=True, capture_output=True)
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}error: status {done.returncode} of {' '.join(command)}")
@@ -109,7 +110,8 @@ def compare(arguments: argparse.Namespace) -> None:
         if sorted(ours) != sorted(theirs):
             sys.exit("error: the two programs read different tokens or labels")
         n_trained = sum(label != IGNORED for _, labels in ours for label in labels)
-        print(f"the same {len(ours)} conversations: {sum(len(inputs) for inputs, _ in ours)} inputs, {n_trained} targets")
+        n_inputs = sum(len(inputs) for inputs, _ in ours)
+        print(f"the same {len(ours)} conversations: {n_inputs} inputs, {n_trained} targets", flush=True)
         rows = run_titanlite(assets, folder, arguments.sequences)
     for run, results in (("torchtitan", steps), ("titanlite", [{**row, "loss": row[LOSS]} for row in rows])):
         for row in results:
@@ -132,10 +134,10 @@ def spread(arguments: argparse.Namespace) -> None:
         for step in steps:
             row = {"run": f"torchtitan, seed {seed}", "step": step["step"], "loss": step["loss"], "norm": step["norm"]}
             print(json.dumps(row), flush=True)
-    print(f"\n{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10} {'published - mean, in deviations':>33}")
+    print(f"\n{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10}   published - mean, in deviations")
     for step, (golden, values) in enumerate(zip(GOLDEN, zip(*losses, strict=True), strict=True), 1):
         mean, deviation = statistics.mean(values), statistics.stdev(values)
-        print(f"{step:4} {golden:10.4f} {mean:14.4f} {deviation:10.4f} {(golden - mean) / deviation:+33.1f}")
+        print(f"{step:4} {golden:10.4f} {mean:14.4f} {deviation:10.4f} {(golden - mean) / deviation:+9.1f}")
 
 
 def run_sft(arguments: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torchtitan_device import ONE_RANK, patched_device
 
@@ -74,7 +75,7 @@ def export(trainer: Trainer, folder: Path) -> None:
     (model,) = trainer.model_parts
     model_config = trainer.model_config
     weights = trainer.config.model_spec.state_dict_adapter(model_config, None).to_hf(model.state_dict())
-    full = {name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight for name, weight in weights.items()}
+    full = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in weights.items()}
     save_file({name: weight.contiguous() for name, weight in full.items()}, folder / "model.safetensors")
     layer = model_config.layers[0]
     rope = layer.attention.rope
