@@ -92,22 +92,19 @@ class HuggingFaceTokenizer(Tokenizer):
         self.tokenizer.no_padding()
         known_bos = () if "bos_token" in settings else self.KNOWN_BOS  # null: the model has none
         self.bos = special_token("bos_token", settings, settings_file, known_bos, ids)
-        eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
-        if eos is None:
+        self.eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
+        if self.eos is None:
             problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
             raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
-        self.eos = eos
         self.vocab_size = max(ids.values()) + 1
         self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is
         encoded in chunks, which end where a line does, if it has lines."""
-        chunks, numbers = [], []
-        for number, text in enumerate(texts):
-            for chunk in split_text(text):
-                chunks.append(chunk)
-                numbers.append(number)
+        split = [split_text(text) for text in texts]
+        chunks = [chunk for own in split for chunk in own]
+        numbers = [number for number, own in enumerate(split) for _ in own]
         ids: list[list[np.ndarray]] = [[] for _ in texts]
         begin, size = 0, 0
         for end, chunk in enumerate(chunks, 1):
