@@ -2,7 +2,8 @@
 
     python benchmarks/published_curves.py nanogpt --text FILE [--runs NAME ...] [--nanogpt CHECKOUT]
     python benchmarks/published_curves.py card --text FILE [--steps 500]
-    python benchmarks/published_curves.py sft --assets FOLDER --torchtitan-python PYTHON
+    python benchmarks/published_curves.py sft --assets FOLDER --torchtitan-python PYTHON [--sequences 8]
+    python benchmarks/published_curves.py sft-seeds --assets FOLDER --torchtitan-python PYTHON [--seeds N ...]
     python benchmarks/published_curves.py plot
 
 FILE is the text that karpathy/char-rnn calls data/tinyshakespeare/input.txt: 1,115,394 bytes, whose checksum is
@@ -14,8 +15,9 @@ seq_len tokens. The runs are train.py's own, on the TOML files published_*.toml;
               parameters: three seeds, and runs that differ in one option each. --nanogpt runs nanoGPT's train.py itself
               from a checkout, with the README's command, and evaluates its checkpoint on all of the rest, too
     card      the model card bmeyer2025/tiny-gpt-shakespeare: RMSNorm, SwiGLU, rotary embedding. Its dropout is left out
-    sft       the ten losses of torchtitan's config sft_debugmodel (published_sft.py)
-    plot      docs/images/published_curves.png from the logs
+    sft       torchtitan's config sft_debugmodel from the same weights in both programs (published_sft.py)
+    sft-seeds the same in torchtitan alone, from other weights, beside the ten losses that it publishes
+    plot      the tables, and docs/images/published_curves.png, from the logs
 
 Both nanoGPT and the card draw windows at random offsets, with replacement. Here the windows of an epoch do not overlap,
 and each is drawn once per epoch. Every line of the output that begins with a brace is JSON.
@@ -37,7 +39,7 @@ from typing import Any
 
 import torch
 from low_precision_loss import LOSS, VALIDATION
-from published_sft import GOLDEN, run_sft
+from published_sft import GOLDEN, run_seeds, run_sft, seeds_table
 from python_path import ROOT, with_python_path
 
 HERE = Path(__file__).resolve().parent
@@ -246,7 +248,8 @@ def plot(arguments: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
     rows = {name: [*read_log(LOGS / f"published_curves_{name}.log")] for name in ("nanogpt", "card", "sft")}
-    print("\n".join([*nanogpt_table(rows["nanogpt"]), "", *card_table(rows["card"])]))
+    tables = nanogpt_table(rows["nanogpt"]), card_table(rows["card"]), seeds_table(rows["sft"])
+    print("\n\n".join("\n".join(table) for table in tables))
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     published = {"color": "black", "linestyle": "none", "marker": "o", "label": "published"}
     draw_nanogpt(axes[0], rows["nanogpt"], published)
@@ -287,7 +290,8 @@ def draw_nanogpt(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in {"nanogpt": nanogpt, "card": card, "sft": run_sft, "plot": plot}.items():
+    functions = {"nanogpt": nanogpt, "card": card, "sft": run_sft, "sft-seeds": run_seeds, "plot": plot}
+    for name, function in functions.items():
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         if name in ("nanogpt", "card"):
@@ -297,11 +301,13 @@ def main() -> None:
             command.add_argument("--nanogpt", type=Path, metavar="CHECKOUT", help="also run nanoGPT from a checkout")
         if name == "card":
             command.add_argument("--steps", type=int, default=500)
-        if name == "sft":
+        if function in (run_sft, run_seeds):
             command.add_argument("--assets", type=Path, required=True, help="data.json and the tokenizer's two files")
             command.add_argument("--torchtitan-python", required=True, help="Python of torchtitan 0.3.0's environment")
-            command.add_argument("--sequences", type=int, default=8, help="sequences of a step that are compared")
-            command.add_argument("--seeds", type=int, default=5, help="runs of torchtitan alone")
+        if name == "sft":
+            command.add_argument("--sequences", type=int, default=8, help="sequences of a step")
+        if name == "sft-seeds":
+            command.add_argument("--seeds", type=int, nargs="+", default=[*range(5)], metavar="N")
         if name == "plot":
             command.add_argument("--file", type=Path, default=ROOT / "docs" / "images" / "published_curves.png")
     arguments = parser.parse_args()

@@ -44,6 +44,7 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}
 {{ message.content }}{% endfor %}{% if add_generation_prompt %}assistant
 {% else %}{{ eos_token }}{% endif %}"""
 IGNORED = -100
+SEED = "torchtitan, seed"
 Conversation = tuple[list[int], list[int]]
 """The inputs and the labels of a conversation."""
 
@@ -99,7 +100,7 @@ def run_titanlite(assets: Path, folder: Path, sequences: int) -> list[dict[str, 
     return [json.loads(line) for line in (folder / "titanlite" / "metrics.jsonl").read_text().splitlines()]
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def run_sft(arguments: argparse.Namespace) -> None:
     """Run both programs from torchtitan's weights of seed 0, and print their losses and gradient norms."""
     assets = arguments.assets
     with tempfile.TemporaryDirectory() as name:
@@ -123,25 +124,25 @@ def compare(arguments: argparse.Namespace) -> None:
         print(f"{step['step']:4} {step['loss']:11.6f} {row[LOSS]:11.6f} {difference:+11.1e}   {norm:+.1e}", flush=True)
 
 
-def spread(arguments: argparse.Namespace) -> None:
-    """Run torchtitan with several seeds as it is, and compare its published losses with the mean."""
-    losses: list[list[float]] = []
-    for seed in range(arguments.seeds):
+def run_seeds(arguments: argparse.Namespace) -> None:
+    """Run torchtitan with several seeds as it is."""
+    for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as name:
             options = f"--seed={seed}", "--sequences=1", "--decay-norms"
             _, steps = run_torchtitan(arguments.torchtitan_python, arguments.assets, Path(name), *options)
-        losses.append([step["loss"] for step in steps])
         for step in steps:
-            row = {"run": f"torchtitan, seed {seed}", "step": step["step"], "loss": step["loss"], "norm": step["norm"]}
+            row = {"run": f"{SEED} {seed}", "step": step["step"], "loss": step["loss"], "norm": step["norm"]}
             print(json.dumps(row), flush=True)
-    print(f"\n{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10}   published - mean, in deviations")
-    for step, (golden, values) in enumerate(zip(GOLDEN, zip(*losses, strict=True), strict=True), 1):
-        mean, deviation = statistics.mean(values), statistics.stdev(values)
-        print(f"{step:4} {golden:10.4f} {mean:14.4f} {deviation:10.4f} {(golden - mean) / deviation:+9.1f}")
 
 
-def run_sft(arguments: argparse.Namespace) -> None:
-    """The third curve."""
-    compare(arguments)
-    if arguments.seeds > 1:
-        spread(arguments)
+def seeds_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each step: what torchtitan has published, and the losses of its seeds on a CPU."""
+    losses: dict[int, list[float]] = {}
+    for row in rows:
+        if row["run"].startswith(SEED):
+            losses.setdefault(row["step"], []).append(row["loss"])
+    lines = [f"{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10}   published - mean, in deviations"]
+    for step, values in losses.items():
+        golden, mean, deviation = GOLDEN[step - 1], statistics.mean(values), statistics.stdev(values)
+        lines.append(f"{step:4} {golden:10.4f} {mean:14.4f} {deviation:10.4f} {(golden - mean) / deviation:+9.1f}")
+    return lines
