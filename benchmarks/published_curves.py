@@ -3,7 +3,7 @@
     python benchmarks/published_curves.py nanogpt --text FILE [--runs NAME ...] [--nanogpt CHECKOUT]
     python benchmarks/published_curves.py card --text FILE [--steps 500]
     python benchmarks/published_curves.py sft --assets FOLDER --torchtitan-python PYTHON [--sequences 8]
-    python benchmarks/published_curves.py sft-seeds --assets FOLDER --torchtitan-python PYTHON [--seeds N ...]
+    python benchmarks/published_curves.py sft-seeds --assets FOLDER --torchtitan-python PYTHON [--as-published]
     python benchmarks/published_curves.py plot
 
 FILE is the text that karpathy/char-rnn calls data/tinyshakespeare/input.txt: 1,115,394 bytes, whose checksum is
@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from low_precision_loss import LOSS, VALIDATION
-from published_sft import GOLDEN, run_seeds, run_sft, seeds_table
+from published_sft import AS_PUBLISHED, GOLDEN, SEED, run_seeds, run_sft, seeds_table
 from python_path import ROOT, with_python_path
 
 HERE = Path(__file__).resolve().parent
@@ -100,12 +100,12 @@ def prepare(text: str, folder: Path) -> Options:
     """Write both splits of a text and its tokenizer into a folder, and return the options that name them."""
     n_train = int(0.9 * len(text))
     (folder / "train.txt").write_text(text[:n_train])
-    (folder / "validation.txt").write_text(text[n_train:])
+    (folder / "rest.txt").write_text(text[n_train:])
     write_tokenizer(sorted(set(text)), folder)
     return {
         "training.dataset_path": folder / "train.txt",
         "training.cache_folder": folder / "cache",
-        "validation.dataset_path": folder / "validation.txt",
+        "validation.dataset_path": folder / "rest.txt",
         "model.hf_assets_path": folder,
     }
 
@@ -170,8 +170,8 @@ def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> No
     output = subprocess.run(command, cwd=checkout, check=True, text=True, capture_output=True).stdout
     for row in nanogpt_curve(output):
         print(json.dumps({"run": run, **row}), flush=True)
-    (folder / "validation.txt").write_text(read_text(file)[int(0.9 * len(read_text(file))) :])
-    arguments = [str(checkout), str(folder / "ckpt.pt"), str(file), str(folder / "validation.txt")]
+    (folder / "rest.txt").write_text(read_text(file)[int(0.9 * len(read_text(file))) :])
+    arguments = [str(checkout), str(folder / "ckpt.pt"), str(file), str(folder / "rest.txt")]
     done = subprocess.run([sys.executable, "-c", EVALUATE, *arguments], check=True, text=True, capture_output=True)
     step, loss = done.stdout.split()[-2:]
     print(json.dumps({"run": run, "step": int(step), "all windows": float(loss)}), flush=True)
@@ -224,7 +224,8 @@ def card_table(rows: list[Row]) -> list[str]:
     for row in rows:
         published = [str(curve[row["step"]]) for curve in (CARD, CARD_DROPOUT_02) if row["step"] in curve]
         if "validation" in row or published:
-            lines.append(f"{row['step']:5} {row['loss']:8.4f} {row.get('validation', ''):11}   {'  '.join(published)}")
+            validation = f"{row['validation']:11.4f}" if "validation" in row else " " * 11
+            lines.append(f"{row['step']:5} {row['loss']:8.4f} {validation}   {'  '.join(published)}".rstrip())
     return lines
 
 
@@ -248,7 +249,8 @@ def plot(arguments: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
     rows = {name: [*read_log(LOGS / f"published_curves_{name}.log")] for name in ("nanogpt", "card", "sft")}
-    tables = nanogpt_table(rows["nanogpt"]), card_table(rows["card"]), seeds_table(rows["sft"])
+    tables = nanogpt_table(rows["nanogpt"]), card_table(rows["card"])
+    tables += seeds_table(rows["sft"], SEED), seeds_table(rows["sft"], AS_PUBLISHED)
     print("\n\n".join("\n".join(table) for table in tables))
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     published = {"color": "black", "linestyle": "none", "marker": "o", "label": "published"}
@@ -280,9 +282,9 @@ def draw_nanogpt(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
             if is_seed or label:
                 axes.plot(*zip(*points, strict=True), color="tab:blue" if is_seed else "tab:orange", label=label)
     for eval_iters in (20, 200):
-        points = curve(rows, f"nanoGPT, eval_iters {eval_iters}", "validation")[1:]
-        label = "nanoGPT, run here" if eval_iters == 20 else None
-        axes.plot(*zip(*points, strict=True), color="tab:green", label=label)
+        if points := curve(rows, f"nanoGPT, eval_iters {eval_iters}", "validation")[1:]:
+            label = "nanoGPT, run here" if eval_iters == 20 else None
+            axes.plot(*zip(*points, strict=True), color="tab:green", label=label)
     axes.plot([2000], [NANOGPT], **published)
     axes.set(title="nanoGPT's README on tinyshakespeare", ylim=(1.6, 2.6))
 
@@ -308,6 +310,7 @@ def main() -> None:
             command.add_argument("--sequences", type=int, default=8, help="sequences of a step")
         if name == "sft-seeds":
             command.add_argument("--seeds", type=int, nargs="+", default=[*range(5)], metavar="N")
+            command.add_argument("--as-published", action="store_true", help="with the labels and the mask of then")
         if name == "plot":
             command.add_argument("--file", type=Path, default=ROOT / "docs" / "images" / "published_curves.png")
     arguments = parser.parse_args()

@@ -44,7 +44,7 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}
 {{ message.content }}{% endfor %}{% if add_generation_prompt %}assistant
 {% else %}{{ eos_token }}{% endif %}"""
 IGNORED = -100
-SEED = "torchtitan, seed"
+SEED, AS_PUBLISHED = "torchtitan, seed", "torchtitan as published, seed"
 Conversation = tuple[list[int], list[int]]
 """The inputs and the labels of a conversation."""
 
@@ -128,20 +128,25 @@ def run_seeds(arguments: argparse.Namespace) -> None:
     """Run torchtitan with several seeds as it is."""
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as name:
-            options = f"--seed={seed}", "--sequences=1", "--decay-norms"
+            options = f"--seed={seed}", "--sequences=1", "--decay-norms", *["--as-published"] * arguments.as_published
             _, steps = run_torchtitan(arguments.torchtitan_python, arguments.assets, Path(name), *options)
+        run = f"{AS_PUBLISHED if arguments.as_published else SEED} {seed}"
         for step in steps:
-            row = {"run": f"{SEED} {seed}", "step": step["step"], "loss": step["loss"], "norm": step["norm"]}
+            row = {"run": run, "step": step["step"], "loss": step["loss"], "norm": step["norm"]}
             print(json.dumps(row), flush=True)
 
 
-def seeds_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each step: what torchtitan has published, and the losses of its seeds on a CPU."""
+def seeds_table(rows: list[dict[str, Any]], runs: str) -> list[str]:
+    """Return a line for each step: what torchtitan has published, and the losses of its seeds on a CPU. `runs` is SEED
+    or AS_PUBLISHED."""
     losses: dict[int, list[float]] = {}
     for row in rows:
-        if row["run"].startswith(SEED):
+        if row["run"].startswith(runs):
             losses.setdefault(row["step"], []).append(row["loss"])
-    lines = [f"{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10}   published - mean, in deviations"]
+    lines = [
+        runs,
+        f"{'step':>4} {'published':>10} {'mean of seeds':>14} {'deviation':>10}   published - mean, in deviations",
+    ]
     for step, values in losses.items():
         golden, mean, deviation = GOLDEN[step - 1], statistics.mean(values), statistics.stdev(values)
         lines.append(f"{step:4} {golden:10.4f} {mean:14.4f} {deviation:10.4f} {(golden - mean) / deviation:+9.1f}")

@@ -1,6 +1,6 @@
 """Run torchtitan 0.3.0's config sft_debugmodel on a CPU, for published_curves.py.
 
-    python torchtitan_sft.py --assets FOLDER --out FOLDER --seed N [--sequences 8] [--decay-norms]
+    python torchtitan_sft.py --assets FOLDER --out FOLDER --seed N [--sequences 8] [--decay-norms] [--as-published]
 
 The training is torchtitan's: its config, model, loader, optimizer and loop, in one process. It writes the weights that
 it starts from into the folder --out, as its own adapter exports them to Hugging Face, and prints a JSON line with the
@@ -15,6 +15,10 @@ Besides what torchtitan_device.py says, these things are replaced or set, becaus
     timeouts      of collectives are not shortened after the first step: torch 2.13 has no torch.distributed.set_timeout
 
 The optimizer of torchtitan also decays the scales of norms. Here it does so with --decay-norms only.
+
+--as-published takes back two things that torchtitan has changed since it published its losses (commit 04893dc). The
+first token of an answer was no target. Documents ended where the inputs have EOS, which a conversation does not, so
+attention was causal over all conversations of a sequence. Positions began at 0 in each, as now.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,7 @@ if importlib.metadata.version("torchtitan") != VERSION:
     sys.exit(f"error: torchtitan is {importlib.metadata.version('torchtitan')}; this is for {VERSION}")
 with patched_device():  # torchtitan's modules store the device type during import
     from torch.nn.attention.flex_attention import create_mask
+    from torchtitan.components.loss import IGNORE_INDEX
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3.config_registry import sft_debugmodel
     from torchtitan.trainer import Trainer
@@ -50,6 +56,22 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: 
     (n_sequences, _, n_tokens, _), device = q.shape, q.device
     mask = create_mask(block_mask.mask_mod, n_sequences, None, n_tokens, n_tokens, device=device)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options["scale"]), None
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple:
+    """Compute causal attention over all documents of a sequence."""
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"]), None
+
+
+def without_first_target(tokenize: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that makes inputs and labels of a sample, whose first target is ignored."""
+
+    def tokenize_sample(sample: Any) -> tuple[list[int], list[int]]:
+        inputs, labels = tokenize(sample)
+        labels[next(index for index, label in enumerate(labels) if label != IGNORE_INDEX)] = IGNORE_INDEX
+        return inputs, labels
+
+    return tokenize_sample
 
 
 def configured(arguments: argparse.Namespace) -> Trainer.Config:
@@ -111,10 +133,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--decay-norms", action="store_true")
+    parser.add_argument("--as-published", action="store_true")
     arguments = parser.parse_args()
     for name, value in ONE_RANK.items():
         os.environ.setdefault(name, value)
-    FlexAttention.compiled_flex_attn = staticmethod(attention)
+    FlexAttention.compiled_flex_attn = staticmethod(causal_attention if arguments.as_published else attention)
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group: None
     trainer = configured(arguments).build()
@@ -123,6 +146,8 @@ def main() -> None:
             module.set_force_sum_reduction_for_comms(True)
     export(trainer, arguments.out)
     dataset = trainer.dataloader.dataset
+    if arguments.as_published:
+        dataset._tokenize_sample = without_first_target(dataset._tokenize_sample)
     conversations = [dataset._tokenize_sample(sample) for sample in dataset._original_data]
     print(json.dumps({"conversations": conversations}), flush=True)
 

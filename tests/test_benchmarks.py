@@ -407,6 +407,26 @@ def test_the_curve_is_read_from_what_nanogpt_prints(curves):
     ]
 
 
+def test_tables_of_published_curves(curves, published_sft):
+    last = {"seed 0": 1.6, "seed 1": 1.7, "nanoGPT": 1.885}
+    rows = [{"run": run, "step": 2000, "validation": loss} for run, loss in last.items()]
+    rows += [{"run": "seed 2", "step": 500, "validation": 2.0}, {"run": "nanoGPT", "step": 2000, "all windows": 1.9}]
+    lines = [line.split() for line in curves.nanogpt_table(rows)]
+    assert [line[-2:] for line in lines[1:4]] == [["1.6000", "+0.2800"], ["1.7000", "+0.1800"], ["1.9000", "-0.0200"]]
+    assert lines[4] == "seeds: mean 1.6500, standard deviation 0.0707".split()
+    card = [{"step": 400, "loss": 1.7}, {"step": 500, "loss": 1.41, "validation": 1.56}]
+    assert curves.card_table(card)[1:] == ["  500   1.4100      1.5600   (1.47, 1.67)  (1.37, 1.59)"]
+    rows = [{"run": f"{published_sft.SEED} {seed}", "step": 1, "loss": 8.0 + seed} for seed in (0, 1)]
+    rows.append({"run": f"{published_sft.AS_PUBLISHED} 0", "step": 1, "loss": 5.0})
+    assert published_sft.seeds_table(rows, published_sft.SEED)[-1].split() == [
+        "1",
+        "8.2968",
+        "8.5000",
+        "0.7071",
+        "-0.3",
+    ]
+
+
 def test_learning_rates_of_the_fine_tuning_are_those_of_torchtitan(published_sft):
     options = read_toml(str(published_sft.TOML))
     assert options["training"]["steps"] == len(published_sft.GOLDEN) == 10
