@@ -252,20 +252,13 @@ def plot(arguments: argparse.Namespace) -> None:
     tables = nanogpt_table(rows["nanogpt"]), card_table(rows["card"])
     tables += seeds_table(rows["sft"], SEED), seeds_table(rows["sft"], AS_PUBLISHED)
     print("\n\n".join("\n".join(table) for table in tables))
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    panels = [(draw_nanogpt, rows["nanogpt"]), (draw_card, rows["card"]), (draw_sft, rows["sft"])]
+    if not curve(rows["card"], CARD_RUN, "validation"):
+        del panels[1]  # the log has only the first steps
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained")
     published = {"color": "black", "linestyle": "none", "marker": "o", "label": "published"}
-    draw_nanogpt(axes[0], rows["nanogpt"], published)
-    for key, style in (("loss", "-"), ("validation", "--")):
-        axes[1].plot(*zip(*curve(rows["card"], CARD_RUN, key), strict=True), style, label=key)
-    axes[1].plot([*CARD], [loss for _, loss in CARD.values()], **published | {"label": "published, dropout 0.3"})
-    points = [(step, loss) for step, (_, loss) in CARD_DROPOUT_02.items()]
-    axes[1].plot(*zip(*points, strict=True), **published | {"marker": "x", "label": "published, dropout 0.2"})
-    axes[1].set(title="tiny-gpt-shakespeare without dropout")
-    for run in ("torchtitan", "titanlite"):
-        style = {"linewidth": 4, "alpha": 0.4} if run == "torchtitan" else {}
-        axes[2].plot(*zip(*curve(rows["sft"], run, "loss"), strict=True), label=f"{run} on a CPU", **style)
-    axes[2].plot(range(1, len(GOLDEN) + 1), GOLDEN, **published)
-    axes[2].set(title="torchtitan's sft_debugmodel")
+    for each, (draw, own) in zip(axes, panels, strict=True):
+        draw(each, own, published)
     for each in axes:
         each.set(xlabel="step", ylabel="loss (nats per token)")
         each.legend(fontsize=8)
@@ -287,6 +280,28 @@ def draw_nanogpt(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
             axes.plot(*zip(*points, strict=True), color="tab:green", label=label)
     axes.plot([2000], [NANOGPT], **published)
     axes.set(title="nanoGPT's README on tinyshakespeare", ylim=(1.6, 2.6))
+
+
+def draw_card(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
+    """Draw both losses of the second curve."""
+    for key, style in (("loss", "-"), ("validation", "--")):
+        axes.plot(*zip(*curve(rows, CARD_RUN, key), strict=True), style, label=key)
+    axes.plot([*CARD], [loss for _, loss in CARD.values()], **published | {"label": "published, dropout 0.3"})
+    points = [(step, loss) for step, (_, loss) in CARD_DROPOUT_02.items()]
+    axes.plot(*zip(*points, strict=True), **published | {"marker": "x", "label": "published, dropout 0.2"})
+    axes.set(title="tiny-gpt-shakespeare without dropout")
+
+
+def draw_sft(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
+    """Draw the losses of both programs from the same weights, and those of torchtitan's other seeds."""
+    for run in sorted({row["run"] for row in rows if row["run"].startswith(SEED)}):
+        axes.plot(*zip(*curve(rows, run, "loss"), strict=True), color="tab:gray", linewidth=0.8, alpha=0.7)
+    for run in ("torchtitan", "titanlite"):
+        style = {"linewidth": 4, "alpha": 0.4} if run == "torchtitan" else {}
+        axes.plot(*zip(*curve(rows, run, "loss"), strict=True), label=f"{run} on a CPU", **style)
+    axes.plot([], [], color="tab:gray", linewidth=0.8, label="torchtitan, other seeds")
+    axes.plot(range(1, len(GOLDEN) + 1), GOLDEN, **published)
+    axes.set(title="torchtitan's sft_debugmodel")
 
 
 def main() -> None:

@@ -413,7 +413,7 @@ def test_tables_of_published_curves(curves, published_sft):
     rows += [{"run": "seed 2", "step": 500, "validation": 2.0}, {"run": "nanoGPT", "step": 2000, "all windows": 1.9}]
     lines = [line.split() for line in curves.nanogpt_table(rows)]
     assert [line[-2:] for line in lines[1:4]] == [["1.6000", "+0.2800"], ["1.7000", "+0.1800"], ["1.9000", "-0.0200"]]
-    assert lines[4] == "seeds: mean 1.6500, standard deviation 0.0707".split()
+    assert lines[4] == ["seeds:", "mean", "1.6500,", "standard", "deviation", "0.0707"]
     card = [{"step": 400, "loss": 1.7}, {"step": 500, "loss": 1.41, "validation": 1.56}]
     assert curves.card_table(card)[1:] == ["  500   1.4100      1.5600   (1.47, 1.67)  (1.37, 1.59)"]
     rows = [{"run": f"{published_sft.SEED} {seed}", "step": 1, "loss": 8.0 + seed} for seed in (0, 1)]
