@@ -13,7 +13,7 @@ A session may take several calls: a step that is done or has failed is not run a
 --seconds N starts no step whose time limit could end after N seconds. --resume-from FOLDER copies the files of earlier
 calls from another folder first. A step whose modules are missing is recorded as "not there" and tried again by the next
 call. Plans need no GPU: --steps 'plan-*' completes a session on another machine. --torchtitan-python names the Python
-of an environment with torchtitan 0.2.2.
+of an environment with torchtitan 0.2.2, --text the text of a published curve (published_curves.py has its address).
 
 Training runs take train.py through 10 steps of 32768 tokens, the first four of which are warm-up. The tables have
 
@@ -79,6 +79,7 @@ class Session:
     dry_run: bool
     torchtitan_python: str
     results: dict[str, Result]
+    text: Path | None = None
 
     def save(self, name: str, result: Result, steps: list[Step]) -> None:
         """Record the result of a step, rewrite state.json and summary.md, and print the step's line."""
@@ -283,6 +284,13 @@ def torchtitan(session: Session, step: Step, folder: Path) -> Result:
     return {"lines": [line for line in output.splitlines() if "ratio" in line or line.startswith("titanlite")]}
 
 
+def card(session: Session, step: Step) -> Result:
+    """Run the first 500 steps of the published curve of published_curves.py; a dry run takes two."""
+    command = [sys.executable, str(HERE / "published_curves.py"), "card", "--text", str(session.text)]
+    output = session.run([*command, "--steps", "2" if session.dry_run else "500"], step.limit)
+    return {"lines": [line for line in output.splitlines() if not line.startswith("{")]}
+
+
 def run_step(session: Session, step: Step) -> Result:
     """Run a step and return its result."""
     with tempfile.TemporaryDirectory() as name:
@@ -297,6 +305,8 @@ def run_step(session: Session, step: Step) -> Result:
         return tests(session, step)
     if step.kind == "calibrate":
         return calibrate(session, step)
+    if step.kind == "card":
+        return card(session, step)
     return ring(session, step) if step.kind == "ring" else measure(session, step, step.kind)
 
 
@@ -307,6 +317,8 @@ def missing(session: Session, step: Step) -> str:
         return f"no module {', '.join(modules)}"
     if step.kind == "trace" and best_run(session) is None:
         return "no run of Llama 3 8B is done"
+    if step.kind == "card" and session.text is None:
+        return "no --text: tinyshakespeare's input.txt"
     if step.kind == "torchtitan":
         imported = subprocess.run([session.torchtitan_python, "-c", "import torchtitan"], capture_output=True)
         return "no module torchtitan" if imported.returncode else ""
@@ -336,7 +348,8 @@ def load_session(arguments: argparse.Namespace) -> Session:
             kind = "a dry run" if content["dry_run"] else "a session on a GPU"
             sys.exit(f"error: {out} has the results of {kind}; name another folder with --out")
         results = content["steps"]
-    return Session(out.resolve(), arguments.dry_run, arguments.torchtitan_python, results)
+    text = arguments.text and arguments.text.resolve()
+    return Session(out.resolve(), arguments.dry_run, arguments.torchtitan_python, results, text)
 
 
 def parts(steps: list[Step]) -> list[str]:
@@ -392,6 +405,7 @@ def main() -> None:
     parser.add_argument("--retry", action="store_true", help="also run steps that failed")
     parser.add_argument("--dry-run", action="store_true", help="every step on a CPU, at toy size")
     parser.add_argument("--torchtitan-python", default=sys.executable, help="Python of torchtitan's environment")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="tinyshakespeare's input.txt, for published-card")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(parts(all_steps())))

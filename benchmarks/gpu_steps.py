@@ -12,7 +12,7 @@ TOML = HERE / "gpu_session.toml"
 TOKENS = 32768
 Options = dict[str, str | int]
 NO_OPTIONS: Options = {}
-Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, torchtitan, plan
+Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, torchtitan, card, plan
 
 
 class Step(NamedTuple):
@@ -162,6 +162,7 @@ def all_steps() -> list[Step]:
     steps += other_tests
     steps += [Step(name, "Low precision", "train", 240, options, TORCHAO) for name, options in LOW_PRECISION.items()]
     steps.append(Step("ring-attention", "Attention backends", "ring", 120))
+    steps.append(Step("published-card", "Published curve", "card", 240, needs=(*TORCHAO[:2], "tokenizers", "jinja2")))
     steps += [Step(name, "Memory", "train", 120, options) for name, options in MEMORY.items()]
     steps += [Step(name, "Other sizes", "train", 220, options) for name, options in OTHER_SIZES.items()]
     steps += [Step(name, "Other sizes", "train", 240, options, TORCHAO) for name, options in OTHER_SIZES_FLOAT8.items()]

@@ -30,69 +30,24 @@ Context parallelism cannot run: torch has no DTensor sharding rule for the atten
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered").
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
 import os
 import sys
-import types
 from collections.abc import Iterable, Iterator
 from pydoc_data.topics import topics
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._utils
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
+from torchtitan_device import ONE_RANK, patched_device
 
 VERSION = "0.2.2"
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-
-
-class Cpu:
-    """The functions of torch.cuda that torchtitan calls, for a CPU."""
-
-    set_device = staticmethod(torch.cpu.set_device)
-    synchronize = staticmethod(torch.cpu.synchronize)
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def get_device_name(device: torch.device) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_device_properties(device: torch.device) -> types.SimpleNamespace:
-        return types.SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-    @staticmethod
-    def memory_stats(device: torch.device) -> dict[str, int]:
-        return {}
-
-    @staticmethod
-    def reset_peak_memory_stats() -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
-
-
-def patched_device() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch reports the CPU as its accelerator. Where there is a GPU it changes nothing."""
-    if torch.cuda.is_available():
-        return contextlib.nullcontext()
-    return mock.patch.multiple(
-        torch._utils, _get_available_device_type=lambda: "cpu", _get_device_module=lambda device_type: Cpu
-    )
-
 
 if importlib.metadata.version("torchtitan") != VERSION:
     sys.exit(f"error: torchtitan is {importlib.metadata.version('torchtitan')}; this is for {VERSION}")

@@ -10,6 +10,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,6 +26,10 @@ import torch
 from safetensors.torch import save_file
 
 from titanlite.config import Config, Launch, check, load
+from titanlite.config.loader import LoadedConfig, read_toml
+from titanlite.config.schema import LRScheduler, count_parameters
+from titanlite.data.open import build_tokenizer
+from titanlite.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -32,6 +37,8 @@ SCRIPTS = sorted(BENCHMARKS.glob("*.py"))
 LOGS = sorted((BENCHMARKS / "logs").iterdir())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), BENCHMARKS / "NOTEBOOK.md"]
 FILES = {"debug.toml", "metrics.jsonl", "plan.md"}  # that look like options
+TORCHTITAN = {"torchtitan_cpu": "0.2.2", "torchtitan_recorded": "0.2.2", "torchtitan_sft": "0.3.0"}
+"""Scripts that run in torchtitan's environment."""
 ONLY_IN_TORCHTITAN = {"job.config_file", "metrics.disable_color_printing"}
 
 
@@ -41,10 +48,10 @@ def load_script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def load(path: Path) -> types.ModuleType:
-        if path.stem in ("torchtitan_cpu", "torchtitan_recorded"):
+        if version := TORCHTITAN.get(path.stem):
             pytest.importorskip("torchtitan", reason="runs in torchtitan's environment")
-            if importlib.metadata.version("torchtitan") != "0.2.2":
-                pytest.skip("needs torchtitan 0.2.2")
+            if importlib.metadata.version("torchtitan") != version:
+                pytest.skip(f"needs torchtitan {version}")
         spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
@@ -324,6 +331,7 @@ def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     results = json.loads((tmp_path / "state.json").read_text())["steps"]
     statuses = {step.name: results[step.name]["status"] for step in gpu_session.all_steps()}
     assert statuses.pop("torchtitan") in ("done", "not there")
+    assert statuses.pop("published-card") == "not there"  # without --text
     assert {name: status for name, status in statuses.items() if status != "done"} == {}
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
 
@@ -424,3 +432,133 @@ def test_the_model_of_the_allocator_by_hand_computed_cases(load_script, changes,
     replay = load_script(BENCHMARKS / "allocator_segments.py").replay
     assert replay(changes, expandable=True)[1] == expandable
     assert replay(changes, expandable=False)[1] == segments
+
+
+# Curves that others have published ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def curves(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "published_curves.py")
+
+
+@pytest.fixture
+def published_sft(load_script) -> types.ModuleType:
+    return load_script(BENCHMARKS / "published_sft.py")
+
+
+TEXT = "First Citizen:\nWe know't, we know't.\n\n" * 40
+
+
+def test_characters_are_tokens(curves, tmp_path):
+    options = curves.prepare(TEXT, tmp_path)
+    splits = [Path(options[f"{section}.dataset_path"]).read_text() for section in ("training", "validation")]
+    assert "".join(splits) == TEXT
+    assert len(splits[0]) == int(0.9 * len(TEXT))
+    tokenizer, characters = build_tokenizer(str(tmp_path)), sorted(set(TEXT))
+    (tokens,) = tokenizer.encode([TEXT])
+    assert tokens.tolist() == [characters.index(character) for character in TEXT]
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (None, len(characters), len(characters) + 1)
+    assert tokenizer.decode(tokens.tolist()) == TEXT
+
+
+def test_another_text_than_the_published_one_is_rejected(curves, tmp_path):
+    file = tmp_path / "input.txt"
+    file.write_text(TEXT)
+    with pytest.raises(SystemExit, match=f"is not data/tinyshakespeare.* {curves.SHA256}"):
+        curves.read_text(file)
+
+
+def test_published_models_have_the_published_number_of_parameters(curves, tmp_path):
+    """nanoGPT prints 0.80M, without the positions; the card says 10.6M. Both have 65 tokens, and no EOS."""
+
+    def loaded(name: str, options: dict[str, Any]) -> LoadedConfig[Config]:
+        arguments = [f"--{key}={value}" for key, value in (curves.prepare(TEXT, tmp_path) | options).items()]
+        return load([str(BENCHMARKS / name), *arguments])
+
+    for options in curves.RUNS.values():
+        check(loaded("published_nanogpt.toml", options), Launch(0, 0, 1, 1, n_devices=0))
+    model = loaded("published_nanogpt.toml", {}).config.model
+    gpt_2 = model.n_layers * (12 * model.dim**2 + 2 * model.dim) + model.dim + 65 * model.dim
+    assert round(gpt_2 / 1e6, 2) == 0.80
+    # EOS has a row of the embedding. In a layer, 3 x 341 is one less than 2 x 512.
+    assert count_parameters(model) - gpt_2 == model.dim - model.n_layers * model.dim
+    model = loaded("published_card.toml", {}).config.model
+    assert round((count_parameters(model) - model.dim) / 1e6, 1) == 10.6
+
+
+def test_the_curve_is_read_from_what_nanogpt_prints(curves):
+    output = "number of parameters: 0.80M\nstep 0: train loss 4.1676, val loss 4.1649\niter 0: loss 4.1750, time 9ms\n"
+    output += "iter 10: loss 3.1, time 9ms, mfu 0.01%\nstep 250: train loss 2.4293, val loss 2.4447\n"
+    assert curves.nanogpt_curve(output) == [
+        {"step": 0, "loss": 4.175, "validation": 4.1649},
+        {"step": 10, "loss": 3.1},
+        {"step": 250, "validation": 2.4447},
+    ]
+
+
+def test_tables_of_published_curves(curves, published_sft):
+    last = {"seed 0": 1.6, "seed 1": 1.7, "nanoGPT": 1.885}
+    rows = [{"run": run, "step": 2000, "validation": loss} for run, loss in last.items()]
+    rows += [{"run": "seed 2", "step": 500, "validation": 2.0}, {"run": "nanoGPT", "step": 2000, "all windows": 1.9}]
+    lines = [line.split() for line in curves.nanogpt_table(rows)]
+    assert [line[-2:] for line in lines[1:4]] == [["1.6000", "+0.2800"], ["1.7000", "+0.1800"], ["1.9000", "-0.0200"]]
+    assert lines[4] == ["seeds:", "mean", "1.6500,", "standard", "deviation", "0.0707"]
+    card = [{"step": 400, "loss": 1.7}, {"step": 500, "loss": 1.41, "validation": 1.56}]
+    assert curves.card_table(card)[1:] == ["  500   1.4100      1.5600   (1.47, 1.67)  (1.37, 1.59)"]
+    rows = [{"run": f"{published_sft.SEED} {seed}", "step": 1, "loss": 8.0 + seed} for seed in (0, 1)]
+    rows.append({"run": f"{published_sft.AS_PUBLISHED} 0", "step": 1, "loss": 5.0})
+    assert published_sft.seeds_table(rows, published_sft.SEED)[-1].split() == [
+        "1",
+        "8.2968",
+        "8.5000",
+        "0.7071",
+        "-0.3",
+    ]
+
+
+def test_learning_rates_of_the_fine_tuning_are_those_of_torchtitan(published_sft):
+    options = read_toml(str(published_sft.TOML))
+    assert options["training"]["steps"] == len(published_sft.GOLDEN) == 10
+    schedule = LRScheduler(**options["lr_scheduler"], total_steps=10)
+    factors = [lr_factor(step, schedule) for step in range(1, 11)]
+    assert factors == pytest.approx([0.5, 1, 1, *(1 - step / 8 for step in range(1, 8))]), (
+        "torchtitan_sft.py prints them"
+    )
+
+
+def test_a_conversation_is_written_as_torchtitan_writes_it(published_sft, assets):
+    data, folder = assets.folder / "data.json", assets.folder / "model"
+    folder.mkdir()
+    data.write_text(json.dumps([{"question": "What is 2 + 3?", "answer": "5"}]))
+    tokenizer = assets.open(bos_token="<s>", eos_token="</s>")
+    published_sft.write_tokenizer(assets.folder, folder)
+    ((inputs, labels),) = published_sft.conversations(assets.folder, folder)
+    asked, answered = (tokens.tolist() for tokens in tokenizer.encode(["user\nWhat is 2 + 3?assistant\n", "5"]))
+    assert inputs == [tokenizer.bos, *asked, *answered]
+    assert labels == [*[published_sft.IGNORED] * len(asked), *answered, tokenizer.eos]
+
+
+def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
+    (step,) = (step for step in gpu_session.all_steps() if step.kind == "card")
+    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    assert gpu_session.missing(session, step) == "no --text: tinyshakespeare's input.txt"
+    session.text = tmp_path / "input.txt"
+    assert not gpu_session.missing(session, step)
+
+
+def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
+    options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
+    rows = curves.train(BENCHMARKS / "published_nanogpt.toml", options | {"lr_scheduler.warmup_steps": 2})
+    curves.report("a run", rows)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert abs(lines[0]["loss"] - math.log(66)) < 0.2
+    ((step, validation),) = curves.curve(lines, "a run", "validation")
+    assert step == 20
+    assert validation < 3
+
+
+def test_the_figure_of_published_curves_is_drawn_from_the_logs(curves, tmp_path):
+    pytest.importorskip("matplotlib")
+    curves.plot(argparse.Namespace(file=tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -80,6 +80,10 @@ class HuggingFaceTokenizer(Tokenizer):
             content = read_file(file, LARGEST_FILE).decode()
             self.tokenizer = Tokenizer.from_str(content)
             settings = dict(json.loads(read_file(settings_file, LARGEST_FILE))) if settings_file.exists() else {}
+            ids = self.tokenizer.get_vocab(with_added_tokens=True)
+            named = dict(settings.get("added_tokens_decoder") or {}).values()  # tokenizer.json need not repeat them
+            special = [token["content"] for token in named if token.get("special") and token["content"] in ids]
+            self.tokenizer.add_special_tokens(special)
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
             problem = f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
@@ -87,24 +91,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
         self.tokenizer.no_padding()
         known_bos = () if "bos_token" in settings else self.KNOWN_BOS  # null: the model has none
-        ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.bos = special_token("bos_token", settings, settings_file, known_bos, ids)
-        eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
-        if eos is None:
+        self.eos = special_token("eos_token", settings, settings_file, self.KNOWN_EOS, ids)
+        if self.eos is None:
             problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
             raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
-        self.eos = eos
         self.vocab_size = max(ids.values()) + 1
         self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is
         encoded in chunks, which end where a line does, if it has lines."""
-        chunks, numbers = [], []
-        for number, text in enumerate(texts):
-            for chunk in split_text(text):
-                chunks.append(chunk)
-                numbers.append(number)
+        split = [split_text(text) for text in texts]
+        chunks = [chunk for own in split for chunk in own]
+        numbers = [number for number, own in enumerate(split) for _ in own]
         ids: list[list[np.ndarray]] = [[] for _ in texts]
         begin, size = 0, 0
         for end, chunk in enumerate(chunks, 1):

@@ -112,6 +112,22 @@ def test_special_tokens_in_a_message_are_ordinary_text(template, assets):
         assert tokenizer.tokenizer.decode(tokens[begin:-1], skip_special_tokens=False) == messages[1]["content"]
 
 
+def test_special_tokens_that_the_settings_alone_call_so(template, assets):
+    """The tokenizer of torchtitan's tests: its tokenizer.json has the tokens in the vocabulary only."""
+    expected = encoded(template(PLAIN), CONVERSATIONS[1])
+    content = json.loads(assets.file.read_text(encoding="utf-8"))
+    special, content["added_tokens"] = content["added_tokens"], []
+    assets.file.write_text(json.dumps(content), encoding="utf-8")
+    absent = {"content": "<absent>", "special": True}
+    named = {str(token["id"]): {"content": token["content"], "special": True} for token in special}
+    assert encoded(template(PLAIN, added_tokens_decoder=named | {"999": absent}), CONVERSATIONS[1]) == expected
+    named["2"]["special"] = False
+    assert encoded(template(PLAIN, added_tokens_decoder=named), CONVERSATIONS[1]) != expected
+    for wrong in ("<s>", {"0": "<s>"}, {"0": {"special": True}}, {"0": {"content": ["<s>"], "special": True}}):
+        line = rejection(lambda wrong=wrong: template(PLAIN, added_tokens_decoder=wrong))
+        assert "cannot be read as a tokenizer" in line
+
+
 def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
     file = assets.folder / "chat_template.jinja"
 
