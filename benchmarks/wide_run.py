@@ -52,7 +52,8 @@ from titanlite.checkpoint.tensors import Slices, model_tensors, slices_to_save
 from titanlite.config import Config, Launch, check, load_values
 from titanlite.config.launch import raise_open_file_limit
 from titanlite.config.schema import Comm, stage_modules
-from titanlite.launch import process, process_group, watchdog
+from titanlite.launch import process as rank_process
+from titanlite.launch import process_group, watchdog
 from titanlite.parallel import mesh
 from titanlite.parallel.shards import Slice
 from titanlite.tools.plan.op_trace import fake_world
@@ -194,7 +195,10 @@ def train_rank(rank: int, world: int, port: int, folder: Path, results: Any) -> 
     options += ["--comm.init_timeout_seconds=900", "--comm.train_timeout_seconds=900"]
     torch.set_num_threads(1)
     # The watchdog's calls depend on time, not on the start: its store is not counted.
-    with mock.patch.object(process_group, "ranks_store", counting), mock.patch.object(process, "exit_process", report):
+    with (
+        mock.patch.object(process_group, "ranks_store", counting),
+        mock.patch.object(rank_process, "exit_process", report),
+    ):
         train.main(["debug", *options])
 
 
