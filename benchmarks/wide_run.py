@@ -183,9 +183,7 @@ def train_rank(rank: int, world: int, port: int, folder: Path, results: Any) -> 
 
     def report(status: int) -> None:
         calls = dict(sum((each.calls for each in stores), Counter()))
-        results.put({"status": status, "calls": calls, "bytes": sum(each.bytes for each in stores)})
-        results.close()
-        results.join_thread()
+        results.put({"rank": rank, "status": status, "calls": calls, "bytes": sum(each.bytes for each in stores)})
         os._exit(0)
 
     options = [f"--parallelism.data_parallel_shard_degree={world}", f"--job.dump_folder={folder / 'run'}"]
@@ -202,27 +200,43 @@ def train_rank(rank: int, world: int, port: int, folder: Path, results: Any) -> 
         train.main(["debug", *options])
 
 
-def ranks(worlds: Iterable[int]) -> None:
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[int, int]]:
+    """Run a store in another process, and yield its port and its process."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, text=True, env=with_python_path(os.environ), **pipes) as server:
+        yield int(server.stdout.readline()), server.pid
+        server.stdin.close()
+
+
+def train_ranks(world: int) -> None:
+    """Fork the ranks of a world and print what they asked the store for. This process must have no other thread."""
     context = multiprocessing.get_context("fork")
+    queue, begin = context.SimpleQueue(), time.monotonic()
+    with server_process() as (port, _), tempfile.TemporaryDirectory() as name:
+        arguments = [(rank, world, port, Path(name), queue) for rank in range(world)]
+        processes = [context.Process(target=train_rank, args=each) for each in arguments]
+        for process in processes:
+            process.start()
+        values = [queue.get() for _ in processes]
+        for process in processes:
+            process.join()
+    assert {each["status"] for each in values} == {0}
+    calls = [sum(each["calls"].values()) for each in values]
+    summary = {"world": world, "s": round(time.monotonic() - begin, 1), "calls of all": sum(calls)}
+    summary |= {"of a rank, least and most": [min(calls), max(calls)], "of rank 0": calls_of_rank0(values)}
+    summary |= {"by name": dict(sum((Counter(each["calls"]) for each in values), Counter()))}
+    print(json.dumps(summary | {"bytes of all": sum(each["bytes"] for each in values)}), flush=True)
+
+
+def calls_of_rank0(values: list[dict[str, Any]]) -> int:
+    return next(sum(each["calls"].values()) for each in values if each["rank"] == 0)
+
+
+def ranks(worlds: Iterable[int]) -> None:
     for world in worlds:
-        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        queue, begin = context.Queue(), time.monotonic()
-        with tempfile.TemporaryDirectory() as name:
-            processes = [
-                context.Process(target=train_rank, args=(rank, world, server.port, Path(name), queue))
-                for rank in range(world)
-            ]
-            for process in processes:
-                process.start()
-            values = [queue.get() for _ in processes]
-            for process in processes:
-                process.join()
-        assert {each["status"] for each in values} == {0}
-        calls = [sum(each["calls"].values()) for each in values]
-        summary = {"world": world, "s": round(time.monotonic() - begin, 1), "keys": server.num_keys()}
-        summary |= {"calls of all": sum(calls), "calls of a rank": [min(calls), max(calls)]}
-        summary |= {"by name": dict(sum((Counter(each["calls"]) for each in values), Counter()))}
-        print(json.dumps(summary | {"bytes of all": sum(each["bytes"] for each in values)}), flush=True)
+        subprocess.run([sys.executable, __file__, "--train-ranks", str(world)], check=True, timeout=600)
 
 
 # The store ------------------------------------------------------------------------------------------------------------
@@ -302,17 +316,13 @@ def search(port: int, world: int, n_missing: int, server: int) -> dict[str, Any]
 
 
 def store() -> None:
-    command = [sys.executable, "-c", SERVER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=with_python_path(os.environ), **pipes) as server:
-        port = int(server.stdout.readline())
+    with server_process() as (port, server):
         for world in WORLDS:
-            print(json.dumps(store_rate(port, world, server.pid)), flush=True)
+            print(json.dumps(store_rate(port, world, server)), flush=True)
         for world in WORLDS:
-            print(json.dumps(search(port, world, 0, server.pid)), flush=True)
-            print(json.dumps(search(port, world, world // 2, server.pid)), flush=True)
-        print(json.dumps(connections(port, 2048, server.pid)), flush=True)
-        server.stdin.close()
+            print(json.dumps(search(port, world, 0, server)), flush=True)
+            print(json.dumps(search(port, world, world // 2, server)), flush=True)
+        print(json.dumps(connections(port, 2048, server)), flush=True)
 
 
 # The index of a checkpoint --------------------------------------------------------------------------------------------
@@ -453,12 +463,15 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["groups", "ranks", "store", "index"])
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16], help="those of `ranks`")
     parser.add_argument("--make-groups", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--train-ranks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--index-of", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     raise_open_file_limit()
     torch.set_num_threads(1)
     if arguments.make_groups:
         groups(arguments.make_groups)
+    elif arguments.train_ranks:
+        train_ranks(arguments.train_ranks)
     elif arguments.index_of:
         index_of(arguments.index_of)
     else:
