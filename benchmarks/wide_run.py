@@ -156,9 +156,9 @@ def make_groups(world: int) -> None:
 
 def groups(worlds: Iterable[int] = WORLDS) -> None:
     for world in worlds:
-        process = multiprocessing.get_context("fork").Process(target=make_groups, args=(world,))
-        process.start()
-        process.join()
+        child = multiprocessing.get_context("fork").Process(target=make_groups, args=(world,))
+        child.start()
+        child.join()
 
 
 # All ranks train ------------------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ def ranks(worlds: Iterable[int]) -> None:
                 context.Process(target=train_rank, args=(rank, world, server.port, Path(name), queue))
                 for rank in range(world)
             ]
-            for process in processes:
-                process.start()
+            for child in processes:
+                child.start()
             values = [queue.get() for _ in processes]
-            for process in processes:
-                process.join()
+            for child in processes:
+                child.join()
         assert {each["status"] for each in values} == {0}
         calls = [sum(each["calls"].values()) for each in values]
         summary = {"world": world, "s": round(time.monotonic() - begin, 1), "keys": server.num_keys()}
