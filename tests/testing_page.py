@@ -210,8 +210,8 @@ NOT_TESTED = """\
 - **Many ranks.** More than 32 real processes, more than two nodes, and nodes on real networks. A
   campaign of faults on 64 ranks did not end on two cores; one on 8 did. What is said of 16,384
   ranks was measured with [ranks that do not exist](../benchmarks/NOTEBOOK.md#many-ranks).
-- **Long runs.** A million steps have not run ([what has](../benchmarks/NOTEBOOK.md#long-runs)). The
-  longest curve is of 2,000 steps.
+- **Long runs.** A million steps have not run, but 60,000 with a SIGKILL between them ([what
+  has](../benchmarks/NOTEBOOK.md#long-runs)). The longest curve is of 2,000 steps.
 - **NFS, Lustre and object stores**, and the network to the Hugging Face hub.
 - **Python 3.14**, Windows and macOS.
 - **Layouts compiled with inductor.** The tests compile with the backend `aot_eager`; inductor runs
