@@ -270,12 +270,12 @@ def page() -> str:
         "## Curves that others published\n",
         "![Published losses, and those of the same settings here](images/published_curves.png)\n",
         pages.wrapped(
-            "nanoGPT's README says 1.88 for 2,000 steps on tinyshakespeare. nanoGPT itself, run here, has 1.886, and "
-            "1.898 over the whole validation text; a Llama block of as many parameters has 1.673 and 1.680, with two "
-            "seeds. Without a rotary embedding it is no better than nanoGPT. On the conversations of torchtitan's "
-            "fine-tuning test, torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. "
-            "Those that torchtitan publishes, from weights that nobody else has, are within 1.3 standard deviations of "
-            "its own seeds ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
+            "nanoGPT's README says 1.88 for 2,000 steps on tinyshakespeare. nanoGPT itself, run here, has 1.898 over "
+            "the whole validation text; a Llama block of as many parameters has 1.674 (three seeds, standard deviation "
+            "0.005), and 1.903 without its rotary embedding. On the conversations of torchtitan's fine-tuning test, "
+            "torchtitan 0.3.0 and titanlite have the same ten losses from the same weights, to 1e-6. Those that "
+            "torchtitan publishes, from weights that nobody else has, are within 1.7 standard deviations of the mean "
+            "of four of its seeds ([notebook](../benchmarks/NOTEBOOK.md#published-curves))."
         ),
         "## Injected bugs\n",
         pages.wrapped(
