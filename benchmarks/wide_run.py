@@ -157,9 +157,9 @@ def make_groups(world: int) -> None:
 
 def groups(worlds: Iterable[int] = WORLDS) -> None:
     for world in worlds:
-        process = multiprocessing.get_context("fork").Process(target=make_groups, args=(world,))
-        process.start()
-        process.join()
+        child = multiprocessing.get_context("fork").Process(target=make_groups, args=(world,))
+        child.start()
+        child.join()
 
 
 # All ranks train ------------------------------------------------------------------------------------------------------

@@ -77,13 +77,13 @@ class HuggingFaceTokenizer(Tokenizer):
         file = self.file = path / "tokenizer.json" if path.is_dir() else path
         settings_file = file.parent / "tokenizer_config.json"
         try:
-            content = read_file(file, LARGEST_FILE).decode()
-            self.tokenizer = Tokenizer.from_str(content)
+            self.tokenizer = Tokenizer.from_str(content := read_file(file, LARGEST_FILE).decode())
             settings = dict(json.loads(read_file(settings_file, LARGEST_FILE))) if settings_file.exists() else {}
             ids = self.tokenizer.get_vocab(with_added_tokens=True)
+            known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
             named = dict(settings.get("added_tokens_decoder") or {}).values()  # tokenizer.json need not repeat them
-            special = [token["content"] for token in named if token.get("special") and token["content"] in ids]
-            self.tokenizer.add_special_tokens(special)
+            special = {token["content"] for token in named if token.get("special")} & ids.keys() - known
+            self.tokenizer.add_special_tokens(added := sorted(special))
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
             problem = f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
@@ -97,7 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
             problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
             raise ConfigError([f'{problem}; name its own as "eos_token" in {settings_file}'])
         self.vocab_size = max(ids.values()) + 1
-        self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}".encode()).hexdigest()
+        self.identity = hashlib.sha256(f"{content}/{self.bos}/{self.eos}{added or ''}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without BOS and EOS. A text of more than CHUNK characters is

@@ -121,6 +121,8 @@ def test_special_tokens_that_the_settings_alone_call_so(template, assets):
     absent = {"content": "<absent>", "special": True}
     named = {str(token["id"]): {"content": token["content"], "special": True} for token in special}
     assert encoded(template(PLAIN, added_tokens_decoder=named | {"999": absent}), CONVERSATIONS[1]) == expected
+    alone = template(PLAIN).tokenizer.identity
+    assert template(PLAIN, added_tokens_decoder=named).tokenizer.identity != alone  # tokens are cached by it
     named["2"]["special"] = False
     assert encoded(template(PLAIN, added_tokens_decoder=named), CONVERSATIONS[1]) != expected
     for wrong in ("<s>", {"0": "<s>"}, {"0": {"special": True}}, {"0": {"content": ["<s>"], "special": True}}):
