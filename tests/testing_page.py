@@ -16,7 +16,6 @@ from tests import pages
 from tests.mutants import public_bugs
 from tests.mutants.table import MUTANTS
 from tests.parallel.test_layouts import world_size
-from titanlite.config.loader import tomllib
 
 ROOT = Path(__file__).parents[1]
 PAGE, LOGS = ROOT / "docs" / "testing.md", ROOT / "benchmarks" / "logs"
@@ -55,14 +54,28 @@ def ranks_of(name: str, options: dict[str, Any]) -> int:
     return int(named[1]) if named else world_size(options)
 
 
-def layouts_by_ranks() -> tuple[list[list[str]], int, int]:
-    """Return a row for each number of ranks: the layouts of every run and the nightly ones; and the two sums."""
-    always, nightly = Counter(), Counter()
-    for cases, at_night in pages.tables().values():
+class Layouts(NamedTuple):
+    """The cases of the support page that are compared in float64, by their number of ranks, and those in low
+    precision."""
+
+    always: Counter[int]
+    nightly: Counter[int]
+    low_precision: int
+
+    def rows(self) -> list[list[str]]:
+        """Return a row for each number of ranks: the cases of every run of the tests and the nightly ones."""
+        return [[str(n), str(self.always[n]), str(self.nightly[n])] for n in sorted(self.always | self.nightly)]
+
+
+def count_layouts() -> Layouts:
+    always, nightly, low_precision = Counter[int](), Counter[int](), 0
+    for title, (cases, at_night) in pages.tables().items():
+        if title.startswith("Low precision"):
+            low_precision += len(cases)
+            continue
         for name, options in cases.items():
             (nightly if name in at_night else always)[ranks_of(name, options)] += 1
-    rows = [[str(n), str(always[n]), str(nightly[n])] for n in sorted(always | nightly)]
-    return rows, always.total(), nightly.total()
+    return Layouts(always, nightly, low_precision)
 
 
 # Injected bugs --------------------------------------------------------------------------------------------------------
@@ -102,18 +115,25 @@ def caught_bugs() -> str:
 
 def random_layouts() -> str:
     """Return what became of random layouts. The one that differed is equal under a tolerance that was derived since."""
-    first = (LOGS / "random_layouts_report.log").read_text().splitlines()[0]
-    drawn, equal, late, differs = re.findall(r"\d+", first)
-    text = (
-        f"{equal} of {drawn} equal; {late} rejected in a line while being built; {differs} differed, in bfloat16, by "
+    drawn, equal, late, differs = re.findall(r"\d+", (LOGS / "random_layouts_report.log").read_text().splitlines()[0])
+    in_float64 = len(re.findall(r"\| equal \| \S+ of 1\.0e-11 allowed", (LOGS / "random_layouts.log").read_text()))
+    return (
+        f"{equal} of {drawn} equal, {in_float64} of them in float64 to 1e-11; {late} rejected in a line while being "
+        f"built; {differs} differed, in bfloat16, by 1 % more than allowed, and is equal under the tolerance that was "
+        "derived since"
     )
-    return text + "1 % more than allowed, and is equal under the tolerance that was derived since"
 
 
 def wrong_configs() -> str:
     last = (LOGS / "random_wrong_configs.log").read_text().splitlines()[1]
     *_, accepted, rejected, wrong = re.findall(r"\d+", last)
     return f"{rejected} rejected in lines that name an option, {accepted} accepted and built, {wrong} tracebacks"
+
+
+def published_runs() -> str:
+    """Return how far the plan's speeds are from published ones; the last lines of the log count them."""
+    (line,) = re.findall(r"^speed: (.*)$", (LOGS / "plan_accuracy_published.log").read_text(), re.MULTILINE)
+    return f"speed of {line}"
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -154,16 +174,13 @@ def hostile_inputs() -> tuple[int, int]:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def evidence() -> list[Evidence]:
-    """Return the rows of the first table."""
-    _, always, nightly = layouts_by_ranks()
+def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
+    """Return the rows of the first table. `noticed` is the number of mutants that a test noticed."""
     kinds, inputs = hostile_inputs()
-    noticed = sum(int(row[2]) for row in mutants_by_folder())
-    published = len(tomllib.loads((ROOT / "benchmarks" / "published_runs.toml").read_text())["run"])
     return [
         Evidence(
             "layouts that equal one process in float64",
-            f"{always} in every run of the tests, {nightly} more nightly; all pass",
+            f"{layouts.always.total()} in every run of the tests, {layouts.nightly.total()} more nightly; all pass",
             "2026-11-24",
             f"{NIGHTLY} tests/parallel tests/techniques tests/test_families.py",
             "[list](reference/support.md)",
@@ -193,7 +210,7 @@ def evidence() -> list[Evidence]:
                  "pytest -m nightly tests/test_chaos.py::test_64_ranks", log("chaos_64_ranks.jsonl")),
         Evidence("hostile and damaged inputs", f"{inputs} cases of {kinds} kinds", "every commit", "pytest",
                  "[list](reliability.md#hostile-and-damaged-input)"),
-        Evidence("published training runs beside the plan's estimate", f"{published}", "2026-11-23",
+        Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-23",
                  "python benchmarks/plan_accuracy.py published", log("plan_accuracy_published.log")),
         Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 13 steps of a third",
                  "2026-11-25",
@@ -235,7 +252,9 @@ NOT_TESTED = """\
 
 def page() -> str:
     """Return the page."""
-    by_ranks, always, nightly = layouts_by_ranks()
+    layouts, mutants = count_layouts(), mutants_by_folder()
+    cells = [row.cells() for row in evidence(layouts, sum(int(noticed) for _, _, noticed, _ in mutants))]
+    n_float64 = layouts.always.total() + layouts.nightly.total()
     parts = [
         "# How titanlite is tested\n",
         pages.wrapped(
@@ -243,18 +262,19 @@ def page() -> str:
             "rest is tested, with what result, when, and with which command. `python -m tests.testing_page` writes it, "
             "and counts each number from the tests and the logs. Where a row has a command, it reproduces the result."
         ),
-        pages.table(["what", "result", "date", "command", "evidence"], [row.cells() for row in evidence()]),
+        pages.table(["what", "result", "date", "command", "evidence"], cells),
         "## Layouts against one process\n",
         pages.wrapped(
             "Real processes on gloo take three AdamW steps with clipping, with different numbers of valid tokens on "
             "the ranks. Loss, gradient norm, every gradient, every updated weight and the validation loss must equal "
-            "those of a single process in float64: to 1e-12 for data parallel, else to 1e-11, relative to the largest "
-            "element of a tensor. The reference is not the program run on one rank: it takes the model and the loss, "
-            "and none of FSDP, gradient accumulation and torch.distributed "
+            "those of a single process in float64: to 1e-12 for data parallel, else to 1e-11, in the largest "
+            "absolute difference of an element. The reference is not the program run on one rank: it takes the model "
+            "and the loss, and none of FSDP, gradient accumulation and torch.distributed "
             "([reference.py](../titanlite/tools/parity/reference.py)). "
-            f"{always + nightly} cases, {always} of them in every run:"
+            f"{n_float64} cases, {layouts.always.total()} of them in every run. {layouts.low_precision} more, in low "
+            "precision, are compared with a reference in the same precision, within 8 times its own rounding error."
         ),
-        pages.table(["ranks", "every run", "nightly"], by_ranks),
+        pages.table(["ranks", "every run", "nightly"], layouts.rows()),
         "## Random layouts\n",
         pages.wrapped(
             "What nobody thought of is not in a table of cases. A generator draws options of all axes (1 to 16 ranks), "
@@ -293,7 +313,7 @@ def page() -> str:
             "people make: a missing sum, a wrong divisor, a stale buffer, an off-by-one. The default tests must notice "
             "it, or its survival is explained. The example is the first of its folder:"
         ),
-        pages.table(["folder", "mutants", "noticed", "example"], mutants_by_folder()),
+        pages.table(["folder", "mutants", "noticed", "example"], mutants),
         "## Public bugs of other trainers\n",
         pages.wrapped(
             "Silent bugs that users or authors of other programs reported in public, each with the nearest edit of "
