@@ -10,7 +10,8 @@ saves whose tokens go to 8 experts on at most 4 nodes, as DeepSeek-V3's, if each
 
 from collections.abc import Callable
 
-from benchmarks.reference_configs import planned, table_line
+from reference_configs import planned, table_line
+
 from titanlite.tools.plan.cost_model import CostModel
 
 EP = "--parallelism.expert_parallel_degree="

@@ -43,6 +43,7 @@ import numpy as np
 import psutil
 import torch
 from interleaved import Options, arguments_of, program
+from low_precision_loss import LOSS
 from python_path import ROOT, with_python_path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -53,7 +54,6 @@ from titanlite.config import Config, load
 from titanlite.data.open import build_tokenizer, open_sequences
 from titanlite.init import init_weights
 
-LOSS = "loss_metrics/global_avg_loss"
 ONE, AGAIN, RESUMED = "one process", "one process, again", "killed, resumed"
 ACCUMULATION, CHUNKED, MATH = (
     f"one process, {way}" for way in ("4 accumulation steps", "chunked loss", "math attention")

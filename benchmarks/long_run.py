@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from python_path import ROOT
+from resident_memory import cpu_seconds
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from titanlite.config import Launch, check, load
@@ -176,11 +177,6 @@ def process_values(process: int) -> dict[str, Any]:
         "files": len(os.listdir(f"/proc/{process}/fd")),
         "threads": int(status["Threads"]),
     }
-
-
-def cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def watch(

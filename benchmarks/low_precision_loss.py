@@ -16,6 +16,7 @@ emulated.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,8 +24,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from python_path import ROOT, with_python_path
 
-ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = "training.mixed_precision_param=float32"
 RUNS = {
     "float32": [FLOAT32],
@@ -60,10 +61,18 @@ def run(options: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
 
 def metrics_of(options: dict[str, object], folder: Path, *arguments: str) -> list[dict[str, float]]:
     """Train the debug model with these options, and return the lines of metrics.jsonl, one per step."""
-    own = {"job.dump_folder": folder, "metrics.log_freq": 1, "metrics.enable_tensorboard": "false"}
+    own = {"metrics.log_freq": 1, "metrics.enable_tensorboard": "false"}
+    return train(ROOT / "configs" / "debug.toml", options | own, folder, *arguments)
+
+
+def train(config: Path, options: dict[str, object], folder: Path, *arguments: str) -> list[dict[str, float]]:
+    """Run train.py on a config with other options, and return the lines of metrics.jsonl; exit if it fails."""
+    own = {"job.dump_folder": folder}
     arguments = *(f"--{key}={value}" for key, value in (options | own).items()), *arguments
-    command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "debug.toml"), *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    command = [sys.executable, str(ROOT / "train.py"), str(config), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=with_python_path(os.environ), text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}error: status {done.returncode} of {' '.join(command)}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

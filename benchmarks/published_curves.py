@@ -26,7 +26,6 @@ and each is drawn once per epoch. Every line of the output that begins with a br
 import argparse
 import hashlib
 import json
-import os
 import platform
 import re
 import statistics
@@ -38,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from low_precision_loss import LOSS, VALIDATION
+from low_precision_loss import LOSS, VALIDATION, train
 from published_sft import AS_PUBLISHED, GOLDEN, SEED, run_seeds, run_sft, seeds_table
-from python_path import ROOT, with_python_path
+from python_path import ROOT
 
 HERE = Path(__file__).resolve().parent
 LOGS = HERE / "logs"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-EOS = "<eos>"
+EOS, REST = "<eos>", "rest.txt"
 Options = dict[str, Any]
 Row = dict[str, Any]
 
@@ -100,12 +99,12 @@ def prepare(text: str, folder: Path) -> Options:
     """Write both splits of a text and its tokenizer into a folder, and return the options that name them."""
     n_train = int(0.9 * len(text))
     (folder / "train.txt").write_text(text[:n_train])
-    (folder / "rest.txt").write_text(text[n_train:])
+    (folder / REST).write_text(text[n_train:])
     write_tokenizer(sorted(set(text)), folder)
     return {
         "training.dataset_path": folder / "train.txt",
         "training.cache_folder": folder / "cache",
-        "validation.dataset_path": folder / "rest.txt",
+        "validation.dataset_path": folder / REST,
         "model.hf_assets_path": folder,
     }
 
@@ -113,21 +112,11 @@ def prepare(text: str, folder: Path) -> Options:
 # The runs -------------------------------------------------------------------------------------------------------------
 
 
-def train(toml: Path, options: Options) -> list[Row]:
-    """Run train.py, and return the lines of its metrics.jsonl."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"--{key}={value}" for key, value in (options | {"job.dump_folder": folder}).items()]
-        command = [sys.executable, str(ROOT / "train.py"), str(toml), *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=with_python_path(os.environ), text=True, capture_output=True)
-        if done.returncode:
-            sys.exit(f"{done.stdout}{done.stderr}error: status {done.returncode} of {' '.join(command)}")
-        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def report(run: str, rows: list[Row]) -> None:
-    """Print the losses of a run as JSON lines."""
-    for row in rows:
-        print(json.dumps({"run": run, "step": row["step"], **losses_of(row)}), flush=True)
+def report(run: str, rows: list[Row]) -> list[Row]:
+    """Print the losses of a run as JSON lines, and return them."""
+    losses = [{"run": run, "step": row["step"], **losses_of(row)} for row in rows]
+    print("".join(f"{json.dumps(row)}\n" for row in losses), end="", flush=True)
+    return losses
 
 
 def nanogpt_curve(output: str) -> list[Row]:
@@ -159,20 +148,21 @@ print(saved["iter_num"], losses / n)
 """
 
 
-def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> None:
+def run_nanogpt(checkout: Path, text: Path, rest: Path, eval_iters: int) -> None:
     """Run nanoGPT's train.py, and print its curve and the validation loss of its checkpoint on all windows. The number
-    of batches of its own estimates changes what is drawn after them, so it acts as another seed."""
+    of batches of its own estimates changes what is drawn after them, so it acts as another seed. `rest` is the file of
+    the last tenth of the text."""
     data = checkout / "data" / "shakespeare_char"
     if not (data / "train.bin").exists():
         sys.exit(f"error: {data} has no train.bin: copy the text there as input.txt, and run prepare.py")
     run = f"nanoGPT, eval_iters {eval_iters}"
-    command = [sys.executable, "train.py", *NANOGPT_COMMAND, f"--eval_iters={eval_iters}", f"--out_dir={folder}"]
-    output = subprocess.run(command, cwd=checkout, check=True, text=True, capture_output=True).stdout
-    for row in nanogpt_curve(output):
-        print(json.dumps({"run": run, **row}), flush=True)
-    (folder / "rest.txt").write_text(read_text(file)[int(0.9 * len(read_text(file))) :])
-    arguments = [str(checkout), str(folder / "ckpt.pt"), str(file), str(folder / "rest.txt")]
-    done = subprocess.run([sys.executable, "-c", EVALUATE, *arguments], check=True, text=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "train.py", *NANOGPT_COMMAND, f"--eval_iters={eval_iters}", f"--out_dir={folder}"]
+        output = subprocess.run(command, cwd=checkout, check=True, text=True, capture_output=True).stdout
+        for row in nanogpt_curve(output):
+            print(json.dumps({"run": run, **row}), flush=True)
+        arguments = [str(each) for each in (checkout, Path(folder) / "ckpt.pt", text, rest)]
+        done = subprocess.run([sys.executable, "-c", EVALUATE, *arguments], check=True, text=True, capture_output=True)
     step, loss = done.stdout.split()[-2:]
     print(json.dumps({"run": run, "step": int(step), "all windows": float(loss)}), flush=True)
 
@@ -180,23 +170,23 @@ def run_nanogpt(checkout: Path, file: Path, eval_iters: int, folder: Path) -> No
 def nanogpt(arguments: argparse.Namespace) -> None:
     """The first curve."""
     with tempfile.TemporaryDirectory() as name:
-        options = prepare(read_text(arguments.text), Path(name))
-        for run in arguments.runs:
-            report(run, train(HERE / "published_nanogpt.toml", options | RUNS[run]))
-    for eval_iters in (20, 200) if arguments.nanogpt else ():
-        with tempfile.TemporaryDirectory() as name:
-            run_nanogpt(arguments.nanogpt, arguments.text, eval_iters, Path(name))
+        folder = Path(name)
+        options = prepare(read_text(arguments.text), folder)
+        for number, run in enumerate(arguments.runs):
+            report(run, train(HERE / "published_nanogpt.toml", options | RUNS[run], folder / f"run-{number}"))
+        for eval_iters in (20, 200) if arguments.nanogpt else ():
+            run_nanogpt(arguments.nanogpt, arguments.text, folder / REST, eval_iters)
 
 
 def card(arguments: argparse.Namespace) -> None:
     """The second curve."""
     with tempfile.TemporaryDirectory() as name:
-        options = prepare(read_text(arguments.text), Path(name)) | {"training.steps": arguments.steps}
+        folder = Path(name)
+        options = prepare(read_text(arguments.text), folder) | {"training.steps": arguments.steps}
         if not torch.cuda.is_available():
             options["training.local_batch_size"] = 8  # of 64: 0.8 GiB instead of 4.4
-        rows = train(HERE / "published_card.toml", options)
-    report(CARD_RUN, rows)
-    print("\n".join(card_table([{"run": CARD_RUN, "step": row["step"], **losses_of(row)} for row in rows])))
+        rows = train(HERE / "published_card.toml", options, folder / "run")
+    print("\n".join(card_table(report(CARD_RUN, rows))))
 
 
 # Tables and the figure ------------------------------------------------------------------------------------------------

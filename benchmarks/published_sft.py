@@ -19,7 +19,6 @@ says; it adds BOS and the last EOS by itself. TEMPLATE writes the same tokens, w
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -29,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from low_precision_loss import LOSS
-from python_path import ROOT, with_python_path
+from low_precision_loss import LOSS, train
 
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.token_shards import not_trained_bit
@@ -90,14 +88,8 @@ def run_titanlite(assets: Path, folder: Path, sequences: int) -> list[dict[str, 
         "training.dataset_path": assets.resolve() / "data.json",
         "training.cache_folder": folder / "cache",
         "training.local_batch_size": sequences,
-        "job.dump_folder": folder / "titanlite",
     }
-    arguments = [f"--{key}={value}" for key, value in options.items()]
-    command = [sys.executable, str(ROOT / "train.py"), str(TOML), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=with_python_path(os.environ), text=True, capture_output=True)
-    if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}error: status {done.returncode} of {' '.join(command)}")
-    return [json.loads(line) for line in (folder / "titanlite" / "metrics.jsonl").read_text().splitlines()]
+    return train(TOML, options, folder / "titanlite")
 
 
 def run_sft(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,5 @@
-"""Measure the resident memory of this process as the Linux kernel reports it (/proc), independently of torch."""
+"""Measure the resident memory of this process, and the CPU time of any process, as the Linux kernel reports them
+(/proc), independently of torch."""
 
 import os
 import re
@@ -20,3 +21,9 @@ def resident_bytes(field: str) -> int:
 def reset_peak() -> None:
     """Restart the peak VmHWM from the current resident set (man 5 proc, clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process, of all its threads together."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

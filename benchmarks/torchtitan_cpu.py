@@ -35,8 +35,9 @@ import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pydoc_data.topics import topics
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,10 +110,6 @@ class Metrics(MetricsProcessor):
         print(f"step {step}  loss {global_avg_loss:.4f}  norm {grad_norm:.4f}{memory}", flush=True)
 
 
-def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any) -> Metrics:
-    return Metrics(job_config, parallel_dims)
-
-
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """Apply torchtitan's parallelism, with plain sums where the backend is gloo."""
     model = llama3.parallelize_llama(model, parallel_dims, job_config)
@@ -136,19 +133,28 @@ def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
 
 
-def main() -> None:
+def train_llama(
+    trainer: type[train.Trainer],
+    build_dataloader: Callable[..., ParallelAwareDataloader],
+    metrics: type[Metrics],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Train as the command line says, with another loader, metrics and, of the debug model, other sizes; none:
+    torchtitan's own."""
     for name, value in ONE_RANK.items():
         os.environ.setdefault(name, value)
+    if sizes:
+        llama3.llama3_args["debugmodel"] = llama3.TransformerModelArgs(**sizes)
     spec = dataclasses.replace(
         llama3.get_train_spec(),
         parallelize_fn=parallelize,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=None,
-        build_metrics_processor_fn=build_metrics,
+        build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: metrics(job_config, parallel_dims),
     )
     register_train_spec("llama3", spec)
-    train.main(train.Trainer)
+    train.main(trainer)
 
 
 if __name__ == "__main__":
-    main()
+    train_llama(train.Trainer, build_dataloader, Metrics)

@@ -10,10 +10,8 @@ the full weights to OUT/step-N.safetensors.
 
 # ruff: noqa: E402  (torchtitan reads its arguments when it is imported)
 
-import dataclasses
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +29,6 @@ INPUTS, OUT, INTERVAL = (sys.argv.pop(1) for _ in range(3)) if __name__ == "__ma
 import torchtitan_cpu
 from torchtitan import train
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.models import llama3
-from torchtitan.protocols.train_spec import register_train_spec
 
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 512, "multiple_of": 32}
 """The model of layout_distance.py. A multiple of 32 makes the feed-forward width 192."""
@@ -87,20 +83,5 @@ class Metrics(torchtitan_cpu.Metrics):
                 print(json.dumps({"step": step, "loss_metrics/global_avg_loss": global_avg_loss}), file=file)
 
 
-def main() -> None:
-    for name, value in torchtitan_cpu.ONE_RANK.items():
-        os.environ.setdefault(name, value)
-    llama3.llama3_args["debugmodel"] = llama3.TransformerModelArgs(**SIZES)
-    spec = dataclasses.replace(
-        llama3.get_train_spec(),
-        parallelize_fn=torchtitan_cpu.parallelize,
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=None,
-        build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: Metrics(job_config, parallel_dims),
-    )
-    register_train_spec("llama3", spec)
-    train.main(Recorder)
-
-
 if __name__ == "__main__":
-    main()
+    torchtitan_cpu.train_llama(Recorder, build_dataloader, Metrics, SIZES)

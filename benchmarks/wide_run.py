@@ -41,6 +41,7 @@ import tomllib
 import torch
 import torch.distributed as dist
 from python_path import ROOT, with_python_path
+from resident_memory import cpu_seconds
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -263,11 +264,6 @@ def beat(rank: int, world: int, port: int, seconds: float, counts: Any) -> None:
     threading.Timer(seconds, dog._finished.set).start()
     dog._beat()
     counts.put(n)
-
-
-def cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def store_rate(port: int, world: int, server: int, n_processes: int = 2, seconds: float = 5) -> dict[str, Any]:

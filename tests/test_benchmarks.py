@@ -549,7 +549,9 @@ def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
 
 def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
-    rows = curves.train(BENCHMARKS / "published_nanogpt.toml", options | {"lr_scheduler.warmup_steps": 2})
+    rows = curves.train(
+        BENCHMARKS / "published_nanogpt.toml", options | {"lr_scheduler.warmup_steps": 2}, tmp_path / "run"
+    )
     curves.report("a run", rows)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert abs(lines[0]["loss"] - math.log(66)) < 0.2

@@ -9,9 +9,7 @@ own: the step is recorded where it clips gradients, before and after.
 
 # ruff: noqa: E402  (torchtitan reads its arguments when it is imported)
 
-import dataclasses
 import importlib.metadata
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +39,6 @@ import torchtitan_cpu
 from torchtitan import train
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.distributed import utils
-from torchtitan.models import llama3
-from torchtitan.protocols.train_spec import register_train_spec
 
 # torchtitan scales the rotary embedding as Llama 3.1 whatever the model is; its feed-forward width is a multiple of 32.
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -136,20 +132,5 @@ class Metrics(torchtitan_cpu.Metrics):
         super().log(step, global_avg_loss, *arguments, **kwargs)
 
 
-def main() -> None:
-    for name, value in torchtitan_cpu.ONE_RANK.items():
-        os.environ.setdefault(name, value)
-    llama3.llama3_args["debugmodel"] = llama3.TransformerModelArgs(**SIZES)
-    spec = dataclasses.replace(
-        llama3.get_train_spec(),
-        parallelize_fn=torchtitan_cpu.parallelize,
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=None,
-        build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: Metrics(job_config, parallel_dims),
-    )
-    register_train_spec("llama3", spec)
-    train.main(Recorder)
-
-
 if __name__ == "__main__":
-    main()
+    torchtitan_cpu.train_llama(Recorder, build_dataloader, Metrics, SIZES)
