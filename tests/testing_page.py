@@ -260,7 +260,8 @@ def page() -> str:
         pages.wrapped(
             "titanlite promises that every layout computes what one process computes. This page says how that and the "
             "rest is tested, with what result, when, and with which command. `python -m tests.testing_page` writes it, "
-            "and counts each number from the tests and the logs. Where a row has a command, it reproduces the result."
+            "and counts each number from the tests and the logs. Where a row has a command, it reproduces the result. "
+            "It is about correctness and convergence; speed is on [Benchmarks](benchmarks.md)."
         ),
         pages.table(["what", "result", "date", "command", "evidence"], cells),
         "## Layouts against one process\n",
