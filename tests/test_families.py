@@ -115,7 +115,7 @@ def in_float64(hf: Any, llama: Llama) -> None:
         return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
     def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.cat((half, half), -1) for half in llama.rope[position_ids].unbind(-1))
+        return tuple(torch.cat((half, half), -1) for half in llama.rope[0, position_ids].unbind(-1))
 
     def router(module: Any, divides: bool, x: Tensor) -> tuple[Tensor, ...]:
         logits = nn.functional.linear(x.flatten(0, -2), module.weight)
@@ -237,10 +237,10 @@ def test_rotary_angles_are_those_of_transformers(name, dropped):
     kept |= {"rope_theta": model.rope_theta} if dropped == "rope_parameters" else {}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**kept))
     cos, sin = theirs(torch.zeros(1), torch.arange(512)[None])
-    frequencies, magnitude = rope_frequencies(model), rope_magnitude(model)
+    frequencies, magnitude = rope_frequencies(model, 512), rope_magnitude(model)
     assert magnitude == pytest.approx(theirs.attention_scaling, rel=1e-15)
     torch.testing.assert_close(theirs.inv_freq.double(), frequencies, rtol=2**-20, atol=0)
-    ours = rope_table(frequencies, 512, torch.float64, magnitude=magnitude)
+    ours = rope_table(model, 512, torch.float64)
     tolerance = magnitude * (torch.outer(torch.arange(512), frequencies) * 2**-20 + 2**-22)
     half = len(frequencies)
     assert ((ours[..., 0] - cos[0, :, :half]).abs() <= tolerance).all()
@@ -248,7 +248,7 @@ def test_rotary_angles_are_those_of_transformers(name, dropped):
 
 
 def test_yarn_leaves_blends_and_stretches_frequencies():
-    plain, scaled = rope_frequencies(section(SMALL)), rope_frequencies(section({**SMALL, **YARN}))
+    plain, scaled = (rope_frequencies(section(size), 1) for size in (SMALL, {**SMALL, **YARN}))
     ratio = (scaled / plain).tolist()
     assert ratio[0] == 1
     assert ratio[3:] == pytest.approx([1 / 8] * 5, rel=1e-15)

@@ -230,7 +230,7 @@ def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, flo
 
     def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         # transformers' own table is in float32; test_rotary_angles_are_those_of_transformers compares it with ours.
-        table = llama.rope[position_ids]
+        table = llama.rope[0, position_ids]
         return tuple(torch.cat((half, half), -1) for half in table.unbind(-1))
 
     hf.model.rotary_emb.forward = rotary
@@ -273,8 +273,8 @@ def test_unchanged_transformers_in_float32():
 
 def table_of(size: dict[str, Any], length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Return our frequencies and rotary table of a size."""
-    frequencies = rope_frequencies(section(size))
-    return frequencies, rope_table(frequencies, length, dtype)
+    model = section(size)
+    return rope_frequencies(model, length), rope_table(model, length, dtype)
 
 
 @pytest.mark.parametrize("flavor", ["llama2_7b", "llama3_8b", "llama3_1b"])
@@ -318,8 +318,9 @@ def test_rotary_table_is_accurate_at_position_a_million():
     """Compare with 40 digits. A frequency is off by two roundings of 2^-53 and the angle by another one, a million
     times as large as the frequency; then come cos and sin. (Angles in float32 would be off by 0.06.)"""
     position, theta, head_dim = 1_000_000, 500_000.0, 8
-    frequencies, _ = table_of({**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_dim, "n_heads": 1}, 1)
-    tables = {dtype: rope_table(frequencies, position + 1, dtype) for dtype in (torch.float64, torch.float32)}
+    size = {**SIZES["llama2_7b"], "rope_theta": theta, "dim": head_dim, "n_heads": 1}
+    frequencies, _ = table_of(size, 1)
+    tables = {dtype: table_of(size, position + 1, dtype)[1] for dtype in (torch.float64, torch.float32)}
     with decimal.localcontext(decimal.Context(prec=40)):
         two_pi = 2 * decimal.Decimal("3.141592653589793238462643383279502884197")
         for pair, frequency in enumerate(frequencies.tolist()):
@@ -341,9 +342,9 @@ def test_rotation_is_in_float32_or_better(dtype, table):
     assert not [name for name in llama.state_dict() if "rope" in name]
     assert [name for name, _ in llama.named_buffers()] == ["rope"]
     x = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    rotated = apply_rotary_emb(x, llama.rope[:5])
+    rotated = apply_rotary_emb(x, llama.rope[0, :5])
     assert rotated.dtype == dtype
-    expected = apply_rotary_emb(x.double(), llama.rope[:5].double())
+    expected = apply_rotary_emb(x.double(), llama.rope[0, :5].double())
     round_off = {torch.float64: 2**-52, torch.float32: 2**-22, torch.bfloat16: 2**-8}[dtype]
     assert relative(rotated.double(), expected) <= round_off
 
@@ -354,7 +355,7 @@ def test_the_compiled_rotation_is_the_eager_one(dtype, tolerance):
     llama = build(dtype)
     x = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend="aot_eager")
-    rotated = [rotate(x, llama.rope[:5]) for rotate in (apply_rotary_emb, compiled)]
+    rotated = [rotate(x, llama.rope[0, :5]) for rotate in (apply_rotary_emb, compiled)]
     grads = [torch.autograd.grad(each.square().sum() + each.sum(), x)[0] for each in rotated]
     assert relative(*rotated) <= tolerance
     assert relative(*grads) <= 2 * tolerance
@@ -372,7 +373,7 @@ def test_a_compiled_block_has_no_complex_numbers():
     backend = aot_autograd(fw_compiler=collect)
     block = torch.compile(llama.layers["0"].forward, fullgraph=True, backend=backend)
     x = torch.randn(40, SMALL["dim"], dtype=torch.bfloat16, requires_grad=True)
-    block(x, llama.rope[:20]).sum().backward()
+    block(x, llama.rope[0, :20]).sum().backward()
     assert dtypes == {torch.bfloat16, torch.float32, torch.int64}  # the last: which channels are the second of a pair
 
 
@@ -382,7 +383,7 @@ def test_inductor_has_kernels_for_all_of_a_block_but_attention():
     block, x = llama.layers["0"], torch.randn(40, SMALL["dim"], dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
-        block.forward(x, llama.rope[:20]).sum().backward()
+        block.forward(x, llama.rope[0, :20]).sum().backward()
 
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that caches are disabled

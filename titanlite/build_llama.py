@@ -32,4 +32,5 @@ def build_block(model: Model, layer: int) -> Block:
         from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
 
         return Block(model, attention, MixtureOfExperts(model))
-    return Block(model, attention, FeedForward(model.dim, model.ffn_dim, bias=model.mlp_bias))
+    kind = {"bias": model.mlp_bias, "activation": model.activation, "is_gated": model.gated_ffn}
+    return Block(model, attention, FeedForward(model.dim, model.ffn_dim, **kind))

@@ -2,16 +2,19 @@
 
 RMSNorm before each sublayer, rotary position embedding (RoPE, with Llama 3.1's scaling), grouped-query attention (GQA),
 SwiGLU, optionally tied embeddings. Sources: LLaMA (arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Llama 3
-(arXiv:2407.21783). Other families are options: sliding-window attention (Mistral, arXiv:2310.06825), biases (Qwen2,
-arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388; OLMoE, arXiv:2409.02060),
-linear (arXiv:2306.15595) and YaRN (arXiv:2309.00071) scaling. Module names are Llama's own, so that checkpoints and
-tensor-parallel plans read as elsewhere.
+(arXiv:2407.21783). Other families are options (docs/families.md): sliding-window attention (Mistral, arXiv:2310.06825),
+biases (Qwen2, arXiv:2407.10671), norms of queries and keys and heads of any size (Qwen3, arXiv:2505.09388; OLMoE,
+arXiv:2409.02060), norms after sublayers (OLMo 2, arXiv:2501.00656), factors (Granite), layers of several kinds
+(Gemma 3, arXiv:2503.19786). Module names are Llama's own, so that checkpoints and tensor-parallel plans read as
+elsewhere.
 
-Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, F feed-forward
-width, V vocabulary. Only attention tells sequences apart: everything else sees tokens, [N, D].
+Shapes: B batch, T sequence, N = B x T tokens, D model width, H query heads, G KV heads, K head_dim, R of its channels
+with rotary embedding, F feed-forward width, V vocabulary. Only attention tells sequences apart: everything else sees
+tokens, [N, D].
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection
 from itertools import pairwise
@@ -24,18 +27,23 @@ from torch import Tensor, nn
 from titanlite.config.schema import Model
 
 
-def rope_frequencies(model: Model) -> Tensor:
-    """Return the angular frequency of each rotated pair of channels, radians per position, [K/2] in float64.
+def rope_frequencies(model: Model, length: int) -> Tensor:
+    """Return the angular frequency of each rotated pair of channels, radians per position, [R/2] in float64, for
+    sequences of `length` tokens.
 
     With rope_scaling_factor > 1, wavelengths are stretched by it. "linear": all. "llama3": those longer than
     rope_original_seq_len / rope_low_freq_factor; those shorter than rope_original_seq_len / rope_high_freq_factor stay,
-    and those between are blended (Llama 3.1 model card and reference code). "yarn": as llama3 with rope_beta_slow and
-    rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
+    and those between are blended (Llama 3.1 model card and reference code). "yarn" (arXiv:2309.00071): as llama3 with
+    rope_beta_slow and rope_beta_fast, but the pairs between are blended by their number and not by their wavelength.
+    "longrope" (arXiv:2402.13753): each pair has a factor of its own, another one in longer sequences.
     """
     dim, scaling = model.rope_dim, model.rope_scaling_factor
     frequency = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling == 1:
         return frequency
+    if model.rope_scaling_type == "longrope":
+        is_long = length > model.rope_original_seq_len
+        return frequency / frequency.new_tensor(model.rope_long_factors if is_long else model.rope_short_factors)
     if model.rope_scaling_type == "linear":
         return frequency / scaling
     if model.rope_scaling_type == "yarn":
@@ -48,7 +56,7 @@ def rope_frequencies(model: Model) -> Tensor:
 
 
 def _yarn_ramp(model: Model) -> Tensor:
-    """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [K/2] in float64. The ramp begins and
+    """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [R/2] in float64. The ramp begins and
     ends at whole numbers of pairs, as in the paper's code and in transformers."""
 
     def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
@@ -62,21 +70,27 @@ def _yarn_ramp(model: Model) -> Tensor:
 
 
 def rope_magnitude(model: Model) -> float:
-    """Return the factor on rotated queries and keys, which YaRN scales so that attention over more tokens is as sharp
-    as before (section 3.4 of its paper)."""
-    if model.rope_scaling_factor == 1 or model.rope_scaling_type != "yarn":
+    """Return the factor on rotated queries and keys, which YaRN (section 3.4 of its paper) and LongRoPE scale so that
+    attention over more tokens is as sharp as before."""
+    if model.rope_scaling_factor == 1 or model.rope_scaling_type not in ("yarn", "longrope"):
         return 1.0
-    factor = model.rope_attention_factor
-    return factor if factor != -1 else 0.1 * math.log(model.rope_scaling_factor) + 1
+    if model.rope_attention_factor != -1:
+        return model.rope_attention_factor
+    growth = math.log(model.rope_scaling_factor)
+    if model.rope_scaling_type == "longrope":
+        return math.sqrt(1 + growth / math.log(model.rope_original_seq_len))
+    return 0.1 * growth + 1
 
 
-def rope_table(frequencies: Tensor, length: int, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:
-    """Return cos and sin of position * frequency, times the magnitude, [length, K/2, 2]. Angles are computed in
-    float64: positions in the millions have no accurate sine in float32. The table is in float32, or in float64 for a
-    float64 model."""
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
+def rope_table(model: Model, length: int, dtype: torch.dtype, angle_dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return cos and sin of position * frequency, times the magnitude, [length, K/2, 2]; 1 and 0 for the channels
+    without rotary embedding, behind the others. Angles are computed in float64: positions in the millions have no
+    accurate sine in float32. The table is in float32, or in float64 for a float64 model."""
+    frequencies, magnitude = rope_frequencies(model, length).to(angle_dtype), rope_magnitude(model)
+    angles = torch.outer(torch.arange(length, dtype=angle_dtype, device="cpu"), frequencies)
     table = magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)
-    return table.to(torch.promote_types(dtype, torch.float32))
+    rest = torch.tensor([1.0, 0.0], dtype=table.dtype).expand(length, (model.rope_width - model.rope_dim) // 2, 2)
+    return torch.cat((table, rest), dim=1).to(torch.promote_types(dtype, torch.float32))
 
 
 def apply_rotary_emb(x_BTHK: Tensor, rope_TK2: Tensor) -> Tensor:
@@ -131,6 +145,21 @@ class ScaledDotProductAttention(nn.Module):
         return torch.cat(sequences)
 
 
+class NormPlusOne(nn.RMSNorm):
+    """RMSNorm whose scale is 1 + weight (Gemma, arXiv:2403.08295), so that weight decay pulls the scale towards 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+NORMS = {"rms": nn.RMSNorm, "rms_plus_one": NormPlusOne, "layer": nn.LayerNorm}
+
+
+def build_norm(model: Model, width: int) -> nn.Module:
+    """Return the norm of model.norm over the last `width` channels."""
+    return NORMS[model.norm](width, eps=model.norm_eps)
+
+
 class Attention(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
@@ -142,7 +171,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_width, model.dim, bias=bias == "all")
         self.norms_all_heads = model.qk_norm == "all_heads"  # together, and not each by itself
         widths = (q_width, kv_width) if self.norms_all_heads else (self.head_dim, self.head_dim)
-        self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=model.norm_eps) if model.qk_norm else None for n in widths)
+        self.q_norm, self.k_norm = (build_norm(model, n) if model.qk_norm else None for n in widths)
+        self.is_rotated, self.query_scale = model.rope_dim > 0, model.query_scale
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> Tensor:
@@ -154,39 +184,58 @@ class Attention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK = (x.unflatten(-1, (-1, self.head_dim)).unflatten(0, sizes) for x in (q, k, v))
         if self.q_norm is not None and not self.norms_all_heads:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK2), apply_rotary_emb(k_BTGK, rope_TK2)
+        if self.is_rotated:
+            q_BTHK, k_BTGK = apply_rotary_emb(q_BTHK, rope_TK2), apply_rotary_emb(k_BTGK, rope_TK2)
+        if self.query_scale != 1:
+            q_BTHK = q_BTHK * self.query_scale
         return self.wo(self.inner_attention(q_BTHK, k_BTGK, v_BTGK, documents).flatten(0, 1).flatten(1))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
-    def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False):
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202) computes w2(silu(w1 x) * w3 x). The activation may be another one, and w3 missing."""
+
+    def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False, activation: str = "silu", is_gated: bool = True):
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, ffn_dim, bias=bias)
         self.w2 = nn.Linear(ffn_dim, dim, bias=bias)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=bias)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=bias) if is_gated else None
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_ND)) * self.w3(x_ND))
+        hidden_NF = self.activation(self.w1(x_ND))
+        return self.w2(hidden_NF if self.w3 is None else hidden_NF * self.w3(x_ND))
 
 
 class Block(nn.Module):
-    """A layer: `attention` is an Attention or does what it does, `feed_forward` a FeedForward or what does the same."""
+    """A layer: `attention` is an Attention or does what it does, `feed_forward` a FeedForward or what does the same.
+    Norms are before these sublayers, after them, or both."""
 
     def __init__(self, model: Model, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.attention = attention
-        self.ffn_norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
-        self.feed_forward = feed_forward
+
+        def norm(placement: str) -> nn.Module:
+            return build_norm(model, model.dim) if model.norm_placement in (placement, "both") else nn.Identity()
+
+        self.attention_norm, self.attention = norm("before"), attention
+        self.attention_post_norm = norm("after")
+        self.ffn_norm, self.feed_forward = norm("before"), feed_forward
+        self.ffn_post_norm = norm("after")
+        self.residual_scale = model.residual_scale
 
     def forward(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None = None) -> Tensor:
         x_ND, normed_ND = self.attend(x_ND, rope_TK2, documents)
-        return x_ND + self.feed_forward(normed_ND)
+        return torch.add(x_ND, self.ffn_post_norm(self.feed_forward(normed_ND)), alpha=self.residual_scale)
 
     def attend(self, x_ND: Tensor, rope_TK2: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        x_ND = x_ND + self.attention(self.attention_norm(x_ND), rope_TK2, documents)
+        y_ND = self.attention_post_norm(self.attention(self.attention_norm(x_ND), rope_TK2, documents))
+        x_ND = torch.add(x_ND, y_ND, alpha=self.residual_scale)
         return x_ND, self.ffn_norm(x_ND)
 
 
@@ -223,15 +272,20 @@ class Llama(nn.Module):
         def has(name: str) -> bool:
             return modules is None or name in modules
 
-        self.max_seq_len, self.sliding_window, self.tied = max_seq_len, model.sliding_window, model.tie_embeddings
-        self.rope_frequencies, self.rope_magnitude = rope_frequencies(model), rope_magnitude(model)
-        rope = torch.empty(max_seq_len, len(self.rope_frequencies), 2)
-        self.register_buffer("rope", rope, persistent=False)
+        self.max_seq_len, self.tied = max_seq_len, model.tie_embeddings
+        self.embedding_scale, self.logits_scale = model.embedding_scale, model.logits_scale
+        self.first_norm_weight = 0.0 if model.norm == "rms_plus_one" else 1.0
+        self.rope_kinds, self.rope_of_layer = model.rope_kinds()
+        self.register_buffer(
+            "rope", torch.empty(len(self.rope_kinds), max_seq_len, model.rope_width // 2, 2), persistent=False
+        )
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.dim) if has("tok_embeddings") else None
+        has_positions = model.learned_positions > 0 and has("tok_embeddings")
+        self.position_embeddings = nn.Embedding(model.learned_positions, model.dim) if has_positions else None
         # Keyed by number, so that a layer keeps its name when the model is split into stages.
         numbers = [layer for layer in range(model.n_layers) if has(f"layers.{layer}")]
-        self.layers = nn.ModuleDict({str(layer): build_block(model, layer) for layer in numbers})
-        self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps) if has("norm") else None
+        self.layers = nn.ModuleDict({str(layer): build_block(model.of_layer(layer), layer) for layer in numbers})
+        self.norm = build_norm(model, model.dim) if has("norm") else None
         self.output = Output(model.dim, model.vocab_size, bias=False) if has("output") else None
         self.tie()
 
@@ -242,12 +296,12 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device: torch.device, *, weights_on_cpu: bool = False) -> None:
-        """Leave the meta device by `to_empty`, and restore what that loses: the tied weight, and the rotary table,
-        which is no weight and in no checkpoint. `weights_on_cpu` is for CPU offload."""
+        """Leave the meta device by `to_empty`, and restore what that loses: the tied weight, and the rotary tables,
+        which are no weights and in no checkpoint. `weights_on_cpu` is for CPU offload."""
         self.to_empty(device="cpu" if weights_on_cpu else device)
         self.tie()
-        dtype, magnitude = next(self.parameters()).dtype, self.rope_magnitude
-        self.rope = rope_table(self.rope_frequencies, self.max_seq_len, dtype, magnitude=magnitude).to(device)
+        dtype = next(self.parameters()).dtype
+        self.rope = torch.stack([rope_table(kind, self.max_seq_len, dtype) for kind in self.rope_kinds]).to(device)
         for block in self.layers.values():
             if hasattr(block.feed_forward, "router"):
                 block.feed_forward.router.reset_buffers(device)
@@ -269,14 +323,26 @@ class Llama(nn.Module):
             targets: [B, T] token ids, -100 where there is nothing to predict.
         """
         length = self.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
-        rope_TK2 = self.rope[:length] if positions is None else self.rope[positions]
-        x_ND = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens.flatten())
-        for block in self.layers.values():
-            x_ND = block(x_ND, rope_TK2, documents)
+        ropes = (self.rope[:, :length] if positions is None else self.rope[:, positions]).unbind()
+        x_ND = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
+        for layer, block in self.layers.items():
+            x_ND = block(x_ND, ropes[self.rope_of_layer[int(layer)]], documents)
         if self.norm is not None:
             x_ND = self.norm(x_ND)
         if self.output is None:
             return x_ND
+        if self.logits_scale != 1:
+            x_ND = x_ND * self.logits_scale
         if targets is not None:
             return self.output(x_ND, targets.flatten())
-        return self.output(x_ND).unflatten(0, (-1, rope_TK2.shape[-3]))
+        return self.output(x_ND).unflatten(0, (-1, ropes[0].shape[-3]))
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the residual stream before the first layer, [N, D]; the arguments are those of `forward`."""
+        x_ND = self.tok_embeddings(tokens.flatten())
+        if self.embedding_scale != 1:
+            x_ND = x_ND * self.embedding_scale
+        if self.position_embeddings is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x_ND = x_ND + self.position_embeddings(positions.expand(tokens.shape).flatten())
+        return x_ND

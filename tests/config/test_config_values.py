@@ -30,6 +30,7 @@ FLAVORS = (
 # fmt: off
 WRONG_VALUES = {
     "a string": [
+        "model.hf_model_type = 3",
         "job.dump_folder = 3", "job.description = true", "job.description = 2020-01-01",
         'job.description = ["a", "b"]', "model.hf_assets_path = 3", "training.dataset_path = 3",
         "training.dataset_config = 3", "training.dataset_split = 3", "training.dataset_text_key = 3",
@@ -41,7 +42,7 @@ WRONG_VALUES = {
     "true or false": [
         "fault_tolerance.enable = 1",
         "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1", "model.tie_embeddings = 1",
-        "model.mlp_bias = 0",
+        "model.mlp_bias = 0", "model.gated_ffn = 1",
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "training.change_mixture_on_resume = 1", "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
@@ -77,7 +78,7 @@ WRONG_VALUES = {
     ],
     "an integer >= 0": [
         "model.sliding_window = -1", "model.sliding_window = true", "model.moe.n_experts = -1",
-        "model.mla.kv_lora_rank = -1", "model.mla.q_lora_rank = 1.5",
+        "model.learned_positions = -1", "model.mla.kv_lora_rank = -1", "model.mla.q_lora_rank = 1.5",
         "model.moe.n_experts = true", "model.moe.n_shared_experts = -1", "model.moe.n_first_dense_layers = 1.5",
         "training.nonfinite_steps_allowed = -1", "debug.sdc_check_freq = -1", "debug.fingerprint_freq = -1",
         "lr_scheduler.warmup_steps = -1", "checkpoint.keep_latest_k = -1",
@@ -110,14 +111,16 @@ WRONG_VALUES = {
         "debug.seed = 18446744073709551616", "debug.seed = 9223372036854775808",
     ],
     "a finite number > 0": [
-        "model.moe.score_scaling = 0",
+        "model.moe.score_scaling = 0", "model.embedding_scale = 0", "model.residual_scale = -1.0",
+        "model.logits_scale = 0.0",
         "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
         "model.rope_high_freq_factor = -4.0", "model.rope_beta_fast = 0.0", "model.rope_beta_slow = -1.0",
         "fault_tolerance.outer_lr = 0", "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
-    "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2"],
+    "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
+                                   "model.attention_scale = 0"],
     "a finite number >= 0": [
         "model.mla.mscale_all_dim = -1",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
@@ -135,7 +138,7 @@ WRONG_VALUES = {
     ],
     "a finite number >= 0 and <= 1": [
         "lr_scheduler.min_lr_factor = 1.1", "lr_scheduler.min_lr_factor = -0.1",
-        "lr_scheduler.min_lr_factor = nan",
+        "lr_scheduler.min_lr_factor = nan", "model.partial_rotary_factor = 1.5",
     ],
     "-1, or a finite number >= 0 and <= 1": [
         "lr_scheduler.decay_ratio = 1.5", "lr_scheduler.decay_ratio = -0.5", 'lr_scheduler.decay_ratio = "all"',
@@ -145,7 +148,10 @@ WRONG_VALUES = {
     'one of "softmax", "sigmoid"': ['model.moe.score_function = "relu"'],
     'one of "none", "diloco"': ['fault_tolerance.semi_sync_method = "local_sgd"'],
     'one of "none", "qkv", "all"': ["model.attention_bias = true", 'model.attention_bias = "q"'],
-    'one of "llama3", "linear", "yarn"': ['model.rope_scaling_type = "dynamic"'],
+    'one of "llama3", "linear", "yarn", "longrope"': ['model.rope_scaling_type = "dynamic"'],
+    'one of "rms", "rms_plus_one", "layer"': ['model.norm = "batch"'],
+    'one of "before", "after", "both"': ['model.norm_placement = "none"'],
+    'one of "silu", "gelu", "gelu_tanh"': ['model.activation = "relu"'],
     'one of "pydoc_topics", "text", "json", "parquet", "c4", "hub"': [
         'training.dataset = "c5"', "training.dataset = true",
     ],
@@ -186,8 +192,9 @@ WRONG_VALUES = {
     ],
     'one of "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"': ['float8.recipe = "blockwise"'],
     "an array of tables": [
-        "training.datasets = 3", 'training.datasets = "a"', "training.datasets = [3]",
+        "training.datasets = 3", 'training.datasets = "a"', "training.datasets = [3]", "model.layer_pattern = [1]",
     ],
+    "a list of numbers > 0": ["model.rope_short_factors = 3", "model.rope_long_factors = [0]"],
     "a list of strings": [
         'compile.components = "model"', "compile.components = [1]", "float8.filter_fqns = 3", "int8.filter_fqns = 3",
         'validation.generate_prompts = "a"', "validation.generate_prompts = [1]",

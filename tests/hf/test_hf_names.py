@@ -5,7 +5,7 @@ import torch
 
 from tests.hf_helpers import FAMILIES, build_hf, model_options, weights
 from titanlite.hf.names import from_hf, hf_name, hf_names, hf_rows, is_rotated, tensor_shapes, to_hf
-from titanlite.model import apply_rotary_emb, rope_frequencies, rope_table
+from titanlite.model import apply_rotary_emb, rope_table
 
 WQ, WV = "layers.0.attention.wq.weight", "layers.0.attention.wv.weight"
 
@@ -48,7 +48,7 @@ def test_the_order_is_that_of_the_rotary_embeddings():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     options = model_options(dim=64)
-    table = rope_table(rope_frequencies(options), 5, torch.float64)
+    table = rope_table(options, 5, torch.float64)
     cos, sin = (torch.cat((half, half), -1)[None] for half in table.unbind(-1))
     q_BHTK = torch.randn(1, 4, 5, options.head_dim, dtype=torch.float64)
     rotated, _ = apply_rotary_pos_emb(q_BHTK, q_BHTK, cos, sin)

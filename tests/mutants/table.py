@@ -190,7 +190,7 @@ MODEL_AND_LOSS = [
            "(positions_T[1:] == 0).nonzero().flatten() + 1", "(positions_T[1:] == 0).nonzero().flatten() + 2",
            DOCUMENTS),
     Mutant("model.py", "positions are ignored",
-           "self.rope[:length] if positions is None else self.rope[positions]", "self.rope[:length]", MODEL),
+           "self.rope[:, :length] if positions is None else self.rope[:, positions]", "self.rope[:, :length]", MODEL),
     Mutant("model.py", "a tied output head is no longer tied once it has left the meta device",
            '        self.to_empty(device="cpu" if weights_on_cpu else device)\n        self.tie()\n',
            '        self.to_empty(device="cpu" if weights_on_cpu else device)\n', MODEL),

@@ -370,9 +370,9 @@ def _rotary_embedding_of_all_channels() -> Any:
     """The frequencies are those of the full head_dim, of which the first ones are taken."""
     real = model.rope_frequencies
 
-    def of_head_dim(options: Model) -> Tensor:
+    def of_head_dim(options: Model, length: int) -> Tensor:
         plain = options.model_copy(update={"mla": options.mla.model_copy(update={"kv_lora_rank": 0})})
-        return real(plain)[: options.mla.qk_rope_head_dim // 2]
+        return real(plain, length)[: options.mla.qk_rope_head_dim // 2]
 
     return mock.patch.object(model, "rope_frequencies", of_head_dim)
 

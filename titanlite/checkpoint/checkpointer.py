@@ -151,7 +151,7 @@ class Checkpointer:
             f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
             f"with the same{options.get(key, '')}, or start in another job.dump_folder "
             "(checkpoint.initial_load_path loads only the weights)"
-            for key, value in self.identity.items()
+            for key, value in {**dict.fromkeys(state["identity"]), **self.identity}.items()
             if state["identity"].get(key) != value and key not in self.may_differ
         ]
         if differences:

@@ -128,8 +128,8 @@ def folder_of_source(choice: str | None, config: dict[str, Any]) -> Path | None:
 
 def model_options(path: Path, state: dict[str, Any]) -> Model:
     """Return the [model] section that a checkpoint was saved with. Raises ConfigError if an option is missing."""
-    identity, expected = state["identity"], Model.model_fields.keys() - {"flavor", "hf_assets_path", "moe", "mla"}
-    missing = sorted(expected - identity.keys())
+    identity, fields = state["identity"], Model.model_fields
+    missing = sorted(key for key, field in fields.items() if field.is_required() and key not in identity)
     if missing:
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
         raise ConfigError([problem])
@@ -139,7 +139,7 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
             section, _, name = key.partition(".")
             if name and section in sections:
                 sections[section][name] = value
-        return Model.model_validate({key: identity[key] for key in expected} | sections)
+        return Model.model_validate({key: identity[key] for key in fields if key in identity} | sections)
     except ValidationError as error:
         key, value = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["input"]
         raise ConfigError([f"{path}: model.{key} = {show(value)}: {error.errors()[0]['msg']}"]) from None

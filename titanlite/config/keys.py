@@ -1,7 +1,7 @@
 """Names of options that rules name more than once."""
 
 EXPERTS, EXPERT = "model.moe.n_experts", "parallelism.expert_parallel_degree"
-LATENT = "model.mla.kv_lora_rank"
+LATENT, LAYERS = "model.mla.kv_lora_rank", "model.layer_pattern"
 TENSOR, PIPELINE = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 CONTEXT, ULYSSES = "parallelism.context_parallel_degree", "parallelism.context_parallel_ulysses_degree"

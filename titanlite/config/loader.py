@@ -387,9 +387,8 @@ def _expectation(schema: dict[str, Any], value: Any) -> str:
     if "const" in schema:
         return show(schema["const"])
     if schema["type"] == "array":
-        return {"string": "a list of strings", "array": "a list of lists of strings"}.get(
-            schema["items"].get("type"), "an array of tables"
-        )
+        of = {"string": "a list of strings", "array": "a list of lists of strings", "number": "a list of numbers > 0"}
+        return of.get(schema["items"].get("type"), "an array of tables")
     bounds = {bound: schema[bound] for bound in BOUNDS if bound in schema}
     if bounds.get("maximum", 0) >= FAR and not (type(value) is int and value > bounds["maximum"]):
         del bounds["maximum"]

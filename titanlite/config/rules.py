@@ -39,6 +39,7 @@ from titanlite.config.keys import (
 )
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.rules_data import data_rules, dataset_rules
+from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
 from titanlite.config.schema import Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
@@ -104,7 +105,7 @@ DEPENDENT_OPTIONS = [
 def between_options(config: Config, changed: set[str]) -> Rejections:
     """Return the problems between options. `changed` has the keys whose value is not the default."""
     reject = Rejections()
-    for rules in (model_rules, _dependent_options, dataset_rules, data_rules, _step_rules):
+    for rules in (model_rules, family_rules, _dependent_options, dataset_rules, data_rules, _step_rules):
         rules(config, changed, reject)
     for rules in (_precision_rules, _optimizer_rules, _low_precision_rules, _compile_rules, _fault_tolerance_rules):
         rules(config, changed, reject)

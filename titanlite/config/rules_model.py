@@ -56,6 +56,13 @@ def _latent_attention_rules(config: Config, reject: Rejections) -> None:
         reject("model.attention_bias", 'latent attention has no biases; set "none"', LATENT)
     if model.qk_norm:
         reject("model.qk_norm", "latent attention has norms of its latents; set false", LATENT)
+    if model.norm != "rms":
+        reject("model.norm", 'latents have RMSNorm; set "rms"', LATENT)
+    if model.attention_scale != -1:
+        reject("model.attention_scale", "latent attention has model.mla.mscale_all_dim instead; remove it", LATENT)
+    if any(layer.partial_rotary_factor != 1 for layer in model.of_layers()):
+        message = f"{ROPE} is the number of rotated channels of latent attention; remove model.partial_rotary_factor"
+        reject("model.layer_pattern" if model.layer_pattern else "model.partial_rotary_factor", message, LATENT)
     if mla.mscale_all_dim and (model.rope_scaling_type != "yarn" or model.rope_scaling_factor == 1):
         scaling = f"{show(model.rope_scaling_type)}, by {model.rope_scaling_factor}"
         message = f'read only when the rotary embedding is scaled by "yarn", and it is {scaling}; set 0'

@@ -7,6 +7,7 @@ torchtitan 0.2.2 (its last release with TOML files) where an option means the sa
 from __future__ import annotations
 
 import functools
+import math
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
@@ -143,6 +144,23 @@ class Mla(Section):
         return queries + latents + keys_and_values + n_heads * self.v_head_dim * dim
 
 
+class LayerKind(Section):
+    """One kind of layer in model.layer_pattern. What it does not set is as in [model]."""
+
+    count: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    """Layers of this kind in a row."""
+    sliding_window: Union[Literal[-1], CountOrZero] = -1
+    """model.sliding_window of these layers; 0: none; -1: the model's."""
+    rope_theta: Union[Literal[-1], Positive] = -1
+    """model.rope_theta of these layers; -1: the model's."""
+    rope_scaling_factor: Union[Literal[-1], Annotated[float, Field(ge=1, allow_inf_nan=False)]] = -1
+    """model.rope_scaling_factor of these layers; 1: no scaling; -1: the model's."""
+    partial_rotary_factor: Union[Literal[-1], Annotated[float, Field(ge=0, le=1)]] = -1
+    """model.partial_rotary_factor of these layers; 0: no rotary embedding (NoPE); -1: the model's."""
+    experts: bool = True
+    """false: these layers are dense in a model with experts."""
+
+
 def implied_head_dim(values: Any) -> int | None:
     """Return the head_dim that values of [model.mla] imply; None if there is no latent attention, or they are wrong."""
     try:
@@ -194,9 +212,10 @@ class Model(Section):
     """Base of the rotary embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Factor by which the rotary embedding's wavelengths are stretched for longer sequences; 1: no scaling."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"]
+    rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"]
     """Which wavelengths are stretched, if rope_scaling_factor is above 1. linear: all; llama3: long ones, as in Llama
-    3.1; yarn: long ones, and attention is rescaled (YaRN)."""
+    3.1; yarn: long ones, and attention is rescaled (YaRN); longrope: each by a factor of its own, and attention is
+    rescaled (LongRoPE)."""
     rope_low_freq_factor: Positive
     """llama3: wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_high_freq_factor: Positive
@@ -206,16 +225,73 @@ class Model(Section):
     rope_beta_slow: Positive
     """yarn: wavelengths above rope_original_seq_len / this factor are scaled fully."""
     rope_attention_factor: Union[Literal[-1], Positive]
-    """yarn: factor on queries and keys, in the cosines and sines; -1: 0.1 ln(rope_scaling_factor) + 1."""
+    """yarn, longrope: factor on queries and keys, in the cosines and sines; -1: yarn's is 0.1 ln(rope_scaling_factor)
+    + 1, longrope's sqrt(1 + ln(rope_scaling_factor) / ln(rope_original_seq_len))."""
     rope_original_seq_len: Count
-    """llama3, yarn: sequence length in tokens that the model was trained with before the scaling."""
+    """llama3, yarn, longrope: sequence length in tokens that the model was trained with before the scaling."""
+    rope_short_factors: list[Positive] = Field(default=[])
+    """longrope: factor on the wavelength of each rotated pair of channels in sequences up to rope_original_seq_len."""
+    rope_long_factors: list[Positive] = Field(default=[])
+    """longrope: the same in longer sequences (training.seq_len)."""
+    partial_rotary_factor: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of a head's channels that the rotary embedding rotates, the first ones (Phi-4, GLM-4); 0: none (NoPE)."""
+    learned_positions: CountOrZero = 0
+    """Positions with a learned embedding, which is added to the token's (GPT-2): at least training.seq_len; 0: none."""
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """rms: RMSNorm; rms_plus_one: RMSNorm whose scale is 1 + weight (Gemma); layer: LayerNorm with a bias (GPT-2)."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Where a norm is: before each attention and feed-forward layer, after it (OLMo 2), or both (Gemma 3, GLM-4)."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Activation of the feed-forward layers; gelu_tanh: GELU approximated by tanh."""
+    gated_ffn: bool = True
+    """Feed-forward layers multiply the activation by a third projection, as SwiGLU and GeGLU; false: they have two
+    projections (GPT-2, StarCoder2)."""
+    embedding_scale: Positive = 1.0
+    """Factor on the embeddings of tokens (Gemma: the root of dim; Granite)."""
+    attention_scale: Union[Literal[-1], Positive] = -1
+    """Factor on the scores of attention, products of queries and keys (Granite, Gemma); -1: 1 / sqrt(head_dim)."""
+    residual_scale: Positive = 1.0
+    """Factor on what a layer adds to the residual stream (Granite)."""
+    logits_scale: Positive = 1.0
+    """Factor on the logits (Granite: 1 / logits_scaling)."""
+    layer_pattern: list[LayerKind] = Field(default=[])
+    """Layers of several kinds, each in a table [[model.layer_pattern]] in their order: the pattern repeats over the
+    layers, and its last repetition may end early. Empty: all layers are as [model] says."""
+    hf_model_type: str = ""
+    """Model type of the exported config.json, and the names of its tensors; empty: the first one that has the model's
+    options. from_hf sets it where the config.json's own is another one."""
     moe: Moe = Moe()
     mla: Mla = Mla()
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        layer %= sum(kind.count for kind in self.layer_pattern) or 1
+        for kind in self.layer_pattern:
+            if layer < kind.count:
+                return kind
+            layer -= kind.count
+        return LayerKind()
+
+    def of_layer(self, layer: int) -> Model:
+        """Return the options of a layer: what its kind sets, and otherwise the model's."""
+        kind = self.kind(layer).model_dump(exclude={"count", "experts"})
+        return self.model_copy(update={key: value for key, value in kind.items() if value != -1})
+
+    def of_layers(self) -> list[Model]:
+        """Return the options of each layer."""
+        return [self.of_layer(layer) for layer in range(self.n_layers)]
+
+    def rope_kinds(self) -> tuple[list[Model], list[int]]:
+        """Return options with each rotary embedding that layers have, and which one of them each layer has."""
+        keys = [(each.rope_theta, each.rope_scaling_factor, each.partial_rotary_factor) for each in self.of_layers()]
+        kinds = dict(zip(keys, self.of_layers(), strict=True))
+        return list(kinds.values()), [list(kinds).index(key) for key in keys]
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
         moe = self.moe
-        return moe.n_experts > 0 and layer >= moe.n_first_dense_layers and (layer + 1) % moe.every_n_layers == 0
+        in_turn = layer >= moe.n_first_dense_layers and (layer + 1) % moe.every_n_layers == 0
+        return moe.n_experts > 0 and in_turn and self.kind(layer).experts
 
     @property
     def expert_dim(self) -> int:
@@ -223,9 +299,19 @@ class Model(Section):
         return self.ffn_dim if self.moe.expert_dim == -1 else self.moe.expert_dim
 
     @property
+    def rope_width(self) -> int:
+        """Channels of a head of queries and keys that the rotary table covers."""
+        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_dim
+
+    @property
     def rope_dim(self) -> int:
         """Channels of a head of queries and keys with rotary embedding."""
-        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_dim
+        return int(self.rope_width * self.partial_rotary_factor)
+
+    @property
+    def query_scale(self) -> float:
+        """Factor on queries besides 1 / sqrt(head_dim), which attention applies."""
+        return 1.0 if self.attention_scale == -1 else self.attention_scale * math.sqrt(self.head_dim)
 
     @property
     def v_head_dim(self) -> int:
@@ -233,8 +319,11 @@ class Model(Section):
         return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_dim
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
+        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON. Options that
+        have a default are there if they differ from it."""
         dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
+        defaults = {key: field.default for key, field in Model.model_fields.items() if not field.is_required()}
+        dimensions = {key: value for key, value in dimensions.items() if value != defaults.get(key)}
         latents = self.mla.model_dump() if self.mla.kv_lora_rank else {}
         dimensions |= {f"mla.{key}": value for key, value in latents.items()}
         experts = self.moe.identity() if self.moe.n_experts else {}
@@ -272,22 +361,26 @@ def layer_parameters(model: Model, layer: int) -> int:
     matrices = 2 * model.dim * (q_dim + kv_dim)
     if model.mla.kv_lora_rank:
         matrices = model.mla.parameters(model.dim, model.n_heads)
+    n_projections = 3 if model.gated_ffn else 2
     if model.has_experts(layer):
         moe = model.moe
         matrices += model.dim * (moe.n_experts + 3 * model.expert_dim * (moe.n_experts + moe.n_shared_experts))
     else:
-        matrices += 3 * model.dim * model.ffn_dim
+        matrices += n_projections * model.dim * model.ffn_dim
     biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
-    biases += (2 * model.ffn_dim + model.dim) * (model.mlp_bias and not model.has_experts(layer))
+    ffn_biases = (n_projections - 1) * model.ffn_dim + model.dim
+    biases += ffn_biases * (model.mlp_bias and not model.has_experts(layer))
     norms = {False: 0, True: 2 * model.head_dim, "all_heads": q_dim + kv_dim}[model.qk_norm]
-    return matrices + biases + 2 * model.dim + norms
+    norms += (4 if model.norm_placement == "both" else 2) * model.dim
+    return matrices + biases + norms * (2 if model.norm == "layer" else 1)
 
 
 def count_parameters(model: Model) -> int:
     """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
-    return matrices * model.dim * model.vocab_size + layers + model.dim
+    ends = matrices * model.vocab_size + model.learned_positions + (2 if model.norm == "layer" else 1)
+    return model.dim * ends + layers
 
 
 class DatasetOptions(Section):
@@ -757,7 +850,7 @@ class Config(Section):
     @property
     def windowed(self) -> bool:
         """Whether attention is over fewer tokens than a sequence has."""
-        return 0 < self.model.sliding_window < self.training.seq_len
+        return any(0 < layer.sliding_window < self.training.seq_len for layer in self.model.of_layers())
 
     @property
     def hidden_shape(self) -> tuple[int, int]:

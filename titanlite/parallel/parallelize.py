@@ -42,9 +42,9 @@ def parallelize(
     if training.attention_backend != "auto":
         from titanlite.parallel.tiled_attention import TiledAttention
 
-        options = layout.ring_group, layout.ulysses_group, training.attention_backend, stage.sliding_window
+        options = layout.ring_group, layout.ulysses_group, training.attention_backend
         for block in stage.layers.values():
-            block.attention.inner_attention = TiledAttention(*options)
+            block.attention.inner_attention = TiledAttention(*options, block.attention.inner_attention.window)
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         if tensor_mesh is not None and parallelism.enable_async_tensor_parallel:

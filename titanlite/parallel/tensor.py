@@ -77,14 +77,17 @@ BLOCK_STYLES: dict[str, ParallelStyle] = {
     "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "attention.wo":     RowwiseParallel(output_layouts=SEQUENCE),
+    "attention_post_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
     "ffn_norm":         SequenceParallel(sequence_dim=0),
     "feed_forward":     PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(FULL,)),
     "feed_forward.w1":  ColwiseParallel(),
     "feed_forward.w3":  ColwiseParallel(),
     "feed_forward.w2":  RowwiseParallel(output_layouts=SEQUENCE),
+    "ffn_post_norm":    SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 ENDS: dict[str, ParallelStyle] = {
     "tok_embeddings":   RowsParallel(look_up),
+    "position_embeddings": RowsParallel(look_up),
     "norm":             SequenceParallel(sequence_dim=0),
     "output":           RowsParallel(project),
 }
@@ -99,7 +102,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     parallelize_module(model, mesh, {name: style for name, style in ENDS.items() if getattr(model, name) is not None})
     for block in model.layers.values():
-        modules = dict(block.named_modules())  # q_norm and k_norm may be missing
+        modules = {name: each for name, each in block.named_modules() if not isinstance(each, nn.Identity)}
         if "feed_forward.experts" in modules:
             del modules["feed_forward"]
         if "attention.wkv_a" in modules:

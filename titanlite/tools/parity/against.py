@@ -17,7 +17,7 @@ from titanlite.build_llama import build_llama
 from titanlite.config.loader import ConfigError, printable
 from titanlite.config.schema import Optimizer
 from titanlite.loss import IGNORED
-from titanlite.model import Documents, Llama
+from titanlite.model import Documents, Llama, rope_table
 from titanlite.optimizer import build_adam
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, ROUNDING_FACTOR
 from titanlite.tools.parity.ratios import Row, clusters, describe, relative
@@ -138,9 +138,8 @@ def forward_backward(recorded: RecordedStep, dtypes: Dtypes, mean_BT: Tensor | N
 
 def _round_angles(model: Llama) -> None:
     """Compute the rotary table from angles in float32, as programs do that compute in float32 or less."""
-    positions = torch.arange(model.max_seq_len, dtype=torch.float32)
-    angles = torch.outer(positions, model.rope_frequencies.float())
-    model.rope = model.rope_magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1).to(model.rope.dtype)
+    tables = [rope_table(kind, model.max_seq_len, model.rope.dtype, torch.float32) for kind in model.rope_kinds]
+    model.rope = torch.stack(tables)
 
 
 def updates(recorded: RecordedStep, gradients: Tensors, dtype: torch.dtype) -> Tensors:

@@ -1,0 +1,56 @@
+"""The rules about what other families than Llama have: other norms, activations and positions, and kinds of layers."""
+
+from titanlite.config.keys import EXPERTS, LATENT, LAYERS, TENSOR
+from titanlite.config.loader import Rejections, show
+from titanlite.config.schema import Config, Model
+
+ROTARY, POSITIONS = "model.partial_rotary_factor", "model.learned_positions"
+SCALED, SCALING_TYPE = "model.rope_scaling_factor", "model.rope_scaling_type"
+FACTORS = ("rope_short_factors", "rope_long_factors")
+
+
+def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
+    """Reject options of families that contradict others, or that nothing reads."""
+    model, tensor = config.model, config.parallelism.tensor_parallel_degree
+    if model.qk_norm == "all_heads" and model.norm != "rms":
+        message = f"all heads together have RMSNorm only, and model.norm = {show(model.norm)}; set true or false"
+        reject("model.qk_norm", message, "model.norm")
+    positions, seq_len = model.learned_positions, config.training.seq_len
+    if positions and positions < seq_len:
+        reject(POSITIONS, f"expected 0, or at least training.seq_len = {seq_len}", "training.seq_len")
+    elif positions % tensor:
+        message = f"expected a divisor of {POSITIONS} = {positions}, which are sharded over these ranks"
+        reject(TENSOR, message, POSITIONS)
+    if model.moe.n_experts and (model.activation != "silu" or not model.gated_ffn):
+        key = "model.activation" if model.activation != "silu" else "model.gated_ffn"
+        reject(key, "experts are SwiGLU layers; remove it", EXPERTS)
+    _rotary_rules(model, reject)
+    for number, kind in enumerate(model.layer_pattern):
+        if not (kind.experts or model.moe.n_experts):
+            reject(f"{LAYERS}.{number}.experts", f"read only with {EXPERTS}; set that, or remove it", EXPERTS, LAYERS)
+    if model.hf_model_type:
+        from titanlite.config.hf_config import FAMILIES  # here, since few runs need it
+
+        if model.hf_model_type not in FAMILIES:
+            reject("model.hf_model_type", f"expected one of {', '.join(map(show, FAMILIES))}, or nothing")
+
+
+def _rotary_rules(model: Model, reject: Rejections) -> None:
+    """Reject rotated channels that are no pairs, and factors of longrope that are not one for each pair."""
+    layers, reads = model.of_layers(), ("model.head_dim", ROTARY, LAYERS, LATENT)
+    odd = [layer.rope_dim for layer in layers if layer.rope_dim % 2]
+    if odd and not model.rope_width % 2:
+        where = LAYERS if model.layer_pattern else ROTARY
+        reject(where, f"expected an even number of rotated channels, got {odd[0]} of {model.rope_width}", *reads)
+    is_long = model.rope_scaling_type == "longrope"
+    pairs = [layer.rope_dim // 2 for layer in layers if is_long and layer.rope_scaling_factor > 1 and layer.rope_dim]
+    for name in FACTORS:
+        n_factors, n_pairs = len(getattr(model, name)), pairs[0] if pairs else 0
+        if n_factors and not n_pairs:
+            message = 'read only when the rotary embedding is scaled by "longrope"; remove it'
+            reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
+        elif n_factors != n_pairs:
+            message = f"expected a factor for each of the {n_pairs} rotated pairs of channels, got {n_factors}"
+            reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
+    if pairs and model.rope_original_seq_len == 1:
+        reject("model.rope_original_seq_len", "expected 2 or more; longrope takes its logarithm", SCALING_TYPE, SCALED)
