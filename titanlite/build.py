@@ -228,7 +228,7 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
         from titanlite.techniques.muon import build_muon, stage_group
 
         return build_muon(model.named_parameters(), section, stage_group(mesh) if mesh else None)
-    groups = parameter_groups(model.parameters(), section)
+    groups = parameter_groups(model.named_parameters(), section)
     weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
     if section.state_dtype not in ("auto", weights_dtype) or section.stochastic_rounding:
         from titanlite.techniques.low_bit_adam import LowBitAdam  # here: the import takes a second

@@ -1,4 +1,4 @@
-"""Build the model that the [model] options ask for, where latent attention and experts are chosen.
+"""Build the model that the [model] options ask for, where latent attention, attention sinks and experts are chosen.
 
 build.py does not have this, since what reads and writes weights builds a model too, to know their shapes, and build.py
 imports it.
@@ -28,6 +28,10 @@ def build_block(model: Model, layer: int) -> Block:
         attention = LatentAttention(model)
     else:
         attention = Attention(model)
+    if model.attention_sinks:
+        from titanlite.techniques.attention_sinks import SinkAttention  # here, since few models need it
+
+        attention.inner_attention = SinkAttention(model)
     if model.has_experts(layer):
         from titanlite.techniques.moe.layer import MixtureOfExperts  # here, since a dense model needs nothing of it
 

@@ -47,9 +47,10 @@ def init_weights(model: Llama, *, seed: int, n_layers: int, device: torch.device
                 full.normal_(0.0, std, generator=_generator(seed, f"{name}.{first + index}", device))
                 local_shard(parameter)[index].copy_(full[of_expert])
             continue
-        start = 0.0 if name.endswith(".bias") else model.first_norm_weight
+        is_zero = name.endswith(("bias", ".sinks"))
+        start = 0.0 if is_zero else model.first_norm_weight
         full = torch.full(parameter.shape, start, dtype=torch.float32, device=device)
-        if parameter.dim() == 2:
+        if parameter.dim() == 2 and not is_zero:
             full.normal_(0.0, std, generator=_generator(seed, name, device))
         if isinstance(parameter, DTensor):
             # src_data_rank None: every rank has the full tensor, so sharding it needs no communication.

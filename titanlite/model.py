@@ -57,14 +57,16 @@ def rope_frequencies(model: Model, length: int) -> Tensor:
 
 def _yarn_ramp(model: Model) -> Tensor:
     """Return how far each pair of channels is stretched under YaRN, from 0 to 1, [R/2] in float64. The ramp begins and
-    ends at whole numbers of pairs, as in the paper's code and in transformers."""
+    ends at whole numbers of pairs, as in the paper's code, unless rope_yarn_truncate = false."""
 
     def pair_with(periods: float) -> float:  # within the original sequence; between two pairs, in general
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
-    begin = max(math.floor(pair_with(model.rope_beta_fast)), 0)
-    end = min(math.ceil(pair_with(model.rope_beta_slow)), model.rope_dim - 1)
+    begin, end = pair_with(model.rope_beta_fast), pair_with(model.rope_beta_slow)
+    if model.rope_yarn_truncate:
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, model.rope_dim - 1)
     pairs = torch.arange(model.rope_dim // 2, dtype=torch.float64, device="cpu")
     return ((pairs - begin) / (end - begin or 0.001)).clamp(0, 1)
 

@@ -12,14 +12,17 @@ from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.parallel.shards import local_shard, n_replicas
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return parameters in groups: matrices; vectors, without weight decay; experts, as their mesh may be another."""
-    by_dims: dict[int, list[nn.Parameter]] = {2: [], 1: [], 3: []}
-    for parameter in parameters:
-        by_dims[parameter.dim()].append(parameter)
+def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return named parameters in groups: matrices; vectors, without weight decay; and both of experts, as their mesh
+    may be another."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
+        (of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)
+    }
+    for name, parameter in parameters:
+        groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
     return [
-        {"params": members, "weight_decay": optimizer.weight_decay if dims > 1 else 0.0}
-        for dims, members in by_dims.items()
+        {"params": members, "weight_decay": optimizer.weight_decay if decays else 0.0}
+        for (_, decays), members in groups.items()
         if members
     ]
 

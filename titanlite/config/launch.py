@@ -183,7 +183,8 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
 
 def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
     training, ring_or_exchange = config.training, config.parallelism.context_parallel_degree > 1
-    if training.attention_backend != "auto" or not (ring_or_exchange or training.document_mask or config.windowed):
+    has_mask = training.document_mask or config.windowed or config.model.attention_sinks
+    if training.attention_backend != "auto" or not (ring_or_exchange or has_mask):
         return training.attention_backend
     return ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
 

@@ -93,7 +93,10 @@ DEPENDENT_OPTIONS = [
     Dependent([key for key in _keys("optimizer", Optimizer.model_fields) if ".muon_" in key], OPTIMIZER, on=("Muon",)),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
-    Dependent(_keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rate"), EXPERTS, off=(0,)),
+    Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
+    Dependent(
+        _keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rate", "swiglu_alpha"), EXPERTS, off=(0,)
+    ),
     Dependent([EXPERT], EXPERTS, off=(0,)),
     Dependent(["plan.expert_imbalance"], EXPERT, off=(1,)),
     Dependent(_keys("model.mla", Mla.model_fields, "kv_lora_rank"), LATENT, off=(0,)),

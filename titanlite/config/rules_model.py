@@ -56,6 +56,8 @@ def _latent_attention_rules(config: Config, reject: Rejections) -> None:
         reject("model.attention_bias", 'latent attention has no biases; set "none"', LATENT)
     if model.qk_norm:
         reject("model.qk_norm", "latent attention has norms of its latents; set false", LATENT)
+    if model.attention_sinks:
+        reject("model.attention_sinks", "latent attention has no sinks; set false", LATENT)
     if model.norm != "rms":
         reject("model.norm", 'latents have RMSNorm; set "rms"', LATENT)
     if model.attention_scale != -1:
@@ -82,7 +84,11 @@ def expert_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     else:
         _group_rules(moe, reject)
     if model.mlp_bias:
-        reject("model.mlp_bias", "experts have no biases; set false", EXPERTS)
+        reject("model.mlp_bias", "experts have model.moe.expert_bias instead; set false", EXPERTS)
+    for key in ("expert_bias", "swiglu_limit"):
+        if getattr(moe, key) and moe.n_shared_experts:
+            message = f"shared experts have neither biases nor bounds; remove it, or model.moe.{key}"
+            reject("model.moe.n_shared_experts", message, f"model.moe.{key}", EXPERTS)
     if moe.n_experts % config.parallelism.expert_parallel_degree:
         reject(EXPERT, f"expected a divisor of {EXPERTS} = {moe.n_experts}, partitioned over these ranks", EXPERTS)
     degree = config.parallelism.expert_parallel_degree

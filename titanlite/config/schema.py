@@ -74,6 +74,16 @@ class Moe(Section):
     """Number of experts that the router chooses for a token."""
     expert_dim: Union[Literal[-1], Count] = -1
     """Width of the SwiGLU feed-forward layer that an expert is; -1: model.ffn_dim."""
+    expert_bias: bool = False
+    """Biases of the three layers of each expert (gpt-oss)."""
+    router_bias: bool = False
+    """Bias of the router's logits (gpt-oss), a trained weight."""
+    swiglu_limit: NotNegative = 0.0
+    """Experts are SwiGLU layers with bounded numbers (gpt-oss, arXiv:2508.10925): those that the activation gets, x,
+    are at most this, those that it is multiplied by, y, between this and its negative, and the product is
+    x sigmoid(swiglu_alpha x) (y + 1); 0: silu(x) y without bounds."""
+    swiglu_alpha: Positive = 1.702
+    """Factor in the activation of experts with swiglu_limit."""
     n_shared_experts: CountOrZero = 0
     """Shared experts, which every token passes (DeepSeekMoE, arXiv:2401.06066): together one feed-forward layer of this
     many times expert_dim."""
@@ -107,8 +117,12 @@ class Moe(Section):
     of the squared log-sum-exp of a token's logits."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that saved, as plain JSON."""
-        return self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
+        """Return what a resumed run must share with the one that saved, as plain JSON. Options that older checkpoints
+        lack are there if they differ from the default."""
+        values = self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
+        later = ("expert_bias", "router_bias", "swiglu_limit", "swiglu_alpha")
+        unset = {key for key in later if values[key] == type(self).model_fields[key].default}
+        return {key: value for key, value in values.items() if key not in unset}
 
 
 class Mla(Section):
@@ -237,6 +251,10 @@ class Model(Section):
     """Share of a head's channels that the rotary embedding rotates, the first ones (Phi-4, GLM-4); 0: none (NoPE)."""
     learned_positions: CountOrZero = 0
     """Positions with a learned embedding, which is added to the token's (GPT-2): at least training.seq_len; 0: none."""
+    rope_yarn_truncate: bool = True
+    """yarn: round the first and the last rotated pair that are scaled in part to whole numbers (gpt-oss: false)."""
+    attention_sinks: bool = False
+    """Attention sinks (gpt-oss): the softmax of each query head has one more key, with a learned score and value 0."""
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     """rms: RMSNorm; rms_plus_one: RMSNorm whose scale is 1 + weight (Gemma); layer: LayerNorm with a bias (GPT-2)."""
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -365,11 +383,12 @@ def layer_parameters(model: Model, layer: int) -> int:
     if model.has_experts(layer):
         moe = model.moe
         matrices += model.dim * (moe.n_experts + 3 * model.expert_dim * (moe.n_experts + moe.n_shared_experts))
+        matrices += moe.n_experts * (moe.router_bias + moe.expert_bias * (2 * model.expert_dim + model.dim))
     else:
         matrices += n_projections * model.dim * model.ffn_dim
     biases = {"none": 0, "qkv": q_dim + 2 * kv_dim, "all": q_dim + 2 * kv_dim + model.dim}[model.attention_bias]
     ffn_biases = (n_projections - 1) * model.ffn_dim + model.dim
-    biases += ffn_biases * (model.mlp_bias and not model.has_experts(layer))
+    biases += ffn_biases * (model.mlp_bias and not model.has_experts(layer)) + model.n_heads * model.attention_sinks
     norms = {False: 0, True: 2 * model.head_dim, "all_heads": q_dim + kv_dim}[model.qk_norm]
     norms += (4 if model.norm_placement == "both" else 2) * model.dim
     return matrices + biases + norms * (2 if model.norm == "layer" else 1)

@@ -35,7 +35,7 @@ def parallelize(
 
     Float8 comes before all of it, since it replaces layers; and the model is split into pipeline stages before that.
     All sections are of a resolved config: attention_backend is "auto" only where torch's own attention is enough, which
-    has no context parallel, no document mask and no sliding window shorter than the sequence.
+    has no context parallel, no document mask, no sliding window shorter than the sequence and no sinks.
     """
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
     shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
@@ -44,7 +44,8 @@ def parallelize(
 
         options = layout.ring_group, layout.ulysses_group, training.attention_backend
         for block in stage.layers.values():
-            block.attention.inner_attention = TiledAttention(*options, block.attention.inner_attention.window)
+            inner = block.attention.inner_attention
+            block.attention.inner_attention = TiledAttention(*options, inner.window, getattr(inner, "sinks", None))
     apply_activation_checkpoint(stage, activation_checkpoint)
     if compile.enable:
         if tensor_mesh is not None and parallelism.enable_async_tensor_parallel:
@@ -80,6 +81,11 @@ def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: Dev
 
         for block in blocks:
             shard_norms(block.attention, tensor_mesh)
+    if tensor_mesh and any(hasattr(block.attention.inner_attention, "sinks") for block in blocks):
+        from titanlite.techniques.attention_sinks import shard_sinks
+
+        for block in blocks:
+            shard_sinks(block.attention.inner_attention, tensor_mesh)
     if expert_mesh or (tensor_mesh and any(hasattr(block.feed_forward, "experts") for block in blocks)):
         from titanlite.techniques.moe.parallel import apply_expert_parallel
 

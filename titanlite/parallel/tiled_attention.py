@@ -1,4 +1,4 @@
-"""Attention in tiles: under context parallel (CP), a document mask, or a sliding window.
+"""Attention in tiles: under context parallel (CP), a document mask, a sliding window, or with attention sinks.
 
 Context parallel splits every sequence over ranks, and only attention communicates between its shards: ring x Ulysses
 (USP, arXiv:2405.07719). Ulysses ranks exchange sequence for heads (ulysses.py); ring ranks send keys and values around
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from titanlite.model import Documents
 from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
 from titanlite.parallel.ring import ring_backward, ring_forward
+from titanlite.parallel.shards import local_shard
 from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 
@@ -26,7 +27,8 @@ class TiledAttention(nn.Module):
 
     The ranks of `ring_group` send keys and values around a ring, those of `ulysses_group` exchange sequence for heads;
     None: only this rank. `backend` is a name in attention.ATTENTION_BACKENDS. With a `window` above 0, position t of a
-    sequence attends to positions t - window + 1 to t of its document only.
+    sequence attends to positions t - window + 1 to t of its document only. `sinks`: one more key of each head, with
+    this score and value 0 (techniques/attention_sinks.py).
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class TiledAttention(nn.Module):
         ulysses_group: dist.ProcessGroup | None,
         backend: str,
         window: int = 0,
+        sinks: nn.Parameter | None = None,
     ):
         super().__init__()
         self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
-        self.window = window
+        self.window, self.sinks = window, sinks
         self.ring_size, self.ulysses_size = _size(self.ring), _size(self.ulysses)
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
@@ -61,7 +64,9 @@ class TiledAttention(nn.Module):
             actual = f"{list(positions.shape)} on {positions.device}"
             raise ValueError(f"document_positions: expected [{batch}, {sequence}] in host memory, got {actual}")
         window = self.window if self.window < sequence * self.ring_size else 0  # which is the same
-        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, self.ring, self.ulysses, self.backend, window)[0]
+        rank = _GROUPS[self.ulysses].rank() if self.ulysses else 0
+        sinks = None if self.sinks is None else local_shard(self.sinks).chunk(ranks)[rank]
+        return _attention(q_BTHK, k_BTGK, v_BTGK, positions, sinks, self.ring, self.ulysses, self.backend, window)[0]
 
 
 # By name, since arguments of operators are tensors, numbers and strings.
@@ -92,6 +97,7 @@ def _attention(
     k: Tensor,
     v: Tensor,
     document_positions: Tensor | None,
+    sinks: Tensor | None,
     ring: str,
     ulysses: str,
     backend: str,
@@ -101,16 +107,16 @@ def _attention(
     inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
         empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
-        return *_local_forward(q, k, v, document_positions, ring, backend, window), *empty
+        return *_with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
     qkv_BSNK = sequence_to_heads([q, k, v], _GROUPS[ulysses])
     qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _local_forward(*qkv, document_positions, ring, backend, window)
+    inner_BSHK, lse_BHS = _with_sinks(*_local_forward(*qkv, document_positions, ring, backend, window), sinks)
     (out_BTHK,) = heads_to_sequence([inner_BSHK], _GROUPS[ulysses])
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
 
 @_attention.register_fake
-def _(q, k, v, document_positions, ring, ulysses, backend, window):
+def _(q, k, v, document_positions, sinks, ring, ulysses, backend, window):
     batch, tokens, _, head_dim = q.shape
     heads, sequence = _local_heads(q, k, ulysses), tokens * _size(ulysses)
     lse = q.new_empty(batch, heads[0], sequence, dtype=float32_or_better(q))
@@ -123,36 +129,57 @@ def _attention_backward(
     grad_out: Tensor,
     saved: list[Tensor],
     document_positions: Tensor | None,
+    sinks: Tensor | None,
     ring: str,
     ulysses: str,
     backend: str,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, from grad_out [B, T, H, K] and saved (q, k, v, out, lse), all with S tokens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, and of sinks or nothing, from grad_out [B, T, H, K] and saved (q, k, v, out,
+    lse), all with S tokens."""
     grad_out = sequence_to_heads([grad_out], _GROUPS[ulysses]) if ulysses else grad_out.contiguous()
     grads = _local_backward([grad_out, *saved], document_positions, ring, backend, window)
-    return tuple(heads_to_sequence(grads, _GROUPS[ulysses])) if ulysses else grads
+    d_sinks = grad_out.new_empty(0) if sinks is None else _gradient_of_sinks(sinks, grad_out, *saved[3:])
+    return *(heads_to_sequence(grads, _GROUPS[ulysses]) if ulysses else grads), d_sinks
 
 
 @_attention_backward.register_fake
-def _(grad_out, saved, document_positions, ring, ulysses, backend, window):
+def _(grad_out, saved, document_positions, sinks, ring, ulysses, backend, window):
     batch, tokens, _, head_dim = grad_out.shape
-    return tuple(x.new_empty(batch, tokens, x.shape[2] * _size(ulysses), head_dim) for x in saved[:3])
+    d_sinks = grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *(x.new_empty(batch, tokens, x.shape[2] * _size(ulysses), head_dim) for x in saved[:3]), d_sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, document_positions, *ctx.options = inputs
+    q, k, v, document_positions, sinks, *ctx.options = inputs
     out, lse, qkv, inner = output
     ulysses = ctx.options[1]
     ctx.set_materialize_grads(False)  # of the other outputs: they have none
     ctx.mark_non_differentiable(lse, qkv, inner)
     attended = (*qkv.split(_local_heads(q, k, ulysses), dim=2), inner) if ulysses else (q, k, v, out)
-    ctx.save_for_backward(*attended, lse, document_positions)
+    ctx.save_for_backward(*attended, lse, document_positions, sinks)
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    *saved, document_positions = ctx.saved_tensors
-    return *_attention_backward(grad_out, saved, document_positions, *ctx.options), None, None, None, None, None
+    *saved, document_positions, sinks = ctx.saved_tensors
+    *grads, d_sinks = _attention_backward(grad_out, saved, document_positions, sinks, *ctx.options)
+    return *grads, None, None if sinks is None else d_sinks, None, None, None, None
+
+
+def _with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Extend a softmax by the sinks. A backend's backward that is given the results has the gradients of q, k and v."""
+    if sinks_H is None:
+        return out_BSHK, lse_BHS
+    sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)
+    share_BSH = (lse_BHS - sinks_H1).sigmoid().transpose(1, 2)
+    return out_BSHK.mul_(share_BSH.unsqueeze(-1)), torch.logaddexp(lse_BHS, sinks_H1)
+
+
+def _gradient_of_sinks(sinks_H: Tensor, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
+    """Return -sum exp(sink - lse) (grad . out): of the softmax, for a key whose value is 0."""
+    share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()
+    dots_BSH = (grad_BSHK * out_BSHK).sum(-1, dtype=lse_BHS.dtype)
+    return -(share_BHS * dots_BSH.transpose(1, 2)).sum((0, 2)).to(sinks_H.dtype)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -46,7 +46,7 @@ class Unit(NamedTuple):
 def is_orthogonalized(name: str, parameter: Tensor) -> bool:
     """Return whether Muon updates a parameter: a matrix of a layer, or a stack of them, and not the embedding, the
     output head, a norm or a bias."""
-    return name.startswith("layers.") and parameter.dim() >= 2
+    return name.startswith("layers.") and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def newton_schulz(matrix: Tensor, n_steps: int) -> Tensor:
@@ -328,6 +328,6 @@ def build_muon(
     """Build Muon for named parameters. `group`: see Muon."""
     named = list(parameters)
     matrices = [parameter for name, parameter in named if is_orthogonalized(name, parameter)]
-    others = [parameter for name, parameter in named if not is_orthogonalized(name, parameter)]
+    others = [(name, parameter) for name, parameter in named if not is_orthogonalized(name, parameter)]
     adamw = build_adam(parameter_groups(others, optimizer), optimizer, "AdamW")
     return Muon(adamw, matrices, optimizer, group)

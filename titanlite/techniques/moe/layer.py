@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         n_shared = model.moe.n_shared_experts
         self.router = Router(model)
-        self.experts = Experts(model.moe.n_experts, model.dim, model.expert_dim)
+        self.experts = Experts(model)
         self.shared = FeedForward(model.dim, n_shared * model.expert_dim) if n_shared else None
 
     def forward(self, x_ND: Tensor) -> Tensor:
@@ -62,25 +62,39 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """Holds the weights of E feed-forward layers (SwiGLU), each stacked in one parameter."""
+    """Holds the weights of E feed-forward layers (SwiGLU), each stacked in one parameter, and so their biases."""
 
-    def __init__(self, n_experts: int, dim: int, expert_dim: int):
+    def __init__(self, model: Model):
         super().__init__()
+        n_experts, dim, expert_dim = model.moe.n_experts, model.dim, model.expert_dim
         self.w1 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, expert_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
+        if model.moe.expert_bias:
+            self.w1_bias = nn.Parameter(torch.empty(n_experts, expert_dim))
+            self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
+            self.w3_bias = nn.Parameter(torch.empty(n_experts, expert_dim))
         self.operators = operators.EAGER
+        self.clamp = (model.moe.swiglu_limit, model.moe.swiglu_alpha) if model.moe.swiglu_limit else ()
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return w1, w2, w3 as this process computes with them; parallelism replaces it."""
-        return self.w1, self.w2, self.w3
+    def weights(self) -> list[Tensor]:
+        """Return w1, w2, w3, and their biases if there are any, as this process computes with them; parallelism
+        replaces it."""
+        return list(self.parameters())
 
     def forward(self, x_MD: Tensor, scores_M: Tensor, counts_E: Tensor) -> Tensor:
         """Return [M, D]. The first counts_E[0] rows are of expert 0, and so on. A row's score multiplies it where it is
         narrowest, before w2."""
-        w1, w2, w3 = self.weights()
+        w1, w2, w3, *biases = self.weights()
         product = _grouped_product(x_MD, w1, counts_E)
-        return product(_SwiGLU.apply(product(x_MD, w1), product(x_MD, w3), scores_M, self.operators), w2)
+        gate_MF, up_MF = product(x_MD, w1), product(x_MD, w3)
+        if not biases:
+            return product(_SwiGLU.apply(gate_MF, up_MF, scores_M, self.operators, self.clamp), w2)
+        numbers_E = torch.arange(len(counts_E), device=counts_E.device)
+        expert_M = numbers_E.repeat_interleave(counts_E, output_size=len(x_MD))
+        of_gate, of_out, of_up = (F.embedding(expert_M, bias) for bias in biases)  # whose backward has a fixed order
+        hidden_MF = _SwiGLU.apply(gate_MF + of_gate, up_MF + of_up, scores_M, self.operators, self.clamp)
+        return product(hidden_MF, w2) + of_out * scores_M.to(of_out.dtype).unsqueeze(1)
 
 
 def _grouped_product(x_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Any:
@@ -127,15 +141,17 @@ class _Collect(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_MF: Tensor, up_MF: Tensor, scores_M: Tensor, operators: Operators) -> Tensor:
+    def forward(
+        ctx: Any, gate_MF: Tensor, up_MF: Tensor, scores_M: Tensor, operators: Operators, clamp: tuple[float, ...]
+    ) -> Tensor:
         ctx.save_for_backward(gate_MF, up_MF, scores_M)
-        ctx.operators = operators
-        return operators.swiglu(gate_MF, up_MF, scores_M)
+        ctx.operators, ctx.clamp = operators, clamp
+        return operators.swiglu(gate_MF, up_MF, scores_M, *clamp)
 
     @staticmethod
     def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor | None, ...]:
-        *gradients, _ = ctx.operators.swiglu_backward(gradient_MF, *ctx.saved_tensors)
-        return *gradients, None
+        *gradients, _ = ctx.operators.swiglu_backward(gradient_MF, *ctx.saved_tensors, *ctx.clamp)
+        return *gradients, None, None
 
 
 def order_by_expert(experts_M: Tensor, n_experts: int) -> Tensor:

@@ -23,19 +23,39 @@ def collect(y_MD: Tensor, row_NK: Tensor) -> Tensor:
     return y_MD[row_NK].sum(1)
 
 
-def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor) -> Tensor:
-    """Return silu(gate) x up x score, [R, F]."""
+def swiglu(gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """Return silu(gate) x up x score, [R, F]. With a limit, gates are at most that, and ups between that and its
+    negative: gate x sigmoid(alpha x gate) x (up + 1) x score (gpt-oss, arXiv:2508.10925)."""
+    if limit:
+        gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
+        return gate_RF * (alpha * gate_RF).sigmoid() * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
     return F.silu(gate_RF) * up_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
 
 
 def swiglu_backward(
-    gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor
+    gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float = 0.0, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and scores, and what `swiglu` returned."""
+    if limit:
+        return _clamped_backward(gradient_RF, gate_RF, up_RF, scores_R, limit, alpha)
     silu_RF, weighted_RF = F.silu(gate_RF), gradient_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
     gate_gradient_RF = torch.ops.aten.silu_backward(weighted_RF * up_RF, gate_RF)
     scores_gradient_R = (gradient_RF * silu_RF * up_RF).sum(1, dtype=scores_R.dtype)
     return gate_gradient_RF, weighted_RF * silu_RF, scores_gradient_R, swiglu(gate_RF, up_RF, scores_R)
+
+
+def _clamped_backward(
+    gradient_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, scores_R: Tensor, limit: float, alpha: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weighted_RF = gradient_RF * scores_R.to(gate_RF.dtype).unsqueeze(1)
+    clamped_RF, factor_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
+    sigmoid_RF = (alpha * clamped_RF).sigmoid()
+    active_RF = clamped_RF * sigmoid_RF
+    slope_RF = sigmoid_RF * (1 + alpha * clamped_RF * (1 - sigmoid_RF))
+    gate_gradient_RF = (weighted_RF * factor_RF * slope_RF).where(gate_RF <= limit, 0)
+    up_gradient_RF = (weighted_RF * active_RF).where(up_RF.abs() <= limit, 0)
+    scores_gradient_R = (gradient_RF * active_RF * factor_RF).sum(1, dtype=scores_R.dtype)
+    return gate_gradient_RF, up_gradient_RF, scores_gradient_R, swiglu(gate_RF, up_RF, scores_R, limit, alpha)
 
 
 class Operators(NamedTuple):

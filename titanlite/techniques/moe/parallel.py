@@ -39,15 +39,19 @@ def apply_expert_parallel(blocks: Iterable[nn.Module], tensor: DeviceMesh | None
 def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> None:
     experts = module.experts
     outputs, inputs = (Shard(0), Shard(0)) if expert else (Shard(1), Shard(2))
-    for name, placement in (("w1", outputs), ("w2", inputs), ("w3", outputs)):
-        _distribute(experts, name, expert or tensor, placement)
-    experts.weights = lambda: tuple(local_weight(weight) for weight in (experts.w1, experts.w2, experts.w3))
+    of_bias = {"w1_bias": outputs, "w2_bias": Shard(0) if expert else Replicate(), "w3_bias": outputs}
+    placements = {"w1": outputs, "w2": inputs, "w3": outputs, **of_bias}
+    for name, _ in list(experts.named_parameters()):
+        _distribute(experts, name, expert or tensor, placements[name])
+    adds_bias = expert is not None or tensor.get_local_rank() == 0  # where outputs are sums over ranks, the first one
+    experts.weights = functools.partial(_local_weights, experts, adds_bias)
     if expert:
         module.sort_key = functools.partial(_by_local_expert, expert.size(), module.router.n_experts)
         module.compute = functools.partial(_exchange, experts, expert.get_group())
     if tensor:
-        _distribute(module.router, "weight", tensor, Replicate())
-        module.router.local_weight = lambda: local_weight(module.router.weight)
+        for name, _ in list(module.router.named_parameters()):
+            _distribute(module.router, name, tensor, Replicate())
+        module.router.local_weights = lambda: [local_weight(weight) for weight in module.router.parameters()]
         for name, placement in (("w1", Shard(0)), ("w2", Shard(1)), ("w3", Shard(0))) if module.shared else ():
             layer = getattr(module.shared, name)
             _distribute(layer, "weight", tensor, Replicate() if expert else placement)
@@ -55,6 +59,13 @@ def _shard(module: MixtureOfExperts, tensor: DeviceMesh | None, expert: DeviceMe
         # Without EP each rank routes all tokens. Then the auxiliary losses of one rank count.
         module.router.contributes = expert is not None or tensor.get_local_rank() == 0
         module.forward = functools.partial(_on_own_tokens if expert else _on_all_tokens, module.forward, tensor)
+
+
+def _local_weights(experts: Experts, adds_bias: bool) -> list[Tensor]:
+    w1, w2, w3, *biases = (local_weight(weight) for weight in experts.parameters())
+    if biases and not adds_bias:
+        biases[1] = biases[1] * 0
+    return [w1, w2, w3, *biases]
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -102,7 +113,7 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: Tensor, scores_M
         received_scores, arrived, gates, ups = _send(exchange, x_MD, scores_M, *orders, *weights)
     kept = Keep.apply(scores_M, *weights, received_scores, *orders, *arrived, *gates, *ups)
     rows = received_scores, gates, ups
-    return _ExchangedExperts.apply(exchange, experts.operators, kept, rows, x_MD, scores_M, *weights)
+    return _ExchangedExperts.apply(exchange, experts.operators, experts.clamp, kept, rows, x_MD, scores_M, *weights)
 
 
 def _transposed(counts_AB: Tensor, n_rows: int) -> Tensor:
@@ -152,17 +163,18 @@ class _Exchange:
 
 def _send(
     exchange: _Exchange, x_MD: Tensor, scores_M: Tensor, by_rank_M: Tensor, by_expert: Tensor,
-    w1: Tensor, _: Tensor, w3: Tensor,
+    w1: Tensor, _: Tensor, w3: Tensor, *biases: Tensor,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Send rows and their scores to the ranks that have their experts, and multiply them there by w1 and w3. While one
     expert computes, the rows of the next ones travel. Return the scores that arrived, and by expert the rows and both
-    products."""
+    products, with their biases if there are any."""
     sent_scores = exchange.send_scores(scores_M[by_rank_M])
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
-    for x, own_w1, own_w3 in zip(map(_wait, arriving), w1, w3, strict=True):
-        gates.append(F.linear(x, own_w1))
-        ups.append(F.linear(x, own_w3))
+    w1_bias, _, w3_bias = biases or [[None] * len(w1)] * 3
+    for x, own_w1, own_w3, *own_biases in zip(map(_wait, arriving), w1, w3, w1_bias, w3_bias, strict=True):
+        gates.append(F.linear(x, own_w1, own_biases[0]))
+        ups.append(F.linear(x, own_w3, own_biases[1]))
     return scores, arriving, gates, ups
 
 
@@ -177,18 +189,21 @@ class _ExchangedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: _Exchange, operators: Operators, kept: Tensor,
+        ctx: Any, exchange: _Exchange, operators: Operators, clamp: tuple[float, ...], kept: Tensor,
         rows: tuple[Tensor, list[Tensor], list[Tensor]],
-        x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor,
+        x_MD: Tensor, scores_M: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return [M, D]. `rows` are the scores and products that _send returns, `kept` what the backward reads."""
-        ctx.exchange, ctx.operators, ctx.keeper = exchange, operators, kept.grad_fn
+        ctx.exchange, ctx.operators, ctx.clamp, ctx.keeper = exchange, operators, clamp, kept.grad_fn
+        ctx.n_weights = 3 + len(biases)
         ctx.of_rows, ctx.of_weights = x_MD.grad_fn, w1.grad_fn
         scores, gates, ups = rows
         y_MD, sent = torch.empty_like(x_MD), []
         of_expert = zip(gates, ups, exchange.of_own_experts(scores), w2, strict=True)
         for number, (gate, up, score, own_w2) in enumerate(of_expert):
-            y = F.linear(operators.swiglu(gate, up, score), own_w2)
+            y = F.linear(operators.swiglu(gate, up, score, *clamp), own_w2)
+            if biases:
+                y.addr_(score.to(y.dtype), biases[1][number])
             sent.append(exchange.return_rows(number, y, y_MD))
         for work in sent:
             work.wait()
@@ -199,26 +214,33 @@ class _ExchangedExperts(torch.autograd.Function):
         """Return the gradients of all arguments of `forward`."""
         exchange, d_x_MD = ctx.exchange, torch.empty_like(d_y_MD)
         arriving = exchange.send_rows(d_y_MD.contiguous())
-        w1, w2, w3, scores, by_rank_M, by_expert, *rows = ctx.keeper.saved_tensors
-        d_ws = [torch.empty_like(weight) for weight in (w1, w2, w3)]
+        saved = ctx.keeper.saved_tensors
+        weights, (scores, by_rank_M, by_expert, *rows) = saved[: ctx.n_weights], saved[ctx.n_weights :]
+        (w1, w2, w3, *biases), d_weights = weights, [torch.empty_like(weight) for weight in weights]
         for_rows, for_weights = map(torch._C._will_engine_execute_node, (ctx.of_rows, ctx.of_weights))
         sent, d_scores, n = [], [], len(w1)
         x_gate_up = rows[:n], rows[n : 2 * n], rows[2 * n :]
-        of_expert = zip(arriving, *x_gate_up, exchange.of_own_experts(scores), w1, w2, w3, *d_ws, strict=True)
+        of_expert = zip(arriving, *x_gate_up, exchange.of_own_experts(scores), w1, w2, w3, *d_weights, strict=True)
         for number, (d_y, x, gate, up, score, own_w1, own_w2, own_w3, *own_d_ws) in enumerate(of_expert):
             d_y = _wait(d_y)
-            d_gate, d_up, d_score, hidden = ctx.operators.swiglu_backward(d_y @ own_w2, gate, up, score)
+            d_gate, d_up, d_score, hidden = ctx.operators.swiglu_backward(d_y @ own_w2, gate, up, score, *ctx.clamp)
+            if biases:
+                d_score = d_score + (d_y @ biases[1][number]).to(d_score.dtype)
             if for_rows:
                 sent.append(exchange.return_rows(number, torch.mm(d_gate, own_w1).addmm_(d_up, own_w3), d_x_MD))
             if for_weights:
-                for own_d_w, d_out, inputs in zip(own_d_ws, (d_gate, d_y, d_up), (x, hidden, x), strict=True):
+                for own_d_w, d_out, inputs in zip(own_d_ws[:3], (d_gate, d_y, d_up), (x, hidden, x), strict=True):
                     torch.mm(d_out.t(), inputs, out=own_d_w)
+            if for_weights and biases:
+                d_outs = d_gate, d_y * score.to(d_y.dtype).unsqueeze(1), d_up
+                for own_d_bias, d_out in zip(own_d_ws[3:], d_outs, strict=True):
+                    torch.sum(d_out, 0, out=own_d_bias)
             d_scores.append(d_score)
         sent_scores = exchange.return_scores(_unsorted(torch.cat(d_scores), by_expert))
         d_scores_M = _unsorted(_wait(sent_scores), by_rank_M)
         for work in sent:
             work.wait()
-        return None, None, None, None, d_x_MD, d_scores_M, *d_ws
+        return None, None, None, None, None, d_x_MD, d_scores_M, *d_weights
 
 
 def _unsorted(x_M: Tensor, order_M: Tensor) -> Tensor:

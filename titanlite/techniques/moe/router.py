@@ -27,6 +27,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe, self.n_experts = model.moe, model.moe.n_experts
         self.weight = nn.Parameter(torch.empty(self.n_experts, model.dim))
+        self.bias = nn.Parameter(torch.empty(self.n_experts)) if self.moe.router_bias else None
         self.register_buffer("balance_bias", torch.zeros(self.n_experts) if self.moe.balance_bias else None)
         self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))  # of the last optimizer step
         self.register_buffer("record", torch.zeros(2 * self.n_experts + 1, dtype=torch.float64), persistent=False)
@@ -43,7 +44,7 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores and the experts of each token, both [N, K], and how many tokens chose each expert, [E]."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), self.local_weight().to(wide))
+        logits_NE = F.linear(x_ND.to(wide), *(weight.to(wide) for weight in self.local_weights()))
         scores_NE = logits_NE.sigmoid() if self.moe.score_function == "sigmoid" else logits_NE.softmax(-1)
         chosen_by_NE = scores_NE.detach()
         experts_NK = self._choose(chosen_by_NE if self.balance_bias is None else chosen_by_NE + self.balance_bias)
@@ -55,9 +56,10 @@ class Router(nn.Module):
             scores_NK = scores_NK / (scores_NK.sum(-1, keepdim=True) + 1e-20)
         return scores_NK * self.moe.score_scaling, experts_NK, counts_E
 
-    def local_weight(self) -> Tensor:
-        """Return the weight as this process computes with it; parallelism replaces it."""
-        return self.weight
+    def local_weights(self) -> list[Tensor]:
+        """Return the weight, and the bias if there is one, as this process computes with them; parallelism replaces
+        it."""
+        return list(self.parameters())
 
     def _balanced(self, scores_NE: Tensor, logits_NE: Tensor, counts_E: Tensor) -> Tensor:
         """Return the scores, whose backward records the load and adds the gradients of the auxiliary losses. These are

@@ -61,7 +61,8 @@ class CachedAttention(nn.Module):
         # The heads of a group stand for queries of their KV head: every backend has that, and few have GQA with a mask.
         q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
         k_BGSK, v_BGSK = self.k_BGSK[:, :, step.keys], self.v_BGSK[:, :, step.keys]
-        out_BGMK = F.scaled_dot_product_attention(q_BGMK, k_BGSK, v_BGSK, attn_mask=step.mask_B11S)
+        attend = getattr(self.inner, "attend_cached", F.scaled_dot_product_attention)  # the inner one's, with sinks
+        out_BGMK = attend(q_BGMK, k_BGSK, v_BGSK, attn_mask=step.mask_B11S)
         return out_BGMK.flatten(1, 2).unsqueeze(1)
 
 

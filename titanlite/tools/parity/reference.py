@@ -68,7 +68,7 @@ def token_losses(
     """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. The model computes with its
     weights in `compute_dtype`, but for routers. `masked`: positions and documents, where there is a document mask."""
     weights = {
-        name: parameter if name.endswith(".router.weight") else parameter.to(compute_dtype)
+        name: parameter if ".router." in name else parameter.to(compute_dtype)
         for name, parameter in model.named_parameters()
     }
     logits = torch.func.functional_call(model, weights, (tokens_BT, *masked))

@@ -1,0 +1,56 @@
+"""Attention sinks (gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453): the softmax of each query head has one
+more key, with a learned score, the sink, and value 0. So a head can attend to nothing.
+
+On parallel layouts TiledAttention has the sinks, and computes them from the log-sum-exp. Here they are by definition:
+for one device, for generation, and to compare with.
+
+Shapes: B batch, T queries, S keys, H query heads, G KV heads, M = H / G, K head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.config.schema import Model
+from titanlite.model import Documents, ScaledDotProductAttention
+from titanlite.parallel.shards import local_shard
+
+
+class SinkAttention(ScaledDotProductAttention):
+    """Computes model.ScaledDotProductAttention with sinks. Its memory grows with T x S."""
+
+    def __init__(self, model: Model):
+        super().__init__(model.sliding_window)
+        self.sinks = nn.Parameter(torch.empty(model.n_heads))
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None:
+            return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # which calls this one for each document
+        q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+        length = q_BHTK.shape[2]
+        mask_TT = (
+            torch.ones(length, length, dtype=torch.bool, device=q_BHTK.device).tril().triu(1 - (self.window or length))
+        )
+        return self._attend(q_BHTK, k_BGTK, v_BGTK, mask_TT, local_shard(self.sinks)[:, None, None]).transpose(1, 2)
+
+    def attend_cached(self, q_BGMK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, attn_mask: Tensor) -> Tensor:
+        """Return [B, G, M, K]: of a token of each sequence, whose heads of a group stand for queries of their KV head.
+        `attn_mask` [B, 1, 1, S] says which keys it attends to."""
+        sinks_GM1 = local_shard(self.sinks).view(*q_BGMK.shape[1:3], 1)
+        return self._attend(q_BGMK, k_BGSK, v_BGSK, attn_mask, sinks_GM1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+        """Attend to the keys of a mask, and to a key of zeros whose score is the sink: the mask's last column."""
+        scores = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        shape = torch.broadcast_shapes(scores.shape[:-1], sinks.shape[:-1])
+        scores = torch.cat((scores.expand(*shape, -1), sinks.to(q.dtype).expand(*shape, 1)), dim=-1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, scores, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def shard_sinks(inner_attention: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the sinks with their heads over a one-dimensional mesh, in place."""
+    sinks = distribute_tensor(inner_attention.sinks, mesh, [Shard(0)], src_data_rank=None)
+    inner_attention.register_parameter("sinks", nn.Parameter(sinks))
