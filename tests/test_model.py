@@ -126,6 +126,9 @@ PARAMETERS = {
     "tinyllama_1.1b": 1_100_048_384,
     # 671,026,419,200 without the module for multi-token prediction, less 58 x 256 biases that balance the experts
     "deepseek_v3_671b": 671_026_404_352,
+    # huggingface.co/openai: arXiv:2508.10925 has 20.91 and 116.83 billion
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "gpt_175b": 175_184_818_176,
 }
 

@@ -21,7 +21,7 @@ FLAVORS = (
     '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
     '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
     '"mixtral_8x7b", "mixtral_8x22b", "olmoe_1b_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
-    '"deepseek_v3_671b", "gpt_175b", "from_hf"'
+    '"deepseek_v3_671b", "gpt_oss_20b", "gpt_oss_120b", "gpt_175b", "from_hf"'
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,8 @@ WRONG_VALUES = {
     "true or false": [
         "fault_tolerance.enable = 1",
         "model.moe.normalize_scores = 1", "model.moe.balance_bias = 1", "model.tie_embeddings = 1",
-        "model.mlp_bias = 0", "model.gated_ffn = 1",
+        "model.mlp_bias = 0", "model.gated_ffn = 1", "model.attention_sinks = 1", "model.rope_yarn_truncate = 0",
+        "model.moe.expert_bias = 1", 'model.moe.router_bias = "all"',
         'training.streaming = "yes"', "training.shuffle = 0", 'training.shuffle = "true"',
         "training.enable_cpu_offload = 1", 'checkpoint.enable = "on"', "metrics.enable_tensorboard = 1",
         "training.change_mixture_on_resume = 1", "checkpoint.last_save_in_hf = 1", "job.take_over_lock = 1",
@@ -112,7 +113,7 @@ WRONG_VALUES = {
     ],
     "a finite number > 0": [
         "model.moe.score_scaling = 0", "model.embedding_scale = 0", "model.residual_scale = -1.0",
-        "model.logits_scale = 0.0",
+        "model.logits_scale = 0.0", "model.moe.swiglu_alpha = 0",
         "model.norm_eps = 0.0", "model.rope_theta = 0", "model.rope_low_freq_factor = 0.0",
         "model.rope_high_freq_factor = -4.0", "model.rope_beta_fast = 0.0", "model.rope_beta_slow = -1.0",
         "fault_tolerance.outer_lr = 0", "training.max_norm = 0.0", "optimizer.lr = 0", 'optimizer.lr = "8e-4"',
@@ -122,7 +123,7 @@ WRONG_VALUES = {
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
                                    "model.attention_scale = 0"],
     "a finite number >= 0": [
-        "model.mla.mscale_all_dim = -1",
+        "model.mla.mscale_all_dim = -1", "model.moe.swiglu_limit = -7.0",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
@@ -562,6 +563,9 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     for section in ("moe", "mla"):
         options = size.pop(section, {})
         assert {key: model[section][key] for key in options} == options
+    pattern = size.pop("layer_pattern", [])
+    kinds = zip(model["layer_pattern"], pattern, strict=True)
+    assert [{key: kind[key] for key in options} for kind, options in kinds] == pattern
     if flavor == "deepseek_v3_671b":
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:

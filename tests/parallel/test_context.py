@@ -613,7 +613,7 @@ def test_operator(kind, window):
     """Run torch's own checks of schema, fake tensors, autograd and functionalization."""
     q, k, v, _ = (x.requires_grad_() for x in draw(3, 4, 2))
     positions = document_positions_of(kind) if kind else None
-    torch.library.opcheck(tiled_attention._attention, (q, k, v, positions, "", "", "cpu", window))
+    torch.library.opcheck(tiled_attention._attention, (q, k, v, positions, None, "", "", "cpu", window))
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -169,7 +169,7 @@ def _draw_model(rng: Random, degrees: dict[str, int], options: Options, width: i
 
 def _draw_latents(rng: Random, options: Options) -> Options:
     """Draw the dimensions of latent attention. Options that it has not are removed from those that are drawn."""
-    for key in ("model.attention_bias", "model.qk_norm"):
+    for key in ("model.attention_bias", "model.qk_norm", "model.attention_sinks"):
         options.pop(key, None)
     nope, rope = rng.choice([2, 5, 8]), rng.choice([2, 4])
     drawn = {
@@ -194,7 +194,11 @@ def _draw_experts(rng: Random, degrees: dict[str, int], options: Options, width:
     options.pop("model.mlp_bias", None)
     n_experts = degrees["ep"] * rng.choice([1, 2, 3]) * rng.choice([1, 2])
     per_token = rng.randint(1, min(n_experts, 4))
-    n_groups, chosen = 1, 1
+    n_groups, chosen, shared = 1, 1, rng.choice([0, 0, 1, 2])
+    if "gpt_oss" in options.get("model.flavor", "") or {"model.moe.expert_bias", "model.moe.swiglu_limit"} & set(
+        options
+    ):
+        shared = 0
     if n_experts >= 4 and n_experts % 2 == 0 and rng.random() < 0.4:
         n_groups = rng.choice([number for number in divisors(n_experts) if n_experts // number >= 2])
         chosen = rng.randint(math.ceil(per_token / (n_experts // n_groups)), n_groups)
@@ -202,7 +206,7 @@ def _draw_experts(rng: Random, degrees: dict[str, int], options: Options, width:
         "model.moe.n_experts": n_experts,
         "model.moe.n_experts_per_token": per_token,
         "model.moe.expert_dim": degrees["tp"] * max(width, 1) * rng.choice([1, 3, 4]),
-        "model.moe.n_shared_experts": rng.choice([0, 0, 1, 2]),
+        "model.moe.n_shared_experts": shared,
         "model.moe.n_first_dense_layers": rng.choice([0, 0, 1]),
         "model.moe.every_n_layers": rng.choice([1, 1, 2]),
         "model.moe.n_groups": n_groups,

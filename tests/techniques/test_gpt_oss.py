@@ -121,9 +121,7 @@ def gpt_oss(size: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype
         swiglu_limit=model.moe.swiglu_limit,
         swiglu_alpha=model.moe.swiglu_alpha,
         sliding_window=7,
-        layer_types=[
-            "sliding_attention" if layer.sliding_window else "full_attention" for layer in model.of_layers()
-        ],
+        layer_types=["sliding_attention" if layer.sliding_window else "full_attention" for layer in model.of_layers()],
         attn_implementation="eager",
         experts_implementation="eager",
     )
@@ -242,5 +240,7 @@ def test_layout_matches_reference(ranks, tmp_path, name):
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
     assert all(d == 0 for name, d in actual.items() if name.startswith("initial weight")), "not bit for bit"
-    added = [name for name in actual if name.startswith("step 3 gradient layers.1.") and name.endswith(("sinks", "bias"))]
+    added = [
+        name for name in actual if name.startswith("step 3 gradient layers.1.") and name.endswith(("sinks", "bias"))
+    ]
     assert len(added) == 1 + 4 + 1 + 3

@@ -50,6 +50,18 @@ _DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+def _gpt_oss(n_experts: int) -> dict[str, Any]:
+    return {
+        **{"head_dim": 64, "attention_bias": "all", "attention_sinks": True, "rope_theta": 150_000.0},
+        **{"rope_scaling_type": "yarn", "rope_scaling_factor": 32.0, "rope_original_seq_len": 4096},
+        **{"rope_yarn_truncate": False, "layer_pattern": [{"sliding_window": 128}, {"sliding_window": 0}]},
+        "moe": {
+            **{"n_experts": n_experts, "n_experts_per_token": 4, "normalize_scores": True},
+            **{"expert_bias": True, "router_bias": True, "swiglu_limit": 7.0},
+        },
+    }
+
+
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
@@ -103,6 +115,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
     # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
     "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
+    # gpt-oss, arXiv:2508.10925; of which 3.6 and 5.1 billion weights are active
+    "gpt_oss_20b":   _size( 2880,   24,   64,   8,  2880, 201088, **_gpt_oss(32)),
+    "gpt_oss_120b":  _size( 2880,   36,   64,   8,  2880, 201088, **_gpt_oss(128)),
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),

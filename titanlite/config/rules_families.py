@@ -24,10 +24,6 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if model.moe.n_experts and (model.activation != "silu" or not model.gated_ffn):
         key = "model.activation" if model.activation != "silu" else "model.gated_ffn"
         reject(key, "experts are SwiGLU layers; remove it", EXPERTS)
-    yarn = any(layer.rope_scaling_factor > 1 for layer in model.of_layers()) and model.rope_scaling_type == "yarn"
-    if not (model.rope_yarn_truncate or yarn):
-        message = 'read only when the rotary embedding is scaled by "yarn"; remove it'
-        reject("model.rope_yarn_truncate", message, SCALING_TYPE, SCALED, LAYERS)
     _rotary_rules(model, reject)
     for number, kind in enumerate(model.layer_pattern):
         if not (kind.experts or model.moe.n_experts):

@@ -43,6 +43,8 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
     accumulation_steps = min(config.gradient_accumulation_steps, 2)
     seq_len = min(training.seq_len, math.lcm(2 * context, context * tensor) * 4)
+    # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
+    window = max(seq_len * 3 // 8, 1)
     width = 16 if low_precision else 8  # float8 and int8 leave smaller layers alone
     if config.float8.enable and config.float8.recipe == "mxfp8":
         width = 32
@@ -52,8 +54,11 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         "model__n_kv_heads": n_kv_heads,
         "model__dim": width * n_heads,
         "model__head_dim": width if model.n_heads * model.head_dim == model.dim else 2 * width,
-        # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
-        "model__sliding_window": max(seq_len * 3 // 8, 1) if config.windowed else model.sliding_window,
+        "model__sliding_window": window if config.windowed and model.sliding_window else 0,
+        "model__layer_pattern": [
+            kind.model_copy(update={"sliding_window": window}) if config.windowed and kind.sliding_window > 0 else kind
+            for kind in model.layer_pattern
+        ],
         "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
         "model__vocab_size": tensor * math.ceil(60 / tensor),
         "training__seq_len": seq_len,
