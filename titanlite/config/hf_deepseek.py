@@ -6,6 +6,7 @@ defaults.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from titanlite.config.loader import ConfigError, Section, show, value_of
@@ -23,6 +24,11 @@ ONLY: dict[str, tuple[Any, str]] = {
 """Keys with the only value that is read, and the reason."""
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Keys of latent attention, which have the same names in [model.mla], and their defaults."""
+EXPERTS = {
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+    **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+}
+"""Keys of experts and their defaults."""
 
 
 def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
@@ -45,14 +51,18 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
     config.only("head_dim", rotated, "transformers has the channels with rotary embedding there")
     options = {"n_kv_heads": n_heads, "head_dim": head_dim, "mla": {**mla, "mscale_all_dim": mscale_all_dim}}
     n_dense = config.integer("first_k_dense_replace", 3, least=0)
-    return options if n_dense >= n_layers else {**options, "moe": _expert_options(config, n_dense)}
+    return options if n_dense >= n_layers else {**options, "moe": expert_options(config, n_dense, EXPERTS)}
 
 
-def _expert_options(config: Any, n_dense: int) -> dict[str, Any]:
-    """Return the section [model.moe]."""
-    n_experts, n_chosen = config.integer("n_routed_experts", 256), config.integer("num_experts_per_tok", 8)
+def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [model.moe] of a model with this many dense layers at its beginning."""
+
+    def integer(key: str) -> int:
+        return config.integer(key, defaults[key])
+
+    n_experts, n_chosen = integer("n_routed_experts"), integer("num_experts_per_tok")
     config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
-    n_groups, n_groups_chosen = config.integer("n_group", 8), config.integer("topk_group", 4)
+    n_groups, n_groups_chosen = integer("n_group"), integer("topk_group")
     size, rest = divmod(n_experts, n_groups)
     if rest or size < 2:
         message = f"expected a divisor of the number of experts, {n_experts}, with at least 2 of them in a group"
@@ -65,12 +75,12 @@ def _expert_options(config: Any, n_dense: int) -> dict[str, Any]:
     return {
         "n_experts": n_experts,
         "n_experts_per_token": n_chosen,
-        "expert_dim": config.integer("moe_intermediate_size", 2048),
-        "n_shared_experts": config.integer("n_shared_experts", 1),
+        "expert_dim": integer("moe_intermediate_size"),
+        "n_shared_experts": integer("n_shared_experts"),
         "n_first_dense_layers": n_dense,
         "score_function": "sigmoid",
         "normalize_scores": config.boolean("norm_topk_prob", True),
-        "score_scaling": config.number("routed_scaling_factor", 2.5),
+        "score_scaling": config.number("routed_scaling_factor", defaults["routed_scaling_factor"]),
         "n_groups": n_groups,
         "n_groups_per_token": n_groups_chosen,
         "balance_bias": True,
@@ -119,9 +129,14 @@ def deepseek_keys(model: Section) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
         "first_k_dense_replace": moe.n_first_dense_layers if moe.n_experts else model.n_layers,
     }
-    if not moe.n_experts:
-        return keys
-    return keys | {
+    return keys | expert_keys(model) if moe.n_experts else keys
+
+
+def expert_keys(model: Section) -> dict[str, Any]:
+    """Return the keys of experts."""
+    moe = model.moe
+    return {
+        "first_k_dense_replace": moe.n_first_dense_layers,
         "n_routed_experts": moe.n_experts,
         "num_experts_per_tok": moe.n_experts_per_token,
         "moe_intermediate_size": model.expert_dim,
@@ -143,6 +158,7 @@ def _check(model: Section) -> None:
     }
     if model.moe.n_experts:
         expected |= {"moe.score_function": "sigmoid", "moe.every_n_layers": 1}
+        expected |= {"moe.expert_bias": False, "moe.router_bias": False, "moe.swiglu_limit": 0}
     wrong = {key: show(value) for key, value in expected.items() if value_of(model, key) != value}
     if model.moe.n_experts and not model.moe.n_shared_experts:
         wrong["moe.n_shared_experts"] = "1 or more"

@@ -4,7 +4,8 @@ the model's own files say stays, but for what the run changed and what describes
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf_config import hf_config, model_options, read_json_object, token_ids
+from titanlite.config.hf_config import hf_config, model_options
+from titanlite.config.hf_values import read_json_object, token_ids
 from titanlite.config.schema import Model
 
 TOGETHER = (
@@ -44,7 +45,7 @@ def config_files(
     for keys in TOGETHER:
         changed |= keys if changed & keys else set()
     dtype = [key for key in ("dtype", "torch_dtype") if key in released] or ["torch_dtype"]
-    changed.add("auto_map")  # names code beside the released files, which is not copied
+    changed |= {"auto_map", "quantization_config"}  # code beside released files is not copied, nor weights quantized
     config = {key: value for key, value in released.items() if key not in changed}
     config |= {key: value for key, value in after.items() if key in changed} | special_tokens
     config |= dict.fromkeys(dtype, torch_dtype)

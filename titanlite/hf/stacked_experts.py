@@ -1,0 +1,93 @@
+"""The experts of gpt-oss in its files: those of a layer in one tensor each, and as released in MXFP4.
+
+    mlp.experts.gate_up_proj       [E, D, 2F]  rows of our w1 and w3 in turn, as columns
+    mlp.experts.down_proj          [E, F, D]   our w2, transposed
+    ..._bias                       [E, 2F], [E, D]
+    ..._blocks, ..._scales         [E, 2F, D / 32, 16] and [E, 2F, D / 32]; [E, D, F / 32, 16] and [E, D, F / 32]
+
+MXFP4 (OCP Microscaling Formats, 1.0) has numbers of 4 bits, two in a byte, the first in the lower half, and for each 32
+of them the exponent of a factor, a power of two, plus 127. They are read as what they stand for, and never written.
+
+Shapes: E experts, D model width, F width of an expert.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TENSORS = {"w1": ("gate_up_proj", 2, 0), "w3": ("gate_up_proj", 2, 1), "w2": ("down_proj", 1, 0)}
+"""Weight of our experts: its tensor there, how many weights have their rows in turn in that, and which one it is."""
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP = 32
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of FP4 (E2M1), by the lower three bits; the fourth is the sign."""
+
+
+def hf_name(name: str) -> str:
+    """Return the name there, in a layer, of experts.w1, experts.w1_bias, and so on."""
+    weight, bias = _split(name)
+    return f"mlp.experts.{TENSORS[weight][0]}{bias}"
+
+
+def _split(name: str) -> tuple[str, str]:
+    weight, _, bias = name.rpartition("experts.")[2].partition("_")
+    return weight, bias and f"_{bias}"
+
+
+def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size]) -> torch.Size:
+    """Return the shape of the tensor that has these weights of ours, if it is not quantized."""
+    n_experts, rows, *columns = shapes[names[0]]
+    return torch.Size((n_experts, *columns, rows * len(names)))
+
+
+def quantized_shapes(shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of both tensors that are in the place of one of this shape."""
+    n_experts, columns, rows = shape
+    scales = n_experts, rows, -(-columns // GROUP)
+    return {BLOCKS: torch.Size((*scales, GROUP // 2)), SCALES: torch.Size(scales)}
+
+
+def to_hf(names: Sequence[str], weights: Sequence[Tensor]) -> Tensor:
+    """Return the tensor that has these weights, or biases, of ours."""
+    in_turn = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
+    return in_turn if in_turn.dim() == 2 else in_turn.transpose(1, 2).contiguous()
+
+
+def from_hf(name: str, tensor: Tensor) -> Tensor:
+    """Return one of our weights from the tensor that has it."""
+    _, step, first = TENSORS[_split(name)[0]]
+    return (tensor if tensor.dim() == 2 else tensor.transpose(1, 2))[:, first::step]
+
+
+def read(name: str, slices: Sequence[Any], experts: Tensor, rows: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
+    """Yield a shard of each of these experts in the order of our weight; `slices` are of its tensor in safetensors
+    files, or of its blocks and scales. `columns`: None for a bias."""
+    _, step, first = TENSORS[_split(name)[0]]
+    there, own = _cover(rows * step + first)
+    columns_there, own_columns = (slice(0, 0), None) if columns is None else _cover(columns)
+    for expert in experts.tolist():
+        e = slice(expert, expert + 1)
+        if len(slices) == 2:
+            groups = slice(columns_there.start // GROUP, -(-columns_there.stop // GROUP))
+            full = dequantize(*(each[e, there, groups][0] for each in slices))
+            yield full[own][:, own_columns + columns_there.start % GROUP]
+        elif columns is None:
+            yield slices[0][e, there][0][own]
+        else:
+            yield slices[0][e, columns_there, there][0].T[own][:, own_columns]
+
+
+def _cover(indices: Tensor) -> tuple[slice, Tensor]:
+    """Return what covers some indices, and their places in it."""
+    first = int(indices.min())
+    return slice(first, int(indices.max()) + 1), indices - first
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers, [rows, columns] in float32, that blocks [rows, groups, 16] and scales [rows, groups] stand
+    for."""
+    values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.ldexp(values[halves.int()], scales.int().unsqueeze(-1) - 127).flatten(-2)
