@@ -9,7 +9,16 @@ from torch import Tensor
 from tests.test_model import draw_weights
 from titanlite.build_llama import build_llama
 from titanlite.config.schema import Model
-from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_names, hf_tensors, named_weights, to_hf
+from titanlite.hf.names import (
+    BALANCE_BIAS,
+    OUTPUT_HEAD,
+    from_hf,
+    hf_names,
+    hf_tensors,
+    is_stacked,
+    named_weights,
+    to_hf,
+)
 from titanlite.model import Llama
 
 CPU = torch.device("cpu")
@@ -119,7 +128,26 @@ FAMILIES["deepseek_v3, yarn, no latent of queries"] = (
     "deepseek_v3",
     {**DEEPSEEK["theirs"], "q_lora_rank": None, "rope_parameters": YARN_OF_DEEPSEEK["theirs"]},
 )
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+GPT_OSS: dict[str, Any] = {
+    "ours": {
+        **{"head_dim": 16, "attention_bias": "all", "attention_sinks": True, "rope_yarn_truncate": False},
+        **{"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 16},
+        "layer_pattern": [{"sliding_window": 8}, {"sliding_window": 0}],
+        "moe": {
+            **{"n_experts": 4, "n_experts_per_token": 2, "normalize_scores": True, "expert_bias": True},
+            **{"router_bias": True, "swiglu_limit": 1.5},
+        },
+    },
+    "theirs": {
+        **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "sliding_window": 8},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False},
+            **{"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
+}
+FAMILIES["gpt_oss"] = (GPT_OSS["ours"], "gpt_oss", GPT_OSS["theirs"])
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 CORRECTION = "e_score_correction_bias"
 """The end of names of DeepSeek-V3's biases that balance experts, which are buffers."""
 
@@ -175,7 +203,7 @@ def released(hf: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         start, _, kind = name.rpartition("experts.")
         stacked = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind if start else "")
-        if stacked is None:
+        if stacked is None or hf.config.model_type == "gpt_oss":
             result[name] = tensor
             continue
         for layer, of_layer in zip(stacked, tensor.chunk(len(stacked), dim=1), strict=True):
@@ -196,7 +224,7 @@ def weights(hf: Any) -> dict[str, Tensor]:
 def ours(name: str, tensors: dict[str, Tensor], options: Model) -> Tensor:
     """Return what a parameter of ours is of tensors that have the names of released files."""
     parts = [from_hf(name, tensors[each], options) for each in hf_names(name, options)]
-    return torch.stack(parts) if ".experts." in name else parts[0]
+    return torch.stack(parts) if ".experts." in name and not is_stacked(name, options) else parts[0]
 
 
 def theirs(tensors: dict[str, Tensor], options: Model) -> dict[str, Tensor]:
@@ -204,7 +232,8 @@ def theirs(tensors: dict[str, Tensor], options: Model) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for there, names in hf_tensors(options, tensors).items():
         tensor = to_hf(names, [tensors[name] for name in names], options)
-        found |= dict(zip(there, tensor if ".experts." in names[0] else [tensor], strict=True))
+        of_each = ".experts." in names[0] and not is_stacked(names[0], options)
+        found |= dict(zip(there, tensor if of_each else [tensor], strict=True))
     return found
 
 

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from tests.hf_helpers import FAMILIES, build_hf, model_options, weights
-from titanlite.hf.names import from_hf, hf_name, hf_names, hf_rows, rotated_channels, tensor_shapes, to_hf
+from titanlite.hf.names import (
+    from_hf,
+    hf_name,
+    hf_names,
+    hf_rows,
+    hf_shape,
+    hf_tensors,
+    rotated_channels,
+    tensor_shapes,
+    to_hf,
+)
 from titanlite.model import apply_rotary_emb, rope_table
 
 WQ, WV = "layers.0.attention.wq.weight", "layers.0.attention.wv.weight"
@@ -15,7 +25,8 @@ def test_names_and_shapes_are_those_of_transformers(family: str):
     options = model_options(family)
     theirs = {name: tensor.shape for name, tensor in weights(build_hf(family)).items()}
     shapes = tensor_shapes(options)
-    assert {each: shape[-2:] for name, shape in shapes.items() for each in hf_names(name, options)} == theirs
+    found = hf_tensors(options, shapes)
+    assert {each: hf_shape(names, shapes, options) for there, names in found.items() for each in there} == theirs
     for name in shapes:
         if "experts" not in name and "router" not in name:
             renamed = family.startswith("deepseek") and "q_norm" in name

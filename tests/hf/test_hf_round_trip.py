@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "olmoe": {},
 }
-FAMILIES |= {"deepseek_v3": {}, "deepseek_v3, yarn, no latent of queries": {}}
+FAMILIES |= {"gpt_oss": {}, "deepseek_v3": {}, "deepseek_v3, yarn, no latent of queries": {}}
 """Settings of transformers that differ from those of tests/hf_helpers.py."""
 CONFIG = """
 [job]
@@ -83,6 +83,9 @@ CASES = [
     ("deepseek_v3", "pp 2 x shard 2"),
     ("deepseek_v3, yarn, no latent of queries", "shard 2 x tp 2"),
     ("deepseek_v3, yarn, no latent of queries", "cp 2 x replicate 2"),
+    ("gpt_oss", "shard 2 x tp 2, ep"),
+    ("gpt_oss", "shard 2 x tp 2"),
+    ("gpt_oss", "cp 2 x replicate 2"),
 ]
 TOLERANCE = 2e-6
 """Float32 rounds a gradient's terms to 6e-8 of their size, and a gradient is some 100 of them: about 6e-7 of the
@@ -95,8 +98,10 @@ def train_with_transformers(argv: list[str], folder: Path, family: str) -> None:
     job = config.check(config.load(argv), config.Launch.from_environment(n_devices=0))
     sequences, _, _ = build.build_data(job, builds_cache=True)
     model = build_hf(family, vocab_size=VOCABULARY, max_position_embeddings=16, **FAMILIES[family])
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    named: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        named[parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
+    matrices, vectors = named[True], named[False]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, LR, betas=(0.9, 0.95), eps=1e-3)
     for step in range(STEPS):

@@ -159,8 +159,8 @@ def hf_name(name: str, model: Model) -> str:
 
 
 def hf_names(name: str, model: Model) -> list[str]:
-    """Return the names in transformers of a tensor of ours: one or, of experts, one for each. Of the families with
-    experts in tensors of their own, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
+    """Return the names in transformers of a tensor of ours: one or, of most families' experts, one for each. Of these
+    families, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
     layer, _, rest = name.removeprefix("layers.").partition(".feed_forward.")
     if rest.startswith(("experts.", "router.")) and model.moe.expert_bias:
         own = stacked_experts.hf_name(rest) if is_stacked(name, model) else f"mlp.{rest}"
