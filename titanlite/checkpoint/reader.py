@@ -55,7 +55,7 @@ class _State(Record):
     """state.json: everything of a run but its tensors."""
 
     step: int = Field(ge=1)
-    identity: dict[str, int | float | bool | str]
+    identity: dict[str, int | float | bool | str | list[Any]]
     config: dict[str, Any] = Field(default={})
     skipped: int = Field(default=0, ge=0)
     loss_scale: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Int63] | None = None
