@@ -132,7 +132,7 @@ GPT_OSS: dict[str, Any] = {
     "ours": {
         **{"head_dim": 16, "attention_bias": "all", "attention_sinks": True, "rope_yarn_truncate": False},
         **{"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 16},
-        "layer_pattern": [{"sliding_window": 8}, {"sliding_window": 0}],
+        "layer_pattern": [{"sliding_window": 8}, {}],
         "moe": {
             **{"n_experts": 4, "n_experts_per_token": 2, "normalize_scores": True, "expert_bias": True},
             **{"router_bias": True, "swiglu_limit": 1.5},

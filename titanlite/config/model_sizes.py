@@ -54,7 +54,7 @@ def _gpt_oss(n_experts: int) -> dict[str, Any]:
     return {
         **{"head_dim": 64, "attention_bias": "all", "attention_sinks": True, "rope_theta": 150_000.0},
         **{"rope_scaling_type": "yarn", "rope_scaling_factor": 32.0, "rope_original_seq_len": 4096},
-        **{"rope_yarn_truncate": False, "layer_pattern": [{"sliding_window": 128}, {"sliding_window": 0}]},
+        **{"rope_yarn_truncate": False, "layer_pattern": [{"sliding_window": 128}, {}]},
         "moe": {
             **{"n_experts": n_experts, "n_experts_per_token": 4, "normalize_scores": True},
             **{"expert_bias": True, "router_bias": True, "swiglu_limit": 7.0},

@@ -156,7 +156,7 @@ def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -
 def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: bool) -> list[str]:
     """Return a line for tensors that the model needs and the folder lacks, and one for those that it has besides."""
     problems = []
-    stacked = sorted(name for name in found - expected if name.endswith(STACKED))
+    stacked = sorted(name for name in found - expected if name.endswith(STACKED) and name + BLOCKS not in expected)
     if stacked:
         what = "expected a tensor for each expert; save it again with save_original_format = True"
         return [f"{folder}: has {first_of(stacked)}: {what}"]
