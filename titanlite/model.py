@@ -63,10 +63,9 @@ def _yarn_ramp(model: Model) -> Tensor:
         wavelength = model.rope_original_seq_len / periods
         return model.rope_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
 
-    begin, end = pair_with(model.rope_beta_fast), pair_with(model.rope_beta_slow)
-    if model.rope_yarn_truncate:
-        begin, end = math.floor(begin), math.ceil(end)
-    begin, end = max(begin, 0), min(end, model.rope_dim - 1)
+    down, up = (math.floor, math.ceil) if model.rope_yarn_truncate else (float, float)
+    begin = max(down(pair_with(model.rope_beta_fast)), 0)
+    end = min(up(pair_with(model.rope_beta_slow)), model.rope_dim - 1)
     pairs = torch.arange(model.rope_dim // 2, dtype=torch.float64, device="cpu")
     return ((pairs - begin) / (end - begin or 0.001)).clamp(0, 1)
 

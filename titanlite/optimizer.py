@@ -15,9 +15,7 @@ from titanlite.parallel.shards import local_shard, n_replicas
 def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return named parameters in groups: matrices; vectors, without weight decay; and both of experts, as their mesh
     may be another."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)
-    }
+    groups = {(of_experts, decays): [] for of_experts in (False, True) for decays in (True, False)}
     for name, parameter in parameters:
         groups[".experts." in name, parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
     return [

@@ -38,7 +38,7 @@ REJECTED = [
     ({EXPERTS: 8, GROUPS: 8}, {GROUPS: "expected at least two experts in a group"}),
     ({EXPERTS: 8, GROUPS: 4, PER_TOKEN: 3}, {CHOSEN_GROUPS: "model.moe.n_experts_per_token = 3 experts"}),
     ({EXPERTS: 8, BIAS_RATE: 0.1}, {BIAS_RATE: "read only when model.moe.balance_bias is true"}),
-    ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have no biases"}),
+    ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have model.moe.expert_bias instead"}),
     ({EXPERTS: 6, EXPERT: 4}, {EXPERT: "expected a divisor of model.moe.n_experts = 6"}),
     ({EXPERTS: 8, TENSOR: 8, "model.moe.expert_dim": 12}, {TENSOR: "the experts' width 12"}),
     ({EXPERTS: 8, RESHARD: 2}, {RESHARD: "unsupported with experts"}),

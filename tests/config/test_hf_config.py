@@ -379,7 +379,7 @@ REJECTED: list[tuple[Any, list[str]]] = [
      *(f"rope_scaling.{part}_freq_factor is missing: expected a finite number > 0" for part in ("low", "high"))]),
     (scaled(rope_type="yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
      ["rope_scaling.mscale = 1.0: the rotary embedding of type", "rope_scaling.mscale_all_dim = 1.0"]),
-    (scaled(rope_type="yarn", **YARN, truncate=False), ["rope_scaling.truncate = false: the rotary embedding of type"]),
+    (scaled(rope_type="yarn", **YARN, ramp=False), ["rope_scaling.ramp = false: the rotary embedding of type"]),
     (scaled(rope_type="yarn", **{**YARN, "factor": 1}), ["rope_scaling.attention_factor = 1.5: read only when factor"]),
     (scaled(mrope_section=[16, 24, 24]), ["rope_scaling.mrope_section = a list: the rotary embedding of type"]),
     (scaled(partial_rotary_factor=0.5), ["rope_scaling.partial_rotary_factor = 0.5: expected 1"]),
@@ -546,6 +546,7 @@ def model(**values: Any) -> Model:
 def test_every_size_comes_back(tmp_path: Path, flavor: str):
     """What is exported is read as the same options, in both spellings; transformers accepts it."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     section = Model.model_validate({"flavor": flavor})
     exported = hf_config(section, **TOKENS)
@@ -557,7 +558,8 @@ def test_every_size_comes_back(tmp_path: Path, flavor: str):
         read = Model.model_validate(actual).model_dump(exclude={"flavor", "hf_assets_path", *unread})
         assert read == {key: value for key, value in expected.items() if key not in unread}
     theirs = AutoConfig.from_pretrained(write(tmp_path, exported))
-    assert [type(theirs).__name__.replace("Config", "ForCausalLM")] == theirs.architectures == exported["architectures"]
+    expected_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[theirs.model_type]
+    assert [expected_class] == theirs.architectures == exported["architectures"]
     assert (theirs.hidden_size, str(theirs.dtype), theirs.bos_token_id) == (section.dim, "torch.bfloat16", 1)
     assert theirs.max_position_embeddings == 1024
 

@@ -434,21 +434,19 @@ def test_each_option_changes_what_is_computed(tmp_path, without):
 
 
 def _log_sum_exp_without_sinks(rank: int) -> Any:
-    real = tiled_attention._with_sinks
-    return mock.patch.object(tiled_attention, "_with_sinks", lambda out, lse, sinks: (real(out, lse, sinks)[0], lse))
+    real = tiled_attention.with_sinks
+    return mock.patch.object(tiled_attention, "with_sinks", lambda out, lse, sinks: (real(out, lse, sinks)[0], lse))
 
 
 def _sinks_in_every_ring_rank(rank: int) -> Any:
     """They count once for each rank of a ring."""
-    real = tiled_attention._with_sinks
-    return mock.patch.object(
-        tiled_attention, "_with_sinks", lambda out, lse, sinks: real(*real(out, lse, sinks), sinks)
-    )
+    real = tiled_attention.with_sinks
+    return mock.patch.object(tiled_attention, "with_sinks", lambda out, lse, sinks: real(*real(out, lse, sinks), sinks))
 
 
 def _gradient_of_sinks_is_not_negative(rank: int) -> Any:
-    real = tiled_attention._gradient_of_sinks
-    return mock.patch.object(tiled_attention, "_gradient_of_sinks", lambda *args: -real(*args))
+    real = tiled_attention.gradient_of_sinks
+    return mock.patch.object(tiled_attention, "gradient_of_sinks", lambda *args: -real(*args))
 
 
 def _sinks_of_other_heads(rank: int) -> Any:

@@ -19,6 +19,7 @@ from titanlite.model import Documents
 from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
 from titanlite.parallel.ring import ring_backward, ring_forward
 from titanlite.parallel.shards import local_shard
+from titanlite.parallel.sinks import gradient_of_sinks, with_sinks
 from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
 
 
@@ -107,10 +108,10 @@ def _attention(
     inputs and the output of attention between the all-to-alls: q, k, v in one [B, S, N, K], and [B, S, H, K]."""
     if not ulysses:
         empty = q.new_empty(0), q.new_empty(0)  # outputs must not be inputs
-        return *_with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
+        return *with_sinks(*_local_forward(q, k, v, document_positions, ring, backend, window), sinks), *empty
     qkv_BSNK = sequence_to_heads([q, k, v], _GROUPS[ulysses])
     qkv = qkv_BSNK.split(_local_heads(q, k, ulysses), dim=2)
-    inner_BSHK, lse_BHS = _with_sinks(*_local_forward(*qkv, document_positions, ring, backend, window), sinks)
+    inner_BSHK, lse_BHS = with_sinks(*_local_forward(*qkv, document_positions, ring, backend, window), sinks)
     (out_BTHK,) = heads_to_sequence([inner_BSHK], _GROUPS[ulysses])
     return out_BTHK, lse_BHS, qkv_BSNK, inner_BSHK
 
@@ -139,7 +140,7 @@ def _attention_backward(
     lse), all with S tokens."""
     grad_out = sequence_to_heads([grad_out], _GROUPS[ulysses]) if ulysses else grad_out.contiguous()
     grads = _local_backward([grad_out, *saved], document_positions, ring, backend, window)
-    d_sinks = grad_out.new_empty(0) if sinks is None else _gradient_of_sinks(sinks, grad_out, *saved[3:])
+    d_sinks = gradient_of_sinks(sinks, grad_out, *saved[3:])
     return *(heads_to_sequence(grads, _GROUPS[ulysses]) if ulysses else grads), d_sinks
 
 
@@ -164,22 +165,6 @@ def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]
     *saved, document_positions, sinks = ctx.saved_tensors
     *grads, d_sinks = _attention_backward(grad_out, saved, document_positions, sinks, *ctx.options)
     return *grads, None, None if sinks is None else d_sinks, None, None, None, None
-
-
-def _with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Extend a softmax by the sinks. A backend's backward that is given the results has the gradients of q, k and v."""
-    if sinks_H is None:
-        return out_BSHK, lse_BHS
-    sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)
-    share_BSH = (lse_BHS - sinks_H1).sigmoid().transpose(1, 2)
-    return out_BSHK.mul_(share_BSH.unsqueeze(-1)), torch.logaddexp(lse_BHS, sinks_H1)
-
-
-def _gradient_of_sinks(sinks_H: Tensor, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
-    """Return -sum exp(sink - lse) (grad . out): of the softmax, for a key whose value is 0."""
-    share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()
-    dots_BSH = (grad_BSHK * out_BSHK).sum(-1, dtype=lse_BHS.dtype)
-    return -(share_BHS * dots_BSH.transpose(1, 2)).sum((0, 2)).to(sinks_H.dtype)
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

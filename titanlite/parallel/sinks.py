@@ -1,0 +1,28 @@
+"""Attention sinks from the log-sum-exp: one more key of each head, with a score of its own and value 0, joins the
+softmax over the others (techniques/attention_sinks.py).
+
+Shapes: B batch, S tokens, H query heads, K head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+
+def with_sinks(out_BSHK: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the output, changed in place, and the log-sum-exp over all keys and the sinks. From these, the backward of
+    an attention backend has the gradients of queries, keys and values."""
+    if sinks_H is None:
+        return out_BSHK, lse_BHS
+    sinks_H1 = sinks_H.to(lse_BHS.dtype).unsqueeze(1)
+    share_BSH = (lse_BHS - sinks_H1).sigmoid().transpose(1, 2)
+    return out_BSHK.mul_(share_BSH.unsqueeze(-1)), torch.logaddexp(lse_BHS, sinks_H1)
+
+
+def gradient_of_sinks(sinks_H: Tensor | None, grad_BSHK: Tensor, out_BSHK: Tensor, lse_BHS: Tensor) -> Tensor:
+    """Return -sum exp(sink - lse) (grad . out), of what `with_sinks` returned: the gradient of a score of a softmax,
+    for a key whose value is 0. Without sinks, return nothing."""
+    if sinks_H is None:
+        return grad_BSHK.new_empty(0)
+    share_BHS = (sinks_H.to(lse_BHS.dtype).unsqueeze(1) - lse_BHS).exp()
+    dots_BSH = (grad_BSHK * out_BSHK).sum(-1, dtype=lse_BHS.dtype)
+    return -(share_BHS * dots_BSH.transpose(1, 2)).sum((0, 2)).to(sinks_H.dtype)
