@@ -110,7 +110,7 @@ def in_transformers(parameters: dict[str, Tensor], size: dict[str, Any]) -> dict
             theirs[f"{prefix}mlp.experts.{module}"] = value
         else:
             module, _, kind = module.rpartition(".")
-            theirs[f"{prefix}{MODULES[module]}.{kind}"] = to_hf(name, value, section(size))
+            theirs[f"{prefix}{MODULES[module]}.{kind}"] = to_hf([name], [value], section(size))
     return theirs
 
 
