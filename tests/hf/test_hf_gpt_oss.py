@@ -182,12 +182,14 @@ def test_a_model_that_is_none_of_transformers_is_rejected(changes: dict[str, Any
         hf_config(model, max_seq_len=16, torch_dtype="float32", bos=None, eos=None)
 
 
-@pytest.mark.parametrize("flavor", ["qwen3_30b_a3b", "mixtral_8x7b", "olmoe_1b_7b", "deepseek_v3_671b", "llama3_8b"])
+@pytest.mark.parametrize(
+    "flavor", ["qwen3_30b_a3b", "mixtral_8x7b", "olmoe_1b_7b", "deepseek_v3_671b", "glm4.5_355b", "llama3_8b"]
+)
 @pytest.mark.parametrize("changes", [{"expert_bias": True}, {"router_bias": True}, {"swiglu_limit": 7.0}], ids=str)
 def test_what_only_gpt_oss_has_is_in_no_other_config(flavor: str, changes: dict[str, Any]):
     size = {**SIZES[flavor], "attention_sinks": True} if flavor == "llama3_8b" else {**SIZES[flavor]}
     if "moe" in size:
-        size["moe"] = {**size["moe"], **changes, "n_shared_experts": 1 if "mla" in size else 0}
+        size["moe"] = {**size["moe"], **changes}
     with pytest.raises(ConfigError):
         hf_config(Model(**size), max_seq_len=16, torch_dtype="float32", bos=None, eos=None)
 
