@@ -126,7 +126,7 @@ PARAMETERS = {
     "tinyllama_1.1b": 1_100_048_384,
     # 671,026,419,200 without the module for multi-token prediction, less 58 x 256 biases that balance the experts
     "deepseek_v3_671b": 671_026_404_352,
-    "gpt_175b": 175_184_818_176,
+    "gpt_175b": 174_604_836_864,
     # huggingface.co/openai-community, bigcode, microsoft, zai-org and google, likewise
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,

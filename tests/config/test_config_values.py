@@ -564,7 +564,8 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     assert [{key: kind[key] for key in own} for kind, own in zip(model["layer_pattern"], kinds, strict=True)] == kinds
     assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
-    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 5}).config.model
+    shorter = {"training.seq_len": 1024}
+    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 5, **shorter}).config.model
     assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 5}
 
 

@@ -106,19 +106,7 @@ def model_options(folder: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     options = {key: value for key, value in options.items() if key in COMMON or value != PLAIN.get(key, ())}
-    return options | ({"hf_model_type": model_type} if _needs_name(model_type, options) else {})
-
-
-def _needs_name(model_type: str, options: dict[str, Any]) -> bool:
-    """Return whether a model's options are those of another model type, too, which would be exported."""
-    if model_type not in AMBIGUOUS:
-        return False
-    from titanlite.config.schema import Model  # here, since it imports this file
-
-    try:
-        return _model_type(Model.model_validate({**options, "hf_model_type": ""})) != model_type
-    except ConfigError:  # a type that is only found by its name
-        return True
+    return options | ({"hf_model_type": model_type} if model_type in AMBIGUOUS else {})
 
 
 def _activation(config: JsonObject, model_type: str) -> str:
