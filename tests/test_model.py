@@ -129,7 +129,7 @@ PARAMETERS = {
     # huggingface.co/openai: arXiv:2508.10925 has 20.91 and 116.83 billion
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
-    "gpt_175b": 175_184_818_176,
+    "gpt_175b": 174_604_836_864,
     # huggingface.co/openai-community, bigcode, microsoft, zai-org and google, likewise
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
