@@ -1,5 +1,5 @@
 """Hugging Face's config.json to the options of [model], and back: the families Llama, Mistral, Qwen2 and Qwen3, and
-with experts Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 (hf_deepseek.py).
+with experts Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 (hf_deepseek.py).
 
 A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
 can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
@@ -47,8 +47,11 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, n_kv_heads=4, experts="num_experts"),
     "olmoe": Family("OlmoeForCausalLM", qk_norm="all_heads", norm_eps=1e-5, experts="num_experts"),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", experts="n_routed_experts"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", experts="n_routed_experts"),
 }
 """By model_type."""
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Model types of released files that transformers lacks, and the one that has the same keys and tensors."""
 ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the feed-forward layer is SwiGLU"),
     "attention_dropout": (0, "there is no dropout"),
@@ -85,6 +88,8 @@ def model_options(folder: Path) -> dict[str, Any]:
     problems: list[str] = []
     config = _Object(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
     model_type = config.values.get("model_type")
+    if isinstance(model_type, str) and model_type in OTHER_NAMES:
+        model_type = config.values["model_type"] = OTHER_NAMES[model_type]
     if isinstance(model_type, str) and model_type not in FAMILIES:
         from titanlite.config.hf_unsupported import features  # here, since few files need it
 
@@ -120,7 +125,7 @@ def model_options(folder: Path) -> dict[str, Any]:
         "sliding_window": _sliding_window(config, model_type, n_layers),
         **_rope_options(config, family.rope_theta),
     }
-    if model_type == "deepseek_v3":
+    if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_options
 
         options |= deepseek_options(config, n_heads, n_layers, options.pop("mscale_all_dim", 0.0))
@@ -255,7 +260,7 @@ def _sliding_window(config: _Object, model_type: str, n_layers: int) -> int:
     window, windowed = config.integer("sliding_window", default), n_layers
     if model_type == "llama" and window:
         config.reject("sliding_window", '"llama" does not read it; remove it, or set model_type "mistral"')
-    if model_type in ("olmoe", "deepseek_v3") and window:
+    if model_type in ("olmoe", "deepseek_v2", "deepseek_v3") and window:
         config.reject("sliding_window", f"{show(model_type)} does not read it; remove it")
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         window = window if config.boolean("use_sliding_window", False) else 0
@@ -328,7 +333,7 @@ def _rope_options_at(config: _Object, key: str, theta: float) -> dict[str, Any]:
     kind = rope.choice(name, tuple(ROPE_KEYS_OF_TYPE), "default")
     if name in rope.rejected:  # the other keys are of that type
         return options
-    has_mscale = kind == "yarn" and config.values["model_type"] == "deepseek_v3"
+    has_mscale = kind == "yarn" and config.values["model_type"].startswith("deepseek")
     known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind] | ({"mscale", "mscale_all_dim"} if has_mscale else set())
     for other in sorted(rope.values.keys() - known):
         if rope.values[other] is not None:
@@ -397,12 +402,12 @@ def hf_config(
         config["attention_bias"] = model.attention_bias == "all"
     if model_type == "llama":
         config["mlp_bias"] = model.mlp_bias
-    elif model_type not in ("olmoe", "deepseek_v3"):
+    elif model_type not in ("olmoe", "deepseek_v2", "deepseek_v3"):
         config["sliding_window"] = model.sliding_window or None
-    if model_type == "deepseek_v3":
+    if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_keys
 
-        config |= deepseek_keys(model)
+        config |= deepseek_keys(model, model_type)
     elif FAMILIES[model_type].experts:
         config |= _hf_experts(model, model_type)
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
@@ -436,7 +441,7 @@ def _hf_experts(model: Section, model_type: str) -> dict[str, Any]:
 def _model_type(model: Section) -> str:
     """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
     if model.mla.kv_lora_rank:
-        return "deepseek_v3"
+        return "deepseek_v2" if model.moe.n_experts and model.moe.score_function == "softmax" else "deepseek_v3"
     if model.moe.n_experts and model.moe.balance_bias:
         what = "is in no config.json but that of DeepSeek-V3, which has latent attention"
         raise ConfigError([f"model.moe.balance_bias = true: {what}; this model cannot be a Hugging Face folder"])

@@ -50,6 +50,33 @@ _DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+_MOONLIGHT: dict[str, Any] = {
+    "rope_theta": 50_000.0,
+    "mla": {**_DEEPSEEK_V3["mla"], "q_lora_rank": 0, "mscale_all_dim": 0.0, "norm_eps": 1e-6},
+    "moe": {
+        **{**_DEEPSEEK_V3["moe"], "n_experts": 64, "n_experts_per_token": 6, "expert_dim": 1408},
+        **{"n_shared_experts": 2, "n_first_dense_layers": 1, "n_groups": 1, "n_groups_per_token": 1},
+        "score_scaling": 2.446,
+    },
+}
+_KIMI_K2: dict[str, Any] = {
+    **{**_DEEPSEEK_V3, "rope_theta": 50_000.0, "rope_scaling_factor": 32.0, "rope_beta_fast": 1.0},
+    "moe": {
+        **{**_DEEPSEEK_V3["moe"], "n_experts": 384, "n_first_dense_layers": 1, "score_scaling": 2.827},
+        **{"n_groups": 1, "n_groups_per_token": 1},
+    },
+}
+
+
+def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
+    experts = {"n_experts_per_token": 6, "n_shared_experts": 2, "n_first_dense_layers": 1, **moe}
+    mla = {**_DEEPSEEK_V3["mla"], "q_lora_rank": q_lora_rank, "mscale_all_dim": 0.707}
+    return {**_DEEPSEEK_V3, "mla": mla, "moe": experts}
+
+
+_GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
+
+
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
@@ -103,6 +130,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
     # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
     "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
+    # Moonlight, arXiv:2502.16982 and https://huggingface.co/moonshotai/Moonlight-16B-A3B
+    "moonlight_16b_a3b":_size(2048, 27,   16,  16, 11264, 163840, **_MOONLIGHT),
+    # Kimi K2, arXiv:2507.20534 and https://huggingface.co/moonshotai/Kimi-K2-Instruct; 32 billion weights are active
+    "kimi_k2_1t":    _size( 7168,   61,   64,  64, 18432, 163840, **_KIMI_K2),
+    # DeepSeek-V2, arXiv:2405.04434 and https://huggingface.co/deepseek-ai/DeepSeek-V2 and -V2-Lite; 21 and 2.4 billion
+    # weights are active
+    "deepseek_v2_lite":_size(2048,  27,   16,  16, 10944, 102400, **_deepseek_v2(0, n_experts=64, expert_dim=1408)),
+    "deepseek_v2_236b":_size(5120,  60,  128, 128, 12288, 102400,
+                             **_deepseek_v2(1536, n_experts=160, expert_dim=1536, score_scaling=16.0, **_GROUPS_OF_V2)),
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),

@@ -12,8 +12,9 @@ TOGETHER = (
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
 )
 """Keys that say the same thing: where one has changed, all are written as for a model without such files."""
-NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
-"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
+NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers", "model_type")
+"""Keys that no option of the model has, so that the exported value is compared with that of the file; the model type
+too, since some released files have another name of it."""
 
 
 def config_files(
