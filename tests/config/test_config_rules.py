@@ -26,7 +26,7 @@ REJECTED = [
     ({DIM: 100, HEAD_DIM: -1}, {HEADS: "divisor of model.dim = 100; the quotient is head_dim, unless that is set"}),
     ({KV_HEADS: 3}, {KV_HEADS: "divisor of model.n_heads = 16"}),
     ({FLAVOR: "llama3_8b", ROPE_LOW: 4}, {ROPE_LOW: "expected a number below model.rope_high_freq_factor = 4.0"}),
-    ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_SLOW: 32.0},
+    ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_SLOW: 32.5},
      {ROPE_SLOW: "expected at most model.rope_beta_fast = 32.0"}),
     ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_THETA: 1.0}, {ROPE_THETA: "expected a number above 1"}),
     # experts

@@ -119,7 +119,7 @@ WRONG_VALUES = {
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
-    "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
+    "-1, or a finite number > 0": ["model.mla.norm_eps = 0", "model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
                                    "model.attention_scale = 0"],
     "a finite number >= 0": [
         "model.mla.mscale_all_dim = -1",
@@ -145,6 +145,7 @@ WRONG_VALUES = {
         "lr_scheduler.decay_ratio = nan",
     ],
     FLAVORS: ['model.flavor = "llama3"', "model.flavor = 3", 'model.flavor = ["debug"]'],
+    'one of "top_2_sum", "max"': ['model.moe.group_score = "sum"'],
     'one of "softmax", "sigmoid"': ['model.moe.score_function = "relu"'],
     'one of "none", "diloco"': ['fault_tolerance.semi_sync_method = "local_sgd"'],
     'one of "none", "qkv", "all"': ["model.attention_bias = true", 'model.attention_bias = "q"'],

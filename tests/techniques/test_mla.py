@@ -247,6 +247,14 @@ LATENT: dict[str, Any] = {
 }
 KEYS_ONLY = {"model__mla__q_lora_rank": 0}
 WITH_EXPERTS = {f"model__moe__{key}": value for key, value in EXPERTS.items()}
+OF_V2 = WITH_EXPERTS | {
+    **{
+        "model__moe__score_function": "softmax",
+        "model__moe__normalize_scores": False,
+        "model__moe__group_score": "max",
+    },
+    **{"model__moe__score_scaling": 16.0, "model__mla__mscale_all_dim": 0.707, "model__mla__norm_eps": 1e-3},
+}
 EP = {"expert_parallel_degree": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard": SHARD,
@@ -283,6 +291,9 @@ LAYOUTS |= {
     "experts, tp": TP | WITH_EXPERTS,
     "experts, compiled, selective AC, shard x tp, ep": COMPILED | SELECTIVE | SHARD | TP | EP | WITH_EXPERTS,
     "experts, pp x shard, ep": PP | SHARD | EP | WITH_EXPERTS,
+    "DeepSeek-V2, shard x tp, ep": SHARD | TP | EP | OF_V2,
+    "DeepSeek-V2, pp x cp x tp": PP | CP | TP | OF_V2,
+    "DeepSeek-V2, shard, ep": SHARD | EP | OF_V2,
 }
 N_WEIGHTS = {True: 7, False: 5}
 """Of a layer's attention, with and without a latent of queries."""
@@ -591,7 +602,7 @@ def test_tensor_parallel_generates_the_same(ranks):
 
 # Options -------------------------------------------------------------------------------------------------------------
 
-RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE = (
+RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE, EPS = (
     f"model.mla.{key}"
     for key in (
         "kv_lora_rank",
@@ -600,6 +611,7 @@ RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE = (
         "qk_rope_head_dim",
         "v_head_dim",
         "mscale_all_dim",
+        "norm_eps",
     )
 )
 ON = {RANK: 8, "model.n_kv_heads": 16}
@@ -621,7 +633,7 @@ REJECTED = [
     ({**ON, MSCALE: -1.0}, {MSCALE: "expected a finite number >= 0"}),
     *(
         ({key: 2}, {key: "read only when model.mla.kv_lora_rank is above 0; set that, or remove it"})
-        for key in (Q_RANK, NOPE, ROPE, VALUE, MSCALE)
+        for key in (Q_RANK, NOPE, ROPE, VALUE, MSCALE, EPS)
     ),
 ]  # fmt: skip
 

@@ -50,8 +50,6 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", experts="n_routed_experts"),
 }
 """By model_type."""
-OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
-"""Model types of released files that transformers lacks, and the one that has the same keys and tensors."""
 ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the feed-forward layer is SwiGLU"),
     "attention_dropout": (0, "there is no dropout"),
@@ -87,9 +85,9 @@ def model_options(folder: Path) -> dict[str, Any]:
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
     problems: list[str] = []
     config = _Object(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
+    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
+        config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
-    if isinstance(model_type, str) and model_type in OTHER_NAMES:
-        model_type = config.values["model_type"] = OTHER_NAMES[model_type]
     if isinstance(model_type, str) and model_type not in FAMILIES:
         from titanlite.config.hf_unsupported import features  # here, since few files need it
 

@@ -160,9 +160,8 @@ def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
         "qk_head_dim": mla.qk_head_dim,
         **{key: getattr(mla, key) for key in WIDTHS},
         "q_lora_rank": mla.q_lora_rank or None,
-        "rope_interleave": True,
+        **({"rope_interleave": True, "num_nextn_predict_layers": 0} if model_type == "deepseek_v3" else {}),
         "attention_bias": False,
-        "num_nextn_predict_layers": 0,
         "first_k_dense_replace": moe.n_first_dense_layers if moe.n_experts else model.n_layers,
     }
     if not moe.n_experts:

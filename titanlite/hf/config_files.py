@@ -4,7 +4,7 @@ the model's own files say stays, but for what the run changed and what describes
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf_config import hf_config, model_options, read_json_object, token_ids
+from titanlite.config.hf_config import FAMILIES, hf_config, model_options, read_json_object, token_ids
 from titanlite.config.schema import Model
 
 TOGETHER = (
@@ -12,9 +12,8 @@ TOGETHER = (
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
 )
 """Keys that say the same thing: where one has changed, all are written as for a model without such files."""
-NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers", "model_type")
-"""Keys that no option of the model has, so that the exported value is compared with that of the file; the model type
-too, since some released files have another name of it."""
+NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
+"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
 
 
 def config_files(
@@ -40,6 +39,8 @@ def config_files(
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
         changed.add("rope_scaling")  # which may lack the original length, and then means the length that was there
+    if released["model_type"] not in FAMILIES:  # transformers has another name of it
+        changed.add("model_type")
     if "model_type" in changed:  # whose defaults of missing keys are others
         changed |= after.keys() - released.keys()
     for keys in TOGETHER:
