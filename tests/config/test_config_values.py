@@ -21,7 +21,8 @@ FLAVORS = (
     '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
     '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
     '"mixtral_8x7b", "mixtral_8x22b", "olmoe_1b_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
-    '"deepseek_v3_671b", "gpt_175b", "from_hf"'
+    '"deepseek_v3_671b", "moonlight_16b_a3b", "kimi_k2_1t", "deepseek_v2_lite", "deepseek_v2_236b", "gpt_175b", '
+    '"from_hf"'
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,10 +120,10 @@ WRONG_VALUES = {
         "optimizer.lr = true", "optimizer.eps = 0.0", "training.initial_loss_scale = 0", "optimizer.lr = nan",
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
-    "-1, or a finite number > 0": ["model.mla.norm_eps = 0", "model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
-                                   "model.attention_scale = 0"],
+    "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
+                                   "model.attention_scale = 0", "model.mla.norm_eps = 0"],
     "a finite number >= 0": [
-        "model.mla.mscale_all_dim = -1",
+        "model.mla.mscale_all_dim = -1", "optimizer.qk_clip_threshold = -1",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
@@ -563,7 +564,7 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     for section in ("moe", "mla"):
         options = size.pop(section, {})
         assert {key: model[section][key] for key in options} == options
-    if flavor == "deepseek_v3_671b":
+    if "mla" in SIZES[flavor]:
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]

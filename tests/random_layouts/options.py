@@ -67,6 +67,7 @@ CHANCES: dict[str, Chance] = {
     "optimizer.weight_decay": Chance(0.2, [0.0, 5.0]),
     "optimizer.muon_momentum": Chance(0.2, [0.0, 0.5]),
     "optimizer.muon_newton_schulz_steps": Chance(0.2, [1, 3]),
+    "optimizer.qk_clip_threshold": Chance(0.3, [1e-3, 0.02]),
     "optimizer.implementation": Chance(0.15),
     "optimizer.enable_cpu_offload": Chance(0.12),
     "lr_scheduler.warmup_steps": Chance(0.3, [0, 1, 2, 10]),

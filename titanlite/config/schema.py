@@ -521,6 +521,10 @@ class Optimizer(Section):
     muon_dtype: Precision = "auto"
     """Data type of these iterations, and of the matrices that ranks exchange for them; auto: what the model computes
     in, which is bfloat16 on CUDA; float32 instead of float16."""
+    qk_clip_threshold: NotNegative = 0.0
+    """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534): after a step, the weights of queries and keys of each head whose
+    largest attention logit in it is above this are scaled so that it would have been this (Kimi K2: 100); 0: none. It
+    costs one more product of queries and keys in each forward."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations of Adam runs."""
     state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"
