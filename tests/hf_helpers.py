@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.test_model import draw_weights
 from titanlite.build_llama import build_llama
 from titanlite.config.schema import Model
-from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_names, named_weights, to_hf
+from titanlite.hf.names import BALANCE_BIAS, OUTPUT_HEAD, from_hf, hf_names, hf_tensors, named_weights, to_hf
 from titanlite.model import Llama
 
 CPU = torch.device("cpu")
@@ -229,10 +229,13 @@ def ours(name: str, tensors: dict[str, Tensor], options: Model) -> Tensor:
     return torch.stack(parts) if ".experts." in name else parts[0]
 
 
-def theirs(name: str, tensor: Tensor, options: Model) -> dict[str, Tensor]:
-    """Return what a parameter of ours, or its gradient, is by the names of released files."""
-    tensors = tensor if ".experts." in name else [to_hf(name, tensor, options)]
-    return dict(zip(hf_names(name, options), tensors, strict=True))
+def theirs(tensors: dict[str, Tensor], options: Model) -> dict[str, Tensor]:
+    """Return what our parameters, or their gradients, are by the names of released files."""
+    found: dict[str, Tensor] = {}
+    for there, names in hf_tensors(options, tensors).items():
+        tensor = to_hf(names, [tensors[name] for name in names], options)
+        found |= dict(zip(there, tensor if ".experts." in names[0] else [tensor], strict=True))
+    return found
 
 
 def expected_weights(hf: Any, model: Llama, options: Model) -> dict[str, Tensor]:

@@ -110,9 +110,8 @@ def build_hf(llama: Llama, size: dict[str, Any], attention: str) -> nn.Module:
     draw_biases(llama)
     expected = weights(hf)
     with torch.no_grad():
-        for name, tensor in named_weights(llama).items():
-            for their_name, our_weight in theirs(name, tensor, section(size)).items():
-                expected.pop(their_name).copy_(our_weight)
+        for their_name, our_weight in theirs(named_weights(llama), section(size)).items():
+            expected.pop(their_name).copy_(our_weight)
     assert not expected
     return hf
 
@@ -184,9 +183,8 @@ def compare_with_hf(llama: Llama, hf: Any, model: Model) -> dict[str, float]:
     assert our_logits.dtype == their_logits.dtype == next(llama.parameters()).dtype
     differences = {"logits": relative(our_logits, their_logits)}
     expected = released(hf, gradients(hf, their_logits, targets))
-    for name, gradient in gradients(llama, our_logits, targets).items():
-        for their_name, our_gradient in theirs(name, gradient, model).items():
-            differences[their_name] = relative(our_gradient, expected.pop(their_name))
+    for their_name, our_gradient in theirs(gradients(llama, our_logits, targets), model).items():
+        differences[their_name] = relative(our_gradient, expected.pop(their_name))
     assert not expected
     return differences
 

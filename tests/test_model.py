@@ -200,12 +200,18 @@ def hf_config(size: dict[str, Any], **options: Any) -> Any:
     )
 
 
-def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = to_hf) -> Any:
+def in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
+    return to_hf([name], [tensor], model)
+
+
+def build_hf(llama: Llama, size: dict[str, Any], attention: str, permute: Any = in_their_order) -> Any:
     """Return transformers' model with the weights of ours."""
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM(hf_config(size, attn_implementation=attention)).to(next(llama.parameters()).dtype)
-    ours = {hf_name(name): permute(name, p.detach(), section(size)) for name, p in llama.named_parameters()}
+    ours = {
+        hf_name(name, section(size)): permute(name, p.detach(), section(size)) for name, p in llama.named_parameters()
+    }
     missing, unexpected = hf.load_state_dict(ours, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if size["tie_embeddings"] else [])
@@ -228,7 +234,7 @@ def gradients(module: nn.Module, logits: Tensor, targets: Tensor) -> dict[str, T
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, float]:
+def compare_with_hf(size: dict[str, Any], permute: Any = in_their_order) -> dict[str, float]:
     """Return the relative differences of the logits and of every gradient, in float64."""
     llama = build(**size)
     hf = build_hf(llama, size, "sdpa", permute)
@@ -245,7 +251,8 @@ def compare_with_hf(size: dict[str, Any], permute: Any = to_hf) -> dict[str, flo
     differences = {"logits": relative(ours, theirs)}
     expected = gradients(hf, theirs, targets)
     for name, gradient in gradients(llama, ours, targets).items():
-        differences[name] = relative(permute(name, gradient, section(size)), expected.pop(hf_name(name)))
+        permuted = permute(name, gradient, section(size))
+        differences[name] = relative(permuted, expected.pop(hf_name(name, section(size))))
     assert not expected
     return differences
 

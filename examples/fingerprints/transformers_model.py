@@ -66,7 +66,7 @@ def take_step(config: Config, model: nn.Module, batch: Batch) -> dict[str, Tenso
     found["forward loss"] = scaled(torch.ones(SIZE, dtype=torch.float64), losses.detach().double())
     own = dict(model.named_parameters())
     for name in build.parameter_sizes(config):
-        weight = own[hf_name(name)]
+        weight = own[hf_name(name, config.model)]
         for phase, tensor in (("input", weight), ("gradient", weight.grad)):
             found[f"{phase} {name}"] = of_full(name, from_hf(name, tensor.detach(), config.model))
     return found

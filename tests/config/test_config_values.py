@@ -123,7 +123,7 @@ WRONG_VALUES = {
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
                                    "model.attention_scale = 0", "model.mla.norm_eps = 0"],
     "a finite number >= 0": [
-        "model.mla.mscale_all_dim = -1", "optimizer.qk_clip_threshold = -1",
+        "model.mla.mscale_all_dim = -1", "optimizer.qk_clip_threshold = -1", "model.llama4_scaling_beta = -0.1",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],

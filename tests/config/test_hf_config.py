@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.config_helpers import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
-from titanlite.config.hf_config import LARGEST_FILE, hf_config, model_options
+from titanlite.config.hf_config import hf_config, model_options
+from titanlite.config.hf_values import LARGEST_FILE
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
 
@@ -136,6 +137,7 @@ SIZE_OF_RELEASED = {
 MOE_OF_V2 = {
     **{"n_experts": 64, "n_experts_per_token": 6, "expert_dim": 1407, "n_shared_experts": 2, "n_first_dense_layers": 1},
     **{"score_function": "softmax", "normalize_scores": False, "score_scaling": 1.0, "balance_bias": False},
+    **{"n_groups": 1, "n_groups_per_token": 1},
 }
 SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 # fmt: off

@@ -16,7 +16,7 @@ from tests.data_helpers import source
 from titanlite import config
 from titanlite.checkpoint.manifest import read_json
 from titanlite.config.errors import TrainingError
-from titanlite.config.hf_config import read_json_object
+from titanlite.config.hf_values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import read_file
 from titanlite.data.documents import open_dataset, read_documents

@@ -131,7 +131,9 @@ def hf_weights(folder: Path) -> Any:
     """A model.safetensors, or an index and two files. What is accepted has the weights that safetensors reads."""
     options = hf_helpers.model_options(n_layers=1)
     own = named_weights(hf_helpers.empty_model(options))
-    weights = [(hf_name(name), torch.arange(tensor.numel()).view(tensor.shape) / 64) for name, tensor in own.items()]
+    weights = [
+        (hf_name(name, options), torch.arange(tensor.numel()).view(tensor.shape) / 64) for name, tensor in own.items()
+    ]
     files = {
         name: safetensors.torch.save(dict(half))
         for name, half in (("a.safetensors", weights[:3]), ("b.safetensors", weights[3:]))
@@ -149,7 +151,7 @@ def hf_weights(folder: Path) -> Any:
         for name in written.keys() - {INDEX}:
             found |= safetensors.torch.load(written[name])
         for name, tensor in named_weights(model).items():
-            expected = from_hf(name, found[hf_name(name)], options).to(tensor.dtype)
+            expected = from_hf(name, found[hf_name(name, options)], options).to(tensor.dtype)
             assert bytes(bytes_of(tensor.detach())) == bytes(bytes_of(expected)), name  # as NaN differs from NaN
 
     cases = [st.tuples(st.just(name), safetensors_files(data)) for name, data in {SINGLE: single, **files}.items()]

@@ -268,7 +268,7 @@ def test_a_pipeline_rank_opens_only_files_with_its_layers(ranks, tmp_path: Path)
     files = json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"]
     results = ranks(2).run(load_on_a_rank, job=job, folder=tmp_path / "hf")
     for loaded, opened, _, _ in results:
-        assert opened == {files[hf_name(parameter)] for parameter in loaded}
+        assert opened == {files[hf_name(parameter, job.model)] for parameter in loaded}
     assert results[0][1] != results[1][1]
 
 

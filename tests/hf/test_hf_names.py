@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hf_helpers import FAMILIES, build_hf, model_options, weights
-from titanlite.hf.names import from_hf, hf_name, hf_names, hf_rows, is_rotated, tensor_shapes, to_hf
+from titanlite.hf.names import from_hf, hf_name, hf_names, hf_rows, rotated_channels, tensor_shapes, to_hf
 from titanlite.model import apply_rotary_emb, rope_table
 
 WQ, WV = "layers.0.attention.wq.weight", "layers.0.attention.wv.weight"
@@ -19,7 +19,7 @@ def test_names_and_shapes_are_those_of_transformers(family: str):
     for name in shapes:
         if "experts" not in name and "router" not in name:
             renamed = family.startswith("deepseek") and "q_norm" in name
-            assert hf_names(name, options) == [hf_name(name)] or renamed
+            assert hf_names(name, options) == [hf_name(name, options)] or renamed
 
 
 def test_rows_of_a_head_are_those_of_the_two_halves_in_turn():
@@ -29,16 +29,16 @@ def test_rows_of_a_head_are_those_of_the_two_halves_in_turn():
     assert hf_rows(WQ, torch.tensor([5, 6]), options).tolist() == [6, 5]
     assert from_hf("layers.0.attention.wq.bias", tensor.flatten(), options).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert from_hf("layers.0.attention.k_norm.weight", tensor[:4, 0], options).tolist() == [0, 2, 1, 3]
-    assert to_hf(WV, tensor, options) is from_hf(WV, tensor, options) is tensor
+    assert to_hf([WV], [tensor], options) is from_hf(WV, tensor, options) is tensor
 
 
 def test_one_order_is_the_inverse_of_the_other():
     options = model_options(dim=64)
     for name, size in ((WQ, (64, 3)), (WQ.replace("wq", "wk"), (32, 3)), ("layers.0.attention.q_norm.weight", (16,))):
-        assert is_rotated(name, options)
+        assert rotated_channels(name, options) == 16
         tensor = torch.randn(size)
-        assert torch.equal(to_hf(name, from_hf(name, tensor, options), options), tensor)
-        assert torch.equal(from_hf(name, to_hf(name, tensor, options), options), tensor)
+        assert torch.equal(to_hf([name], [from_hf(name, tensor, options)], options), tensor)
+        assert torch.equal(from_hf(name, to_hf([name], [tensor], options), options), tensor)
         assert not torch.equal(from_hf(name, tensor, options), tensor)
 
 

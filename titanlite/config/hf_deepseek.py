@@ -6,6 +6,7 @@ defaults.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from titanlite.config.loader import ConfigError, Section, show, value_of
@@ -30,12 +31,22 @@ ONLY_OF_TYPE: dict[str, dict[str, tuple[Any, str]]] = {
 }
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Keys of latent attention, which have the same names in [model.mla], and their defaults."""
+EXPERTS = {
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+    **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+}
+"""Keys of experts and their defaults."""
+EXPERTS_OF_V2 = {
+    **{"n_routed_experts": 64, "num_experts_per_tok": None, "moe_intermediate_size": 1407, "n_shared_experts": 2},
+    **{"n_group": None, "topk_group": None, "routed_scaling_factor": 1.0},
+}
 
 
 def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
     """Return the [model] values that are apart from those of all families. `config` has the values of config.json by
     type, as hf_config.py reads them, and collects what is wrong."""
     model_type = config.values["model_type"]
+    is_v2 = model_type == "deepseek_v2"
     for key, (value, reason) in (ONLY | ONLY_OF_TYPE[model_type]).items():
         config.only(key, value, reason)
     reason = "latent attention has keys and values of every head"
@@ -54,71 +65,56 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
     if config.number("rms_norm_eps", NORM_EPS) != NORM_EPS:
         mla["norm_eps"] = NORM_EPS
     options = {"n_kv_heads": n_heads, "head_dim": head_dim, "mla": {**mla, "mscale_all_dim": mscale_all_dim}}
-    n_dense = config.integer("first_k_dense_replace", 3 if model_type == "deepseek_v3" else 0, least=0)
+    n_dense = config.integer("first_k_dense_replace", 0 if is_v2 else 3, least=0)
     if n_dense >= n_layers:
         return options
-    return {**options, "moe": (_experts_of_v3 if model_type == "deepseek_v3" else _experts_of_v2)(config, n_dense)}
+    return {**options, "moe": _experts_of_v2(config, n_dense) if is_v2 else expert_options(config, n_dense, EXPERTS)}
 
 
 def _experts_of_v2(config: Any, n_dense: int) -> dict[str, Any]:
     """Return the section [model.moe] of a DeepSeek-V2: groups of experts, if any, are ranked by their best score."""
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    n_experts, n_chosen = config.integer("n_routed_experts", 64), config.integer("num_experts_per_tok")
-    groups = {}
-    if method == "group_limited_greedy":
-        groups = _groups(config, n_experts, n_chosen, (None, None), smallest=1)
-        groups |= {"group_score": "max"} if groups["n_groups_per_token"] < groups["n_groups"] else {}
-    elif n_chosen > n_experts:
-        config.reject("num_experts_per_tok", f"expected at most the {n_experts} experts", "n_routed_experts")
-    return {
-        "n_experts": n_experts,
-        "n_experts_per_token": n_chosen,
-        "expert_dim": config.integer("moe_intermediate_size", 1407),
-        "n_shared_experts": config.integer("n_shared_experts", 2),
-        "n_first_dense_layers": n_dense,
-        "score_function": "softmax",
-        "normalize_scores": False,
-        "score_scaling": config.number("routed_scaling_factor", 1.0),
-        "balance_bias": False,
-        **groups,
-    }
+    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # nothing reads them
+    config.values.update(no_groups)
+    moe = expert_options(config, n_dense, EXPERTS_OF_V2, smallest=1)
+    limited = moe["n_groups_per_token"] < moe["n_groups"]
+    moe |= {"score_function": "softmax", "normalize_scores": False, "balance_bias": False}
+    return moe | ({"group_score": "max"} if limited else {})
 
 
-def _groups(
-    config: Any, n_experts: int, n_chosen: int, defaults: tuple[int | None, int | None], *, smallest: int
-) -> dict[str, int]:
-    """Return the options of groups of experts, of which none has fewer than `smallest`."""
-    n_groups, n_groups_chosen = (
-        config.integer(*each) for each in zip(("n_group", "topk_group"), defaults, strict=True)
-    )
+def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], smallest: int = 2) -> dict[str, Any]:
+    """Return the section [model.moe] of a model with this many dense layers at its beginning. No group has fewer than
+    `smallest` experts."""
+
+    def integer(key: str) -> int:
+        return config.integer(key, defaults[key])
+
+    n_experts, n_chosen = integer("n_routed_experts"), integer("num_experts_per_tok")
+    config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
+    n_groups, n_groups_chosen = integer("n_group"), integer("topk_group")
     size, rest = divmod(n_experts, n_groups)
     if rest or size < smallest:
-        message = f"expected a divisor of the number of experts, {n_experts}"
-        message += f", with at least {smallest} of them in a group" if smallest > 1 else ""
+        message = (
+            f"expected a divisor of the number of experts, {n_experts}, with at least {smallest} of them in a group"
+        )
         config.reject("n_group", message, "n_routed_experts")
     elif n_groups_chosen > n_groups:
         config.reject("topk_group", f"expected at most the number of groups, {n_groups}", "n_group")
     elif n_chosen > n_groups_chosen * size:
         message = f"expected at most the {n_groups_chosen * size} experts of topk_group groups"
         config.reject("num_experts_per_tok", message, "n_group", "topk_group", "n_routed_experts")
-    return {"n_groups": n_groups, "n_groups_per_token": n_groups_chosen}
-
-
-def _experts_of_v3(config: Any, n_dense: int) -> dict[str, Any]:
-    """Return the section [model.moe] of a DeepSeek-V3."""
-    n_experts, n_chosen = config.integer("n_routed_experts", 256), config.integer("num_experts_per_tok", 8)
-    config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
     return {
         "n_experts": n_experts,
         "n_experts_per_token": n_chosen,
-        "expert_dim": config.integer("moe_intermediate_size", 2048),
-        "n_shared_experts": config.integer("n_shared_experts", 1),
+        "expert_dim": integer("moe_intermediate_size"),
+        "n_shared_experts": integer("n_shared_experts"),
         "n_first_dense_layers": n_dense,
         "score_function": "sigmoid",
         "normalize_scores": config.boolean("norm_topk_prob", True),
-        "score_scaling": config.number("routed_scaling_factor", 2.5),
+        "score_scaling": config.number("routed_scaling_factor", defaults["routed_scaling_factor"]),
+        "n_groups": n_groups,
+        "n_groups_per_token": n_groups_chosen,
         "balance_bias": True,
-        **_groups(config, n_experts, n_chosen, (8, 4), smallest=2),
     }
 
 
@@ -154,7 +150,6 @@ def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
     option that config.json cannot express."""
     _check(model, model_type)
     mla, moe = model.mla, model.moe
-    method = "greedy" if moe.n_groups_per_token == moe.n_groups else "group_limited_greedy"
     keys = {
         "head_dim": mla.qk_rope_head_dim,
         "qk_head_dim": mla.qk_head_dim,
@@ -164,9 +159,15 @@ def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
         "attention_bias": False,
         "first_k_dense_replace": moe.n_first_dense_layers if moe.n_experts else model.n_layers,
     }
-    if not moe.n_experts:
-        return keys
-    return keys | {
+    return keys | expert_keys(model) if moe.n_experts else keys
+
+
+def expert_keys(model: Section) -> dict[str, Any]:
+    """Return the keys of experts."""
+    moe = model.moe
+    of_v2 = "greedy" if moe.n_groups_per_token == moe.n_groups else "group_limited_greedy"
+    return {
+        "first_k_dense_replace": moe.n_first_dense_layers,
         "n_routed_experts": moe.n_experts,
         "num_experts_per_tok": moe.n_experts_per_token,
         "moe_intermediate_size": model.expert_dim,
@@ -175,7 +176,7 @@ def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
         "norm_topk_prob": moe.normalize_scores,
         "routed_scaling_factor": moe.score_scaling,
         "scoring_func": moe.score_function,
-        "topk_method": "noaux_tc" if model_type == "deepseek_v3" else method,
+        "topk_method": "noaux_tc" if moe.score_function == "sigmoid" else of_v2,
         "n_group": moe.n_groups,
         "topk_group": moe.n_groups_per_token,
     }

@@ -25,6 +25,10 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         key = "model.activation" if model.activation != "silu" else "model.gated_ffn"
         reject(key, "experts are SwiGLU layers; remove it", EXPERTS)
     _rotary_rules(model, reject)
+    if model.llama4_scaling_beta and seq_len > model.rope_original_seq_len:
+        message = f"expected at most model.rope_original_seq_len = {model.rope_original_seq_len}: queries at later "
+        message += "positions have a factor (model.llama4_scaling_beta), which is unsupported"
+        reject("training.seq_len", message, "model.llama4_scaling_beta", "model.rope_original_seq_len")
     for number, kind in enumerate(model.layer_pattern):
         if not (kind.experts or model.moe.n_experts):
             reject(f"{LAYERS}.{number}.experts", f"read only with {EXPERTS}; set that, or remove it", EXPERTS, LAYERS)

@@ -260,6 +260,9 @@ class Model(Section):
     """Factor on what a layer adds to the residual stream (Granite)."""
     logits_scale: Positive = 1.0
     """Factor on the logits (Granite: 1 / logits_scaling)."""
+    llama4_scaling_beta: NotNegative = 0.0
+    """Queries at position p are multiplied by 1 + this ln(1 + floor(p / rope_original_seq_len)) (Llama 4, Ministral 3):
+    by 1 in sequences up to that length, and longer ones are rejected; 0: queries have no such factor."""
     layer_pattern: list[LayerKind] = Field(default=[])
     """Layers of several kinds, each in a table [[model.layer_pattern]] in their order: the pattern repeats over the
     layers, and its last repetition may end early. Empty: all layers are as [model] says."""

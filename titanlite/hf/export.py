@@ -21,7 +21,7 @@ from titanlite.files.durable import write_synced
 from titanlite.files.new_folder import new_folder
 from titanlite.hf.config_files import config_files
 from titanlite.hf.load import EXPERT_DIMS, HF_DTYPES, INDEX, SINGLE
-from titanlite.hf.names import BALANCE_BIAS, hf_names, tensor_shapes, to_hf
+from titanlite.hf.names import BALANCE_BIAS, hf_shape, hf_tensors, tensor_shapes, to_hf
 from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
@@ -136,33 +136,33 @@ def _write_weights(
 ) -> int:
     """Write the safetensors files, and their index if there are several. Return how many they are."""
     shapes = tensor_shapes(options)
-    dtypes = {name: torch.float32 if name.endswith(BALANCE_BIAS) else dtype for name in shapes}
-    sizes = {name: shape.numel() * dtypes[name].itemsize for name, shape in shapes.items()}
+    ours = hf_tensors(options, shapes)
+    dtypes = {each: torch.float32 if names[0].endswith(BALANCE_BIAS) else dtype for each, names in ours.items()}
+    sizes = {each: sum(shapes[n].numel() for n in names) * dtypes[each].itemsize for each, names in ours.items()}
     groups = partition(sizes, max_file_bytes)
     total, weight_map = len(groups), {}
-    with progress(f"writing {folder}", total=len(shapes), unit="tensors") as advance:
+    with progress(f"writing {folder}", total=len(ours), unit="tensors") as advance:
 
-        def contents(names: list[str]) -> Iterator[memoryview]:
-            for name in names:
+        def contents(group: list[tuple[str, ...]]) -> Iterator[memoryview]:
+            for each in group:
                 advance()
-                yield from map(bytes_of, tensors_of(name))  # no variable keeps one while the next one is read
+                yield from map(bytes_of, tensors_of(each))  # no variable keeps one while the next one is read
 
-        def tensors_of(name: str) -> Sequence[Tensor]:
-            """Return the tensors of a parameter: itself or, of experts, which are stacked, one for each."""
-            if f"model.{name}" in reader.shapes:
-                parameter = _cast(name, to_hf(name, reader.read(f"model.{name}"), options), dtypes[name])
+        def tensors_of(each: tuple[str, ...]) -> Sequence[Tensor]:
+            """Return the tensors of some parameters, usually of one: one or, of experts, which are stacked, several."""
+            names = ours[each]
+            if f"model.{names[0]}" in reader.shapes:
+                tensor = to_hf(names, [reader.read(f"model.{name}") for name in names], options)
+                tensor = _cast(names[0], tensor, dtypes[each])
             else:
-                parameter = torch.zeros(shapes[name])  # biases that the model does without
-            return parameter.unbind() if parameter.dim() == EXPERT_DIMS else [parameter]
+                tensor = torch.zeros(shapes[names[0]])  # biases that the model does without
+            return tensor.unbind() if tensor.dim() == EXPERT_DIMS else [tensor]
 
-        for number, names in enumerate(groups, 1):
+        for number, group in enumerate(groups, 1):
             file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            tensors = {
-                each: (DTYPE_NAMES[dtypes[name]], shapes[name][-2:])
-                for name in names
-                for each in hf_names(name, options)
-            }
-            safetensors.write(folder / file, tensors, contents(names), metadata={"format": "pt"})
+            of_group = [(each, DTYPE_NAMES[dtypes[each]], hf_shape(ours[each], shapes, options)) for each in group]
+            tensors = {name: (kind, shape) for each, kind, shape in of_group for name in each}
+            safetensors.write(folder / file, tensors, contents(group), metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
     if total > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
@@ -170,9 +170,9 @@ def _write_weights(
     return total
 
 
-def partition(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Return the names in groups, in their order, of which none exceeds `most` bytes unless it is a single tensor."""
-    groups: list[list[str]] = []
+def partition(sizes: dict[Any, int], most: int) -> list[list[Any]]:
+    """Return the keys in groups, in their order, of which none exceeds `most` bytes unless it is a single tensor."""
+    groups: list[list[Any]] = []
     filled = 0
     for name, size in sizes.items():
         if not groups or filled + size > most:

@@ -25,10 +25,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from titanlite.config.hf_config import WEIGHTS, read_json_object
+from titanlite.config.hf_config import WEIGHTS
+from titanlite.config.hf_values import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
-from titanlite.hf.names import OUTPUT_HEAD, hf_name, hf_names, hf_rows, named_weights, tensor_shapes
+from titanlite.hf.names import (
+    OUTPUT_HEAD,
+    hf_name,
+    hf_names,
+    hf_rows,
+    hf_shape,
+    hf_tensors,
+    is_transposed,
+    named_weights,
+    tensor_shapes,
+)
 from titanlite.launch.progress import progress
 
 SINGLE, INDEX = WEIGHTS
@@ -37,8 +48,12 @@ HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 EMBEDDING = "tok_embeddings.weight"
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
-NOT_A_WEIGHT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Rotary frequencies, which older versions of transformers saved. They follow from the config."""
+PREFIX = "transformer."
+"""What GPT-2's names begin with, except in its own release."""
+NOT_A_WEIGHT = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+)
+"""Rotary frequencies and masks, which older versions of transformers saved. They follow from the config."""
 STACKED = "experts.gate_up_proj"
 """The end of names of experts in one tensor, which transformers writes only with save_original_format = False."""
 QUANTIZED = re.compile(r"(scales?|scale_inv|zero_point|qzeros|qweight|g_idx|absmax|quant_map|quant_state[\w.]*)$")
@@ -56,15 +71,22 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
             has changed then. Or if a number is NaN or infinite.
     """
     parameters, files = named_weights(model), tensor_files(folder)
-    names = {tensor for name in tensor_shapes(options) for tensor in hf_names(name, options)}
+    all_shapes = tensor_shapes(options)
+    pairs = [(there, hf_shape(ours, all_shapes, options)) for there, ours in hf_tensors(options, all_shapes).items()]
+    has_prefix = any(name.startswith(PREFIX) for name in files)
+    as_in_folder = str if has_prefix else lambda name: name.removeprefix(PREFIX)
+    of_folder = {as_in_folder(name): shape for there, shape in pairs for name in there}
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if options.mla.kv_lora_rank:
         files = _without_predictors(folder, files, prints=is_rank0)
-    problems = _name_problems(folder, set(files), names, tied=options.tie_embeddings)
+    problems = _name_problems(folder, set(files), set(of_folder), tied=options.tie_embeddings)
     if problems:
         raise ConfigError(problems)
-    tensors = {name: _tensors(parameter, hf_names(name, options)) for name, parameter in parameters.items()}
-    shapes = {each: parameter.shape[-2:] for name, parameter in parameters.items() for each in tensors[name]}
+    tensors = {
+        name: [*map(as_in_folder, _tensors(parameter, hf_names(name, options)))]
+        for name, parameter in parameters.items()
+    }
+    shapes = {each: of_folder[each] for name in parameters for each in tensors[name]}
     has_both = options.tie_embeddings and OUTPUT_HEAD in files and EMBEDDING in parameters
     if has_both:
         shapes[OUTPUT_HEAD] = parameters[EMBEDDING].shape
@@ -205,7 +227,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
     Each rank compares the rows that it has.
     """
-    name = hf_name(EMBEDDING)
+    name = hf_name(EMBEDDING, options)
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
         shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]
@@ -230,7 +252,7 @@ def _fill(parameter: Tensor, name: str, files: dict[str, Path], options: Model) 
                     if not torch.stack(numbers.aminmax()).isfinite().all():  # NaN if there is one; no copy is made
                         problem = f"{file}: {tensor} has a number that is NaN or infinite; expected finite ones"
                         raise ConfigError([f"{problem}; download the file again, or take another model"])
-                    shard.copy_(numbers)
+                    shard.copy_(numbers.T if is_transposed(name, options) else numbers)
 
 
 Range = tuple[slice, Tensor | None]
@@ -239,10 +261,12 @@ Range = tuple[slice, Tensor | None]
 
 def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
     """Return the rows, and the columns if there are any, that this rank has of each of a parameter's tensors, in the
-    parameter's order. Shards of rotated rows may begin or end within a head, so more rows may be read."""
+    parameter's order; columns first if they are rows there. Shards of rotated rows may begin or end within a head, so
+    more rows may be read."""
     dims = range(parameter.dim())[-2:]
     rows = hf_rows(name, local_indices(parameter, dims[0]), options)
-    return [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]
+    ranges = [_cover(rows), *(_cover(local_indices(parameter, dim)) for dim in dims[1:])]
+    return ranges[::-1] if is_transposed(name, options) else ranges
 
 
 def _read(tensor: Any, ranges: list[Range]) -> Tensor:

@@ -1,10 +1,16 @@
-"""The weights' names here and in transformers, and the order of the rows that the rotary embedding pairs.
+"""The weights' names here and in transformers, and where their rows are there.
 
 Here a head's channels 2i and 2i + 1 are rotated together, as in Meta's checkpoints; in transformers channels i and
-i + K/2. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + K/2 there. This applies to all
-that computes the channels of q and k: the rows of wq and wk, their biases, and the weights of q_norm and k_norm. The
-files of DeepSeek-V2 and -V3 have neighbouring channels, as here, so rows of latent attention stay.
+i + R/2 of the R rotated ones. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + R/2
+there. This applies to all that computes the channels of q and k: the rows of wq and wk, their biases, and the weights
+of q_norm and k_norm. The files of DeepSeek and GLM-4 have neighbouring channels, as here, so their rows stay.
+
+Some families have several of our weights in one tensor, one behind the other (Phi-3, GLM-4, GPT-2), and GPT-2's
+matrices are transposed.
 """
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +46,56 @@ MODULES = {
     "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
 }
 """Module: its name in transformers."""
+_GATE_UP = {"mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3")}
+_QUERIES_KEYS_VALUES = ("attention.wq", "attention.wk", "attention.wv")
+_AFTER = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """What the tensors of a family have besides MODULES, by the module in a layer or, in `ends`, outside of layers."""
+
+    modules: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Names that are other ones."""
+    fused: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Tensors that have several of our weights, in this order."""
+    layer: str = "model.layers"
+    ends: dict[str, str] = dataclasses.field(default_factory=dict)
+    neighbours: bool = False
+    """Rows 2i and 2i + 1 are rotated together, as here."""
+    transposed: tuple[str, ...] = ()
+    """Modules whose matrices are [inputs, outputs]."""
+
+
+NAMES = {
+    "llama": Names(),
+    "glm": Names(fused=_GATE_UP, neighbours=True),
+    "glm4": Names(
+        {
+            **{"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
+        },
+        fused=_GATE_UP,
+        neighbours=True,
+    ),
+    "phi3": Names(fused={"self_attn.qkv_proj": _QUERIES_KEYS_VALUES, **_GATE_UP}),
+    "olmo2": Names(_AFTER),
+    "gemma3_text": Names({**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}),
+    "starcoder2": Names({"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}),
+    "gpt2": Names(
+        {
+            **{"attention_norm": "ln_1", "attention.wo": "attn.c_proj", "ffn_norm": "ln_2"},
+            **{"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"},
+        },
+        fused={"attn.c_attn": _QUERIES_KEYS_VALUES},
+        layer="transformer.h",
+        ends={
+            **{"tok_embeddings": "transformer.wte", "position_embeddings": "transformer.wpe"},
+            "norm": "transformer.ln_f",
+        },
+        transposed=(*_QUERIES_KEYS_VALUES, "attention.wo", "feed_forward.w1", "feed_forward.w2"),
+    ),
+}
+"""By one of the model types that have them."""
 EXPERTS = {
     "router.weight": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
     "experts.w1": ("mlp.experts.{}.gate_proj.weight", "block_sparse_moe.experts.{}.w1.weight"),
@@ -56,6 +112,18 @@ ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm
 OUTPUT_HEAD = "lm_head.weight"
 
 
+def names_of(model: Model) -> Names:
+    """Return the names that the tensors of a model have in transformers."""
+    if model.hf_model_type in NAMES:
+        return NAMES[model.hf_model_type]
+    if model.rope_scaling_type == "longrope" and model.rope_scaling_factor > 1:
+        return NAMES["phi3"]
+    if not model.gated_ffn:
+        return NAMES["gpt2" if model.learned_positions else "starcoder2"]
+    of_placement = {"before": "llama", "after": "olmo2", "both": "glm4"}
+    return NAMES["gemma3_text" if model.norm == "rms_plus_one" else of_placement[model.norm_placement]]
+
+
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
     """Return the shape of each tensor of the full model that a folder has: its parameters, of which tied embeddings are
     one, the embedding's, and the biases that balance experts."""
@@ -68,48 +136,111 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **biases}
 
 
-def hf_name(name: str) -> str:
-    """Return the name in transformers of a parameter outside a mixture of experts. Its shape is the same there."""
+def _split(name: str) -> tuple[str, str, str]:
+    """Return the layer of a tensor, its module within it, and which of the module's tensors it is; without a layer,
+    "" and the module."""
     module, _, kind = name.rpartition(".")
-    prefix = ""
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        prefix = f"model.layers.{layer}."
-    return f"{prefix}{MODULES[module]}.{kind}"
+    if not module.startswith("layers."):
+        return "", module, kind
+    _, layer, module = module.split(".", 2)
+    return layer, module, kind
+
+
+def hf_name(name: str, model: Model) -> str:
+    """Return the name in transformers of a tensor outside a mixture of experts."""
+    names, (layer, module, kind) = names_of(model), _split(name)
+    fused = [tensor for tensor, modules in names.fused.items() if layer and module in modules]
+    own = fused[0] if fused else {**MODULES, **names.modules, **names.ends}[module]
+    if own == Q_NORM and model.mla.kv_lora_rank:
+        own = Q_LATENT_NORM
+    return f"{names.layer}.{layer}.{own}.{kind}" if layer else f"{own}.{kind}"
 
 
 def hf_names(name: str, model: Model) -> list[str]:
     """Return the names in transformers of a tensor of ours: one or, of experts, one for each. Of the families with
-    experts, only Mixtral has neither norms of queries and keys nor latent attention."""
-    is_latent = model.mla.kv_lora_rank > 0
+    experts, only Mixtral has neither norms of queries and keys nor latent attention nor sigmoid scores."""
     layer, _, rest = name.removeprefix("layers.").partition(".feed_forward.")
     if rest not in EXPERTS:
-        return [hf_name(name).replace(Q_NORM, Q_LATENT_NORM) if is_latent else hf_name(name)]
-    tensor = EXPERTS[rest][not (model.qk_norm or is_latent)]
+        return [hf_name(name, model)]
+    is_mixtral = not (model.qk_norm or model.mla.kv_lora_rank or model.moe.score_function == "sigmoid")
+    tensor = EXPERTS[rest][is_mixtral]
     n_tensors = model.moe.n_experts if "{}" in tensor else 1
     return [f"model.layers.{layer}.{tensor.format(expert)}" for expert in range(n_tensors)]
 
 
-def is_rotated(name: str, model: Model) -> bool:
-    """Return whether the rows of a parameter are in another order in transformers."""
-    return not model.mla.kv_lora_rank and name.rpartition(".")[0].endswith(ROTATED)
+def is_transposed(name: str, model: Model) -> bool:
+    """Return whether a tensor is a matrix that is transposed in transformers."""
+    _, module, kind = _split(name)
+    return kind == "weight" and module in names_of(model).transposed
+
+
+def rotated_channels(name: str, model: Model) -> int:
+    """Return how many channels of a head, the first ones, have their rows in another order in transformers: none of
+    tensors whose rows are no channels of queries or keys."""
+    layer, module, _ = _split(name)
+    if model.mla.kv_lora_rank or names_of(model).neighbours or module not in ROTATED:
+        return 0
+    return model.of_layer(int(layer)).rope_dim
+
+
+def _rows(name: str, model: Model) -> slice:
+    """Return which rows of the tensor in transformers are ours: all, if no other tensor of ours is in it."""
+    layer, module, _ = _split(name)
+    queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    sizes = dict(zip(_QUERIES_KEYS_VALUES, (queries, keys, keys), strict=True))
+    for modules in names_of(model).fused.values() if layer else ():
+        if module in modules:
+            begin = sum(sizes.get(each, model.ffn_dim) for each in modules[: modules.index(module)])
+            return slice(begin, begin + sizes.get(module, model.ffn_dim))
+    return slice(0, None)
 
 
 def hf_rows(name: str, rows: Tensor, model: Model) -> Tensor:
-    """Return which rows of the tensor in transformers are these rows of the parameter."""
-    if not is_rotated(name, model):
-        return rows
-    channel, half = rows % model.head_dim, model.head_dim // 2
-    return rows - channel + channel // 2 + channel % 2 * half
+    """Return which rows of the tensor in transformers, if it is not transposed, are these rows of a tensor of ours."""
+    if rotated := rotated_channels(name, model):
+        channel = rows % model.head_dim
+        there = rows - channel + channel // 2 + channel % 2 * (rotated // 2)
+        rows = there.where(channel < rotated, rows)
+    return rows + _rows(name, model).start
 
 
 def from_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Return a full tensor of transformers with its rows in the order of the parameter."""
-    return tensor[hf_rows(name, torch.arange(len(tensor)), model)] if is_rotated(name, model) else tensor
-
-
-def to_hf(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Return a full parameter with its rows in the order of transformers."""
-    if not is_rotated(name, model):
+    """Return one of our full tensors from the one in transformers that has it."""
+    tensor = tensor.T if is_transposed(name, model) else tensor
+    own = _rows(name, model)
+    if own.stop is None and not rotated_channels(name, model):
         return tensor
-    return tensor.unflatten(0, (-1, model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    n_rows = len(tensor) if own.stop is None else own.stop - own.start
+    return tensor[hf_rows(name, torch.arange(n_rows), model)]
+
+
+def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tensor:
+    """Return the tensor in transformers that has these full tensors of ours: one, or several in the order of names."""
+    ordered = [_in_their_order(*each, model) for each in zip(names, tensors, strict=True)]
+    tensor = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+    return tensor.T.contiguous() if is_transposed(names[0], model) else tensor
+
+
+def _in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
+    rotated = rotated_channels(name, model)
+    if not rotated:
+        return tensor
+    heads = tensor.unflatten(0, (-1, model.head_dim))
+    first = heads[:, :rotated].unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((first, heads[:, rotated:]), dim=1).flatten(0, 1)
+
+
+def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return, for each tensor in transformers (of experts, for all of them together), which of these tensors of ours it
+    has, in the order of its rows."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        found.setdefault(tuple(hf_names(name, model)), []).append(name)
+    return {there: sorted(ours, key=lambda name: _rows(name, model).start) for there, ours in found.items()}
+
+
+def hf_shape(names: Sequence[str], shapes: Mapping[str, torch.Size], model: Model) -> torch.Size:
+    """Return the shape of the tensor in transformers that has these tensors of ours; of experts, that of each one's."""
+    first = shapes[names[0]][-2:]
+    shape = torch.Size((sum(shapes[name][-2:][0] for name in names), *first[1:]))
+    return shape[::-1] if is_transposed(names[0], model) else shape

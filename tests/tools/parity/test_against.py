@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titanlite.config import load_values
-from titanlite.hf.names import hf_names, tensor_shapes, to_hf
+from titanlite.hf.names import hf_name, tensor_shapes, to_hf
 from titanlite.launch.cli import run_command
 from titanlite.tools.parity.against import compare
 from titanlite.tools.parity.ratios import Row, clusters, describe
@@ -190,7 +190,7 @@ def take_step(
 def in_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     model = load_values({"model": model_section()}, "test", []).config.model
     assert tensors.keys() == tensor_shapes(model).keys()
-    return {hf_names(name, model)[0]: to_hf(name, tensor, model) for name, tensor in tensors.items()}
+    return {hf_name(name, model): to_hf([name], [tensor], model) for name, tensor in tensors.items()}
 
 
 def model_section() -> dict[str, Any]:

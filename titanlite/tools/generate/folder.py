@@ -12,11 +12,12 @@ from titanlite.checkpoint.export import config_file_of_run, model_options, read_
 from titanlite.checkpoint.folder import step_folders
 from titanlite.checkpoint.reader import CheckpointReader
 from titanlite.config import hf_config
+from titanlite.config.hf_values import read_json_object, token_ids
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.load import EMBEDDING, HF_DTYPES, tensor_files
+from titanlite.hf.load import EMBEDDING, HF_DTYPES, PREFIX, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama
 
@@ -67,7 +68,7 @@ class ModelFolder:
         file = self.path / "generation_config.json"
         if not self.is_hugging_face or not file.exists():
             return {tokenizer.eos}
-        return {tokenizer.eos, *hf_config.token_ids(hf_config.read_json_object(file), "eos_token_id", file)}
+        return {tokenizer.eos, *token_ids(read_json_object(file), "eos_token_id", file)}
 
     def load(self, model: Llama) -> None:
         """Fill the parameters, plain tensors or this rank's shards, each cast to its dtype. Every rank must call it.
@@ -82,7 +83,7 @@ def open_folder(folder: Path) -> ModelFolder:
     """Return what a folder contains. Raises ConfigError if it is none of a model, or its description is damaged."""
     if (folder / "config.json").is_file():
         options = Model.model_validate(hf_config.model_options(folder))
-        return ModelFolder(folder, options, _hf_dtype(folder), True, {})
+        return ModelFolder(folder, options, _hf_dtype(folder, options), True, {})
     config = read_config(folder / "config.toml")
     place = value_of_run(config, "checkpoint", "folder")
     try:
@@ -97,11 +98,12 @@ def open_folder(folder: Path) -> ModelFolder:
     return ModelFolder(path, model_options(path, reader.state), dtype, False, config)
 
 
-def _hf_dtype(folder: Path) -> torch.dtype:
+def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
     """Return the dtype of the embedding, which is that of all weights. A damaged file is an error when it is loaded."""
-    file = tensor_files(folder).get(hf_name(EMBEDDING))
+    files, name = tensor_files(folder), hf_name(EMBEDDING, options)
+    name = name if name in files else name.removeprefix(PREFIX)
     try:
-        with safe_open(file, framework="pt") as tensors:
-            return getattr(torch, HF_DTYPES.get(tensors.get_slice(hf_name(EMBEDDING)).get_dtype(), "float32"))
+        with safe_open(files.get(name), framework="pt") as tensors:
+            return getattr(torch, HF_DTYPES.get(tensors.get_slice(name).get_dtype(), "float32"))
     except (SafetensorError, OSError, TypeError, ValueError, RuntimeError):
         return torch.float32

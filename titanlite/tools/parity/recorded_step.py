@@ -27,13 +27,13 @@ from pydantic import Field
 from torch import Tensor
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.hf_config import read_json_object
+from titanlite.config.hf_values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
-from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, first_of, open_safetensors, tensor_files
-from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_name, tensor_shapes
+from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIX, first_of, open_safetensors, tensor_files
+from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -196,11 +196,14 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Return tensors by titanlite's names, float64. `files` has the file of each tensor by its name there, `shapes`
     the shape of each one that is needed. Raises ConfigError if a tensor is missing, superfluous or wrong."""
-    is_hf = any(name.startswith(("model.", "lm_head.")) for name in files)
-    names = {name: hf_name(name) if is_hf else name for name in shapes}
+    is_hf = any(name.startswith(("model.", "lm_head.", PREFIX)) for name in files)
+    names, there = {name: name for name in shapes}, dict(shapes)
+    for tensors, ours in hf_tensors(model, shapes).items() if is_hf else ():
+        names |= dict.fromkeys(ours, tensors[0])
+        there |= dict.fromkeys(ours, hf_shape(ours, shapes, model))
     tied_head = (OUTPUT_HEAD if is_hf else "output.weight") if model.tie_embeddings else None
     _check_names(place, files.keys() - {tied_head}, {*names.values()})
-    tensors = {name: _read_tensor(files[own], own, shapes[name], narrowest) for name, own in names.items()}
+    tensors = {name: _read_tensor(files[own], own, there[name], narrowest) for name, own in names.items()}
     if is_hf:
         tensors = {name: from_hf(name, tensor, model) for name, tensor in tensors.items()}
     if tied_head in files:

@@ -1,0 +1,207 @@
+"""The model types of transformers that can be read and written, and what each has of its own besides the keys of Llama.
+
+What a type does not name here, its models have as Llama does. Defaults of missing keys are those of transformers
+(verified with 5.23).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.config.loader import Section
+
+ANY = object()
+"""Every value of an option."""
+SILU, GELU = {"silu": "silu"}, {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+"""Values of hidden_act, and of model.activation."""
+AFTER = {"norm_placement": "after", "qk_norm": "all_heads"}
+GEMMA = {"norm": "rms_plus_one", "norm_placement": "both", "activation": "gelu_tanh", "qk_norm": True}
+GPT = {"norm": "layer", "gated_ffn": False}
+SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
+PLAIN: dict[str, Any] = {
+    **{"qk_norm": False, "attention_bias": "none", "mlp_bias": False, "sliding_window": 0, "learned_positions": 0},
+    **{
+        "norm": "rms",
+        "norm_placement": "before",
+        "activation": "silu",
+        "gated_ffn": True,
+        "partial_rotary_factor": 1.0,
+    },
+    **{"embedding_scale": 1.0, "attention_scale": -1, "residual_scale": 1.0, "logits_scale": 1.0},
+    **{"layer_pattern": [], "llama4_scaling_beta": 0.0},
+}
+"""What a model has without an option for it, of those that types differ in."""
+OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
+"""Of these, what types with experts differ in."""
+NOT_FOUND = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
+"""Types whose options another one may have, too: model.hf_model_type names them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model type of transformers: its class, its options, and its defaults of some keys. Those of num_key_value_heads
+    and head_dim are num_attention_heads and hidden_size / num_attention_heads where they are None."""
+
+    architecture: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options that each of its models has, where they are not as in PLAIN."""
+    free: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options that its models may have, with their further values, or ANY."""
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tied: bool = False
+    experts: str = ""
+    """Key of the number of experts; empty: the type has none."""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Its own names of keys."""
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: SILU)
+    bias: str = ""
+    """model.attention_bias if the key attention_bias is true; empty: the type does not read it."""
+    has_bias: bool = False
+    """Default of that key."""
+    has_mlp_bias: bool = False
+    """Whether it reads mlp_bias."""
+    window: int | None = None
+    """Default of sliding_window, 0: none; None: the type does not read it."""
+    kinds: str = ""
+    """How layers may differ: "windows", also "rope", which layers with a window have without scaling, or "no_rope"."""
+    rotated: float | None = None
+    """Default of partial_rotary_factor; None: all channels are rotated."""
+    has_dropout: bool = False
+    """Its released models were trained with dropout, which is not read."""
+
+    def allows(self, model: Section) -> bool:
+        """Return whether a model of this type can have the options of a model, experts and layers apart."""
+        for key, value in {**PLAIN, **self.options}.items():
+            actual, further = getattr(model, key), self.free.get(key, ())
+            if not (actual == value or further is ANY or actual in further):
+                return False
+        return True
+
+
+_BIASES = {"attention_bias": ("all",)}
+_WINDOWS: dict[str, Any] = {"sliding_window": ANY, "layer_pattern": ANY}
+_QWEN_WINDOW = {"window": 4096, "kinds": "windows"}
+_OLMO: dict[str, Any] = {"norm_eps": 1e-5, "bias": "all", "options": AFTER}
+_GLM: dict[str, Any] = {"n_kv_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-07, "bias": "qkv", "has_bias": True}
+_GLM_FREE = {"attention_bias": ("qkv",), "partial_rotary_factor": ANY}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", free={**_BIASES, "mlp_bias": (True,)}, bias="all", has_mlp_bias=True),
+    "mistral": Family("MistralForCausalLM", free={"sliding_window": ANY}, n_kv_heads=8, window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", {"attention_bias": "qkv"}, _WINDOWS, n_kv_heads=32, **_QWEN_WINDOW),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        {**_BIASES, **_WINDOWS},
+        n_kv_heads=32,
+        head_dim=128,
+        bias="all",
+        **_QWEN_WINDOW,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        n_kv_heads=8,
+        norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        experts="num_local_experts",
+        window=0,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"qk_norm": True}, n_kv_heads=4, experts="num_experts", bias="all", window=4096
+    ),
+    "olmoe": Family("OlmoeForCausalLM", {"qk_norm": "all_heads"}, norm_eps=1e-5, experts="num_experts", bias="all"),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", experts="n_routed_experts", bias="all"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", experts="n_routed_experts", bias="all"),
+    "olmo2": Family("Olmo2ForCausalLM", free=_BIASES, **_OLMO),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", free={**_BIASES, **_WINDOWS}, rope_theta=500_000.0, window=4096, kinds="rope", **_OLMO
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        free={**_BIASES, **_WINDOWS, "mlp_bias": (True,)},
+        n_kv_heads=4,
+        rope_theta=2_000_000.0,
+        tied=True,
+        bias="all",
+        has_mlp_bias=True,
+        window=0,
+        kinds="no_rope",
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        free={**_BIASES, "mlp_bias": (True,), **dict.fromkeys(SCALES, ANY)},
+        bias="all",
+        has_mlp_bias=True,
+    ),
+    "ministral": Family("MinistralForCausalLM", free=_WINDOWS, n_kv_heads=8, window=4096, kinds="windows"),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        free={"sliding_window": ANY, "llama4_scaling_beta": ANY},
+        n_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        window=0,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        free={"sliding_window": ANY, "partial_rotary_factor": ANY},
+        norm_eps=1e-5,
+        window=0,
+        rotated=1.0,
+    ),
+    "glm": Family("GlmForCausalLM", free=_GLM_FREE, rotated=0.5, **_GLM),
+    "glm4": Family("Glm4ForCausalLM", {"norm_placement": "both"}, _GLM_FREE, rotated=0.5, **_GLM),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        free={**_GLM_FREE, "qk_norm": (True,)},
+        n_kv_heads=8,
+        norm_eps=1e-5,
+        experts="n_routed_experts",
+        bias="qkv",
+        rotated=0.5,
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        GPT,
+        {**_BIASES, "mlp_bias": (True,), "sliding_window": ANY, "activation": ANY},
+        n_kv_heads=2,
+        norm_eps=1e-5,
+        tied=True,
+        names={"rms_norm_eps": "norm_epsilon"},
+        activations=GELU,
+        window=0,
+        has_dropout=True,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {**GPT, "attention_bias": "all", "mlp_bias": True, "partial_rotary_factor": 0.0},
+        {"learned_positions": ANY, "activation": ANY},
+        norm_eps=1e-5,
+        tied=True,
+        names={
+            **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+            **{"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"},
+            **{"hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"},
+        },
+        activations=GELU,
+        has_dropout=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        GEMMA,
+        {**_BIASES, **_WINDOWS, "embedding_scale": ANY, "attention_scale": ANY},
+        n_kv_heads=4,
+        head_dim=256,
+        rope_theta=1_000_000.0,
+        tied=True,
+        names={"hidden_act": "hidden_activation"},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        bias="all",
+        window=4096,
+        kinds="rope",
+    ),
+}
+"""By model_type."""

@@ -1,0 +1,137 @@
+"""The values of a JSON file that anyone can write, by type: each wrong one is a line."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import read_file
+
+LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
+"""Bytes of a config.json, and the largest integer in one."""
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
+    try:
+        value = json.loads(read_file(file, LARGEST_FILE).decode("utf-8-sig"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        problem = "no such file"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        problem = f"not valid JSON: {str(error) or 'nested too deeply'}"
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = f"expected a JSON object, got {_shown(value)}"
+    raise ConfigError([f"{file}: {problem}"])
+
+
+def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
+    """Return the token ids that a key of config.json or generation_config.json has: one, several, or none (null)."""
+    ids = values.get(key)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(type(each) is not int for each in ids):
+        raise ConfigError([f"{file}: {key} = {_shown(values[key])}: expected token ids"])
+    return ids
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written, if it is short."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class JsonObject:
+    """The values of a JSON object, by type. Each wrong one adds a line to `problems`, and a right one stands in.
+
+    `names` are the file's own names of keys that have others here.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        values: dict[str, Any],
+        problems: list[str],
+        rejected: set[str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ):
+        self.where, self.problems, self.names = where, problems, names or {}
+        keys = {own: key for key, own in self.names.items()}
+        self.values = {keys.get(key, key): value for key, value in values.items()}
+        self.rejected = set() if rejected is None else rejected
+
+    def reject(self, key: str, message: str, *reads: str) -> None:
+        """Add a line for a key. There is none if another key that the rule reads has one: it stands in for a value."""
+        if not self.rejected.isdisjoint(reads):
+            return
+        self.rejected.add(key)
+        value = f" = {_shown(self.values[key])}" if key in self.values else " is missing"
+        self.problems.append(f"{self.where}{_shown(self.names.get(key, key))[1:-1]}{value}: {message}")
+
+    def only(self, key: str, value: Any, reason: str, *reads: str) -> None:
+        """Reject every other value of a key. 1 is also 1.0, but not true. For `reads` see `reject`."""
+        actual = self.values.get(key)
+        if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
+            self.reject(key, f"expected {show(value)}; {reason}", *reads)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer; the default where it is missing or null, without which it must be there."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and least <= value <= LARGEST:
+            return value
+        self.reject(key, f"expected an integer from {least} to {LARGEST}")
+        return least
+
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
+        """Return a finite number above 0 and not below `least`; for the default see `integer`."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max and value >= least:
+            return float(value)
+        self.reject(key, f"expected a finite number {f'>= {least:g}' if least else '> 0'}")
+        return 1.0
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of finite numbers above 0."""
+        values = self.values.get(key)
+        values = values if isinstance(values, list) else [None]
+        if all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in values):
+            return [float(each) for each in values]
+        self.reject(key, "expected a list of finite numbers > 0")
+        return []
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if not (value is None or isinstance(value, bool)):
+            self.reject(key, "expected true or false")
+        return value if isinstance(value, bool) else default
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str | None = None) -> str:
+        """Return one of some strings; for the default see `integer`."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, str) and value in choices:
+            return value
+        self.reject(key, f"expected one of {', '.join(map(show, choices))}")
+        return choices[0]
+
+    def object(self, key: str) -> "JsonObject":
+        """Return the object at a key; an empty one where it is missing or null."""
+        value = self.values.get(key)
+        if not (value is None or isinstance(value, dict)):
+            self.reject(key, "expected an object")
+        return JsonObject(f"{self.where}{key}.", value if isinstance(value, dict) else {}, self.problems, self.rejected)
