@@ -668,15 +668,26 @@ def test_head_dim_is_that_of_queries_and_keys(tmp_path: Path):
     assert load(tmp_path, {}).config.model.head_dim == 16
 
 
-def test_named_size_has_the_published_options_and_weights():
-    """huggingface.co/deepseek-ai/DeepSeek-V3: 671,026,419,200 parameters without the module for multi-token prediction,
-    of which 58 x 256 are the biases that balance the experts."""
-    size = Model(flavor="deepseek_v3_671b")
+@pytest.mark.parametrize(
+    ("flavor", "parameters", "billions"),
+    [
+        ("deepseek_v3_671b", 671_026_419_200, 37.55),  # of which the paper says 37 billion
+        ("moonlight_16b_a3b", 15_960_110_208, 2.91),  # arXiv:2502.16982: 16 and 3 billion
+        ("kimi_k2_1t", 1_026_408_232_448, 32.86),  # arXiv:2507.20534: 1.04 trillion and 32.6 billion
+        ("deepseek_v2_lite", 15_706_484_224, 2.66),  # arXiv:2405.04434: 15.7 and 2.4 billion, without the embedding
+        ("deepseek_v2_236b", 235_741_434_880, 21.38),  # arXiv:2405.04434: 236 and 21 billion
+    ],
+)
+def test_named_size_has_the_published_options_and_weights(flavor, parameters, billions):
+    """huggingface.co/deepseek-ai and moonshotai, without modules for multi-token prediction. Biases that balance the
+    experts of a layer are among the published parameters."""
+    size = Model(flavor=flavor)
     sizes = parameter_sizes(size)
-    assert sum(sizes.values()) == count_parameters(size) == 671_026_419_200 - 58 * 256
-    attention = 6 * 61 * 128 * (192 + 128) * 1000
+    biases = sum(size.has_experts(layer) for layer in range(size.n_layers)) * size.moe.n_experts * size.moe.balance_bias
+    assert sum(sizes.values()) == count_parameters(size) == parameters - biases
+    attention = 6 * size.n_layers * size.n_heads * (192 + 128) * 1000
     active = (flops_per_token(sizes, size, 1000) - attention) / 6 + size.dim * size.vocab_size
-    assert active == pytest.approx(37.55e9, rel=0.001)  # of which the paper says 37 billion
+    assert active == pytest.approx(billions * 1e9, rel=0.002)
 
 
 @pytest.mark.parametrize("q_lora_rank", [40, 0])

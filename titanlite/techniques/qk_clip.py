@@ -10,8 +10,9 @@ is scaled by gamma = threshold / largest, so that this logit would have been the
   keys, which all heads share, stay, and rotated queries are scaled by gamma.
 
 Attention backends return no logits. A hook multiplies queries and keys once more, in blocks of queries and without
-gradients: B x T x S x K multiplications and additions for each query head where attention has 2, and as many again
-where activation checkpointing recomputes the layer, half of them under the causal mask.
+gradients: B x T x S x K floating-point operations for each query head under the causal mask, one of the 7 products of
+attention's forward and backward, and again where a layer is recomputed. Each logit is written to memory and read once,
+which on a GPU takes longer than the product.
 
 Shapes: B batch, T tokens of this rank, S tokens of the sequence, H query heads, G KV heads, M = H / G, K head_dim, L
 layers of this rank.
@@ -131,9 +132,11 @@ def record(
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
         first_BT1, at_T1 = (x[..., block].to(q.device).unsqueeze(-1) for x in (first_BT, at_T))
-        key_S = torch.arange(begin, end, device=q.device)
-        unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)
-        logits_BGMTS.masked_fill_(unseen_BTS[:, None, None], -math.inf)
+        left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # all see the keys between
+        for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
+            key_S = torch.arange(*some, device=q.device)
+            unseen_BTS = (key_S > at_T1) | (key_S < first_BT1)
+            logits_BGMTS[..., some[0] - begin : some[1] - begin].masked_fill_(unseen_BTS[:, None, None], -math.inf)
         largest = logits_BGMTS.amax((0, 3, 4)).flatten().to(largest_H.dtype) / math.sqrt(head_dim)
         torch.maximum(largest_H, largest, out=largest_H)
 
