@@ -698,10 +698,11 @@ def test_parameters_of_a_layer_are_counted(q_lora_rank: int):
 
 def test_a_checkpoint_has_the_options_and_a_plain_one_has_none():
     plain, latent = section({**SMALL}), section({**SIZE, **VARIANTS["yarn"]})
+    of_v3 = section({**SIZE, "moe": EXPERTS})
     of_v2 = section({**SIZE, "mla": MLA | {"norm_eps": 1e-3}, "moe": {**EXPERTS, "group_score": "max"}})
     assert not [key for key in plain.identity() if "lora" in key or key.startswith("mla")]
-    assert not {"mla.norm_eps", "moe.group_score"} & latent.identity().keys()  # as before there were these options
-    for options in (plain, latent, of_v2):
+    assert not {"mla.norm_eps", "moe.group_score"} & of_v3.identity().keys()  # as before there were these options
+    for options in (plain, latent, of_v3, of_v2):
         again = model_options(Path("step-1"), {"identity": options.identity()})
         assert again == options.model_copy(update={"flavor": again.flavor})
 
