@@ -759,6 +759,13 @@ def test_biases_that_balance_experts_are_of_deepseek_alone():
     assert line.startswith("model.moe.balance_bias = true: is in no config.json but that of DeepSeek-V3")
 
 
+def test_glm_groups_are_ranked_by_two_scores():
+    moe = {"n_experts": 8, "n_experts_per_token": 2, **OF_DEEPSEEK["moe"], "n_groups": 4, "n_groups_per_token": 2}
+    assert hf_config(model(moe=moe), **TOKENS)["model_type"] == "glm4_moe"
+    (line,) = problems(lambda: hf_config(model(moe={**moe, "group_score": "max"}), **TOKENS))
+    assert line.startswith("model.moe.balance_bias = true: is in no config.json but those of DeepSeek-V3")
+
+
 V2 = {"score_function": "softmax", "balance_bias": False}
 
 
