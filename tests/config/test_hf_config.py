@@ -438,6 +438,7 @@ REJECTED: list[tuple[Any, list[str]]] = [
      ['sliding_window = 8: "deepseek_v2" does not read it', 'scoring_func = "sigmoid": expected "softmax"',
       "norm_topk_prob = true: expected false; transformers does not divide",
       'topk_method = "noaux_tc": expected one of "greedy", "group_limited_greedy"']),
+    ({**DEEPSEEK_V2, "mlp_bias": True}, ["mlp_bias = true: expected false; experts have no biases"]),
     ({**DEEPSEEK_V2, "num_experts_per_tok": None}, [f"num_experts_per_tok = null: {INTEGER}"]),
     ({**DEEPSEEK_V2, "num_experts_per_tok": 65}, ["num_experts_per_tok = 65: expected at most the 64 experts"]),
     ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy"},

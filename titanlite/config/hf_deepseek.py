@@ -21,6 +21,7 @@ ONLY: dict[str, tuple[Any, str]] = {
 """Keys with the only value that is read, and the reason."""
 ONLY_OF_TYPE: dict[str, dict[str, tuple[Any, str]]] = {
     "deepseek_v2": {
+        "mlp_bias": (False, "experts have no biases"),
         "scoring_func": ("softmax", '"deepseek_v2" has scores of all experts together'),
         "norm_topk_prob": (False, "transformers does not divide scores by their sum, and DeepSeek's own code does"),
     },
