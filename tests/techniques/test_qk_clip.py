@@ -148,8 +148,9 @@ def test_the_largest_logits_equal_a_direct_computation(ranks, tmp_path, name):
     torch.testing.assert_close(actual, direct_logits(job), rtol=1e-12, atol=0)
 
 
-def test_blocks_of_queries_are_all_looked_at():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_of_queries_are_all_looked_at(seed):
+    torch.manual_seed(seed)
     q, k = torch.randn(2, 16, 4, 6, dtype=torch.float64), torch.randn(2, 16, 2, 6, dtype=torch.float64)
     positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)
     for window, documents in ((0, None), (3, None), (0, positions), (5, positions)):
