@@ -10,14 +10,28 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tomli_w
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.hf_helpers import draw_biases, released, theirs, weights
+from tests.hf_helpers import CPU, draw_biases, draw_weights, empty_model, released, theirs, weights
+from tests.parallel import test_parity
+from tests.parallel.test_layouts import CP, DOCUMENTS, PP, SHARD, TP, USP, schedule, with_batches, world_size
+from tests.parallel.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
 from tests.test_model import SMALL, build, draw_tokens, gradients, relative, section
+from titanlite import config
 from titanlite.config.hf_config import hf_config, model_options
+from titanlite.config.loader import tomllib
 from titanlite.config.schema import Model
+from titanlite.hf.export import export
+from titanlite.hf.load import load_hf_weights
 from titanlite.hf.names import named_weights
+from titanlite.tools.generate.folder import open_folder
+from titanlite.tools.generate.generator import Generator
+from titanlite.tools.generate.sampling import Sampling, choose
+from titanlite.tools.parity.compare import differences
+from titanlite.tools.parity.reference import run_reference
 
 WINDOW = {"sliding_window": 9}
 YARN = {"rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_original_seq_len": 64, "rope_beta_fast": 8.0}
@@ -36,6 +50,7 @@ GLM_EXPERTS = {
     **{"score_scaling": 1.5, "balance_bias": True},
 }
 LONG = {
+    **{"head_dim": 16, "partial_rotary_factor": 0.75},
     **{"rope_scaling_type": "longrope", "rope_scaling_factor": 4.0},
     "rope_short_factors": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "rope_long_factors": [1.0, 2.1, 3.2, 4.3, 5.4, 6.5],
@@ -63,8 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hf_model_type": "ministral3",
     },
     "phi3": {**WINDOW, "hf_model_type": "phi3"},
-    "phi3, short": {**LONG, "partial_rotary_factor": 0.75, "rope_original_seq_len": 64, "tie_embeddings": True},
-    "phi3, long": {**LONG, "partial_rotary_factor": 0.75, "rope_original_seq_len": 16},
+    "phi3, short": {**LONG, "rope_original_seq_len": 64, "tie_embeddings": True},
+    "phi3, long": {**LONG, "rope_original_seq_len": 16},
     "glm": {**GLM, "hf_model_type": "glm"},
     "glm4": {**GLM, "norm_placement": "both"},
     "glm4moe": {**GLM, "moe": GLM_EXPERTS},
@@ -114,13 +129,19 @@ def modeling(model_type: str) -> list[Any]:
     return [sys.modules[kind.__module__], modeling_rope_utils]
 
 
+def loop_over_experts(model: Model) -> dict[str, str]:
+    """Return the argument with which transformers computes one expert after the other, in any data type."""
+    return {"experts_implementation": "eager"} if model.moe.n_experts else {}
+
+
 def build_hf(model: Model, dtype: torch.dtype, attention: str) -> Any:
     """Return transformers' model of the exported config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    loop = {"experts_implementation": "eager"} if model.moe.n_experts else {}
     config = AutoConfig.for_model(**hf_config(model, **TOKENS))
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype, **loop).eval()
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=dtype, **loop_over_experts(model)
+    ).eval()
 
 
 @torch.no_grad()
@@ -184,3 +205,97 @@ def test_the_config_is_read_as_it_was_written(family: str, tmp_path: Path):
     differing = {key for key, value in again.identity().items() if model.identity().get(key) != value}
     assert differing <= {"hf_model_type"}
     assert model.identity().keys() <= again.identity().keys()
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+class InMemory:
+    """Stands for the reader of a checkpoint that has a model's weights."""
+
+    def __init__(self, llama: nn.Module):
+        self.tensors = {f"model.{name}": tensor.detach() for name, tensor in named_weights(llama).items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name].clone()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_come_in_and_go_out_bit_for_bit(family: str, tmp_path: Path):
+    """A folder that transformers has written is loaded and exported again. With it, transformers computes the same."""
+    from transformers import AutoModelForCausalLM
+
+    written = build_hf(section({**SMALL, **FAMILIES[family]}), torch.float32, "sdpa")
+    draw_weights(written)
+    draw_biases(written)
+    written.save_pretrained(tmp_path / "in")
+    model = Model.model_validate(model_options(tmp_path / "in"))
+    llama = empty_model(model)
+    load_hf_weights(tmp_path / "in", llama, model)
+    export(InMemory(llama), model, tmp_path / "out", dtype=torch.float32, max_seq_len=48, source=tmp_path / "in")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **loop_over_experts(model)).eval()
+    tokens = draw_tokens(2, 40)
+    assert type(again) is type(written)
+    assert torch.equal(again(tokens).logits, written(tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path):
+    """Texts in which the largest two logits are too close for float32's rounding are left out. Of LongRoPE, all are
+    longer than its original length: transformers has the short factors until a text is."""
+    hf = build_hf(section({**SMALL, **FAMILIES[family]}), torch.float32, "sdpa")
+    draw_weights(hf)
+    draw_biases(hf)
+    hf.save_pretrained(tmp_path)
+    lengths = (17, 19, 20, 18) if family == "phi3, long" else (3, 20, 1, 9, 12, 6)
+    prompts, compared = [draw_tokens(1, length)[0].tolist() for length in lengths], 0
+    arguments = {"dtype": torch.float64, "device": CPU, "mesh": None, "max_new_tokens": 20, "batch_size": 4}
+    generator = Generator(open_folder(tmp_path), longest=20, **arguments)
+    texts = list(generator.generate(prompts, set(), lambda logits, batch: choose(logits, Sampling(), [])))
+    options = {"do_sample": False, "max_new_tokens": 20, "output_logits": True, "return_dict_in_generate": True}
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.tensor([prompt])
+        hf.generation_config.eos_token_id = None
+        theirs = hf.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
+        best = torch.stack([logits[0].topk(2).values for logits in theirs.logits])
+        if (best[:, 0] - best[:, 1]).min() > 1e-3:
+            compared += 1
+            assert text == theirs.sequences[0, len(prompt) :].tolist()
+    assert compared >= 2
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shard x tp": SHARD | TP,
+    "cp, documents": CP | DOCUMENTS,
+    "tp x pp x cp": TP | PP | CP,
+    "ring 2 x ulysses 2": USP,
+    "zero-bubble": schedule("InterleavedZeroBubble"),
+}
+CASES = [(family, name) for family in FAMILIES for name in LAYOUTS]
+LAYOUTS["ep, shard x tp"] = SHARD | TP | {"expert_parallel_degree": 4}
+CASES += [(family, "ep, shard x tp") for family in FAMILIES if "moe" in FAMILIES[family]]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}, {name}" for family, name in CASES])
+def test_layout_matches_reference(ranks, family: str, name: str, tmp_path: Path):
+    layout = LAYOUTS[name]
+    options = {**with_batches(layout), "model__n_kv_heads": 4}
+    if FAMILIES[family].get("head_dim"):
+        options["model__head_dim"] = FAMILIES[family]["head_dim"]
+    base = tomllib.loads(test_parity.SMALL)
+    own = {key: value for key, value in FAMILIES[family].items() if key not in ("n_kv_heads", "head_dim")}
+    own |= {"tie_embeddings": False} if "pipeline_parallel_degree" in layout else {}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps({**base, "model": {**base.get("model", {}), **own}}))
+    loaded = config.load([str(tmp_path / "config.toml"), *test_parity.arguments_of(options)])
+    n_ranks = world_size(layout)
+    job = config.check(loaded, config.Launch(0, 0, n_ranks, n_ranks, 0))
+    (actual, *_) = ranks(n_ranks).run(test_parity.trace, job=job)
+    found = differences(run_reference(job, CPU, steps=test_parity.STEPS), actual)
+    assert {name: d for name, d in found.items() if d > LAYOUT_TOLERANCE} == {}
+    assert all(d == 0 for name, d in found.items() if name.startswith("initial weight")), "not bit for bit"

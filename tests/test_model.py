@@ -132,6 +132,36 @@ PARAMETERS = {
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v2_236b": 235_741_434_880,
     "gpt_175b": 175_184_818_176,
+    # huggingface.co/openai-community, bigcode, microsoft, zai-org and google, likewise
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "starcoder2_3b": 3_030_371_328,
+    "starcoder2_7b": 7_173_923_840,
+    "starcoder2_15b": 15_957_889_024,
+    "phi3_mini_3.8b": 3_821_079_552,
+    "phi4_14b": 14_659_507_200,
+    "glm4_9b": 9_400_279_040,
+    "gemma3_1b": 999_885_952,
+    "smollm3_3b": 3_075_098_624,
+    "olmo2_7b": 7_298_617_344,
+    # from the dimensions in config.json: rounded, they are the counts of the model cards
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "granite3_2b": 2_533_525_504,
+    "granite3_8b": 8_170_835_968,
+    "glm4_32b": 32_566_081_536,
+    # without the module for multi-token prediction
+    "glm4.5_air_106b": 106_852_245_504,
+    "glm4.5_355b": 352_797_814_784,
+    # without the encoder of images
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
 }
 
 

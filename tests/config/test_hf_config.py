@@ -636,6 +636,7 @@ def model(**values: Any) -> Model:
 def test_every_size_comes_back(tmp_path: Path, flavor: str):
     """What is exported is read as the same options, in both spellings; transformers accepts it."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     section = Model.model_validate({"flavor": flavor})
     exported = hf_config(section, **TOKENS)
@@ -647,7 +648,8 @@ def test_every_size_comes_back(tmp_path: Path, flavor: str):
         read = Model.model_validate(actual).model_dump(exclude={"flavor", "hf_assets_path", *unread})
         assert read == {key: value for key, value in expected.items() if key not in unread}
     theirs = AutoConfig.from_pretrained(write(tmp_path, exported))
-    assert [type(theirs).__name__.replace("Config", "ForCausalLM")] == theirs.architectures == exported["architectures"]
+    expected_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[theirs.model_type]
+    assert [expected_class] == theirs.architectures == exported["architectures"]
     assert (theirs.hidden_size, str(theirs.dtype), theirs.bos_token_id) == (section.dim, "torch.bfloat16", 1)
     assert theirs.max_position_embeddings == 1024
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.hf_experts import expert_options, hf_experts, types_with_experts
-from titanlite.config.hf_families import FAMILIES, NOT_FOUND, OLD, PLAIN
+from titanlite.config.hf_families import FAMILIES, AMBIGUOUS, OLD, PLAIN
 from titanlite.config.hf_layers import hf_layers, layer_options, layers_fit, rope_of_kinds
 from titanlite.config.hf_rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf_values import JsonObject, read_json_object
@@ -105,7 +105,16 @@ def model_options(folder: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     options = {key: value for key, value in options.items() if key in COMMON or value != PLAIN.get(key, ())}
-    return options | ({"hf_model_type": model_type} if model_type in NOT_FOUND else {})
+    return options | ({"hf_model_type": model_type} if _needs_name(model_type, options) else {})
+
+
+def _needs_name(model_type: str, options: dict[str, Any]) -> bool:
+    """Return whether a model's options are those of another model type, too, which would be exported."""
+    if model_type not in AMBIGUOUS:
+        return False
+    from titanlite.config.schema import Model  # here, since it imports this file
+
+    return _model_type(Model.model_validate({**options, "hf_model_type": ""})) != model_type
 
 
 def _activation(config: JsonObject, model_type: str) -> str:

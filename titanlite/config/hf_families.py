@@ -33,7 +33,7 @@ PLAIN: dict[str, Any] = {
 """What a model has without an option for it, of those that types differ in."""
 OLD = ("qk_norm", "attention_bias", "mlp_bias", "sliding_window")
 """Of these, what types with experts differ in."""
-NOT_FOUND = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
+AMBIGUOUS = ("phi3", "glm", "ministral", "ministral3", "olmo2", "olmo3", "smollm3", "granite", "starcoder2", "gpt2")
 """Types whose options another one may have, too: model.hf_model_type names them."""
 
 

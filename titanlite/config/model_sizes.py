@@ -3,6 +3,7 @@
 To add a model, add a line here, and its published parameter count to tests/test_model.py.
 """
 
+import math
 from typing import Any
 
 COMMON: dict[str, Any] = {
@@ -77,6 +78,57 @@ def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
 _GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
 
 
+_OLMO2: dict[str, Any] = {"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"}
+_OLMO3: dict[str, Any] = {
+    **{**_OLMO2, "rope_scaling_type": "yarn", "rope_scaling_factor": 8.0},  # of layers without a window
+    "layer_pattern": [{"count": 3, "sliding_window": 4096, "rope_scaling_factor": 1.0}, {}],
+}
+_SMOLLM3: dict[str, Any] = {
+    **{"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "tie_embeddings": True},
+    "layer_pattern": [{"count": 3}, {"partial_rotary_factor": 0.0}],
+}
+_GLM4: dict[str, Any] = {
+    **{"norm_placement": "both", "partial_rotary_factor": 0.5, "head_dim": 128, "rope_theta": 10_000.0},
+}
+_PHI3 = {"hf_model_type": "phi3"}
+_GPT: dict[str, Any] = {
+    **{"norm": "layer", "activation": "gelu_tanh", "gated_ffn": False, "attention_bias": "all", "mlp_bias": True},
+    **{"tie_embeddings": True, "rope_theta": 10_000.0},
+}
+_GPT2: dict[str, Any] = {**_GPT, "partial_rotary_factor": 0.0, "learned_positions": 1024}
+
+
+def _starcoder2(theta: float, tied: bool = True) -> dict[str, Any]:
+    return {**_GPT, "rope_theta": theta, "sliding_window": 4096, "tie_embeddings": tied}
+
+
+def _granite(scores: float, logits: float) -> dict[str, Any]:
+    factors = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention_scale": scores, "logits_scale": 1 / logits}
+    return {**factors, "rope_theta": 10_000_000.0, "tie_embeddings": True}
+
+
+def _gemma3(dim: int, window: int, scores: int = 256, head_dim: int = 256, scaling: float = 8.0) -> dict[str, Any]:
+    local = {"count": 5, "sliding_window": window, "rope_theta": 10_000.0}
+    return {
+        **{"norm": "rms_plus_one", "norm_placement": "both", "activation": "gelu_tanh", "qk_norm": True},
+        **{"norm_eps": 1e-6, "head_dim": head_dim, "rope_theta": 1_000_000.0, "tie_embeddings": True},
+        **{"embedding_scale": math.sqrt(dim), "attention_scale": 1 / math.sqrt(scores)},
+        **({"rope_scaling_type": "linear", "rope_scaling_factor": scaling} if scaling > 1 else {}),
+        "layer_pattern": [{**local, "rope_scaling_factor": 1.0} if scaling > 1 else local, {}],
+    }
+
+
+def _glm45(expert_dim: int, n_experts: int, n_dense: int, scaling: float) -> dict[str, Any]:
+    return {
+        **{"attention_bias": "qkv", "partial_rotary_factor": 0.5, "head_dim": 128, "rope_theta": 1_000_000.0},
+        "moe": {
+            **{"n_experts": n_experts, "n_experts_per_token": 8, "expert_dim": expert_dim, "n_shared_experts": 1},
+            **{"n_first_dense_layers": n_dense, "score_function": "sigmoid", "normalize_scores": True},
+            **{"score_scaling": scaling, "balance_bias": True},
+        },
+    }
+
+
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, vocab_size: int, **other: Any
 ) -> dict[str, Any]:
@@ -128,6 +180,40 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm2_1.7b":  _size( 2048,   24,   32,  32,  8192,  49152, tie_embeddings=True, rope_theta=130_000.0),
     # TinyLlama, arXiv:2401.02385
     "tinyllama_1.1b":_size( 2048,   22,   32,   4,  5632,  32000, rope_theta=10_000.0),
+    # OLMo 2, arXiv:2501.00656, and Olmo 3, https://huggingface.co/allenai/Olmo-3-1025-7B
+    "olmo2_1b":      _size( 2048,   16,   16,  16,  8192, 100352, **_OLMO2),
+    "olmo2_7b":      _size( 4096,   32,   32,  32, 11008, 100352, **_OLMO2),
+    "olmo2_13b":     _size( 5120,   40,   40,  40, 13824, 100352, **_OLMO2),
+    "olmo2_32b":     _size( 5120,   64,   40,   8, 27648, 100352, **_OLMO2),
+    "olmo3_7b":      _size( 4096,   32,   32,  32, 11008, 100278, **_OLMO3),
+    "olmo3_32b":     _size( 5120,   64,   40,   8, 27648, 100278, **_OLMO3),
+    # https://huggingface.co/HuggingFaceTB/SmolLM3-3B
+    "smollm3_3b":    _size( 2048,   36,   16,   4, 11008, 128256, **_SMOLLM3),
+    # Granite 3.1, https://huggingface.co/ibm-granite/granite-3.1-8b-base
+    "granite3_2b":   _size( 2048,   40,   32,   8,  8192,  49152, **_granite(0.015625, 8.0)),
+    "granite3_8b":   _size( 4096,   40,   32,   8, 12800,  49152, **_granite(0.0078125, 16.0)),
+    # Phi-3, arXiv:2404.14219 (with 4K positions), and Phi-4, arXiv:2412.08905
+    "phi3_mini_3.8b":_size( 3072,   32,   32,  32,  8192,  32064, rope_theta=10_000.0, sliding_window=2047, **_PHI3),
+    "phi4_14b":      _size( 5120,   40,   40,  10, 17920, 100352, rope_theta=250_000.0, **_PHI3),
+    # https://huggingface.co/zai-org/GLM-4-9B-0414 and GLM-4-32B-0414; GLM-4.5, arXiv:2508.06471
+    "glm4_9b":       _size( 4096,   40,   32,   2, 13696, 151552, attention_bias="qkv", **_GLM4),
+    "glm4_32b":      _size( 6144,   61,   48,   2, 23040, 151552, **_GLM4),
+    "glm4.5_air_106b":_size(4096,   46,   96,   8, 10944, 151552, **_glm45(1408, 128, 1, 1.0)),
+    "glm4.5_355b":   _size( 5120,   92,   96,   8, 12288, 151552, qk_norm=True, **_glm45(1536, 160, 3, 2.5)),
+    # StarCoder2, arXiv:2402.19173
+    "starcoder2_3b": _size( 3072,   30,   24,   2, 12288,  49152, **_starcoder2(999999.4420358813)),
+    "starcoder2_7b": _size( 4608,   32,   36,   4, 18432,  49152, **_starcoder2(1_000_000.0)),
+    "starcoder2_15b":_size( 6144,   40,   48,   4, 24576,  49152, **_starcoder2(100_000.0, tied=False)),
+    # GPT-2 (Radford et al. 2019), https://huggingface.co/openai-community/gpt2
+    "gpt2":          _size(  768,   12,   12,  12,  3072,  50257, **_GPT2),
+    "gpt2_medium":   _size( 1024,   24,   16,  16,  4096,  50257, **_GPT2),
+    "gpt2_large":    _size( 1280,   36,   20,  20,  5120,  50257, **_GPT2),
+    "gpt2_xl":       _size( 1600,   48,   25,  25,  6400,  50257, **_GPT2),
+    # Gemma 3, arXiv:2503.19786, without the encoder of images
+    "gemma3_1b":     _size( 1152,   26,    4,   1,  6912, 262144, **_gemma3(1152, 512, scaling=1.0)),
+    "gemma3_4b":     _size( 2560,   34,    8,   4, 10240, 262208, **_gemma3(2560, 1024)),
+    "gemma3_12b":    _size( 3840,   48,   16,   8, 15360, 262208, **_gemma3(3840, 1024)),
+    "gemma3_27b":    _size( 5376,   62,   32,  16, 21504, 262208, **_gemma3(5376, 1024, 168, 128)),
     # DeepSeek-V3, arXiv:2412.19437, without its module for multi-token prediction; 37 billion weights are active
     "deepseek_v3_671b":_size(7168,  61,  128, 128, 18432, 129280, **_DEEPSEEK_V3),
     # Moonlight, arXiv:2502.16982 and https://huggingface.co/moonshotai/Moonlight-16B-A3B
@@ -142,5 +228,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
     # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),
+    # GPT-3, arXiv:2005.14165, but dense in all layers: half of them are locally banded sparse there, of a width that is
+    # not published. Vocabulary 50257 rounded up to a multiple of 128.
+    "gpt_175b":      _size(12288,   96,   96,  96, 49152,  50304, **{**_GPT2, "learned_positions": 2048}),
 }
 # fmt: on

@@ -9,14 +9,15 @@ def flops_per_token(sizes: Mapping[str, int], model: Model, seq_len: int) -> int
     """Return the floating-point operations to train on one token: 6 N + 12 L H K T, the convention of torchtitan and of
     the PaLM paper (arXiv:2204.02311, appendix B), from the number of elements of each parameter of the full model.
 
-    N counts every weight that is multiplied with a token's activations: all but the input embedding, which is a look-up
-    (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T is
-    attention without a causal mask, where T is at most the sliding window; 6 L H (K + V) T if value heads have another
-    width V (latent attention). Recomputed activations do not count.
+    N counts every weight that is multiplied with a token's activations: all but the input embeddings, which are
+    look-ups (a tied one is also the output head and counts), and of experts those that a token is sent to. 12 L H K T
+    is attention without a causal mask, where T is at most the layer's sliding window; 6 L H (K + V) T if value heads
+    have another width V (latent attention). Recomputed activations do not count.
     """
-    counted = [n for name, n in sizes.items() if model.tie_embeddings or not name.startswith("tok_embeddings")]
+    looked_up = ("position_embeddings",) if model.tie_embeddings else ("position_embeddings", "tok_embeddings")
+    counted = [n for name, n in sizes.items() if not name.startswith(looked_up)]
     experts = sum(n for name, n in sizes.items() if ".experts." in name)
     inactive = experts - experts * model.moe.n_experts_per_token // max(model.moe.n_experts, 1)
-    attended = min(seq_len, model.sliding_window or seq_len)
+    attended = sum(min(seq_len, layer.sliding_window or seq_len) for layer in model.of_layers())
     channels = model.n_heads * (model.head_dim + model.v_head_dim)
-    return 6 * (sum(counted) - inactive) + 6 * model.n_layers * channels * attended
+    return 6 * (sum(counted) - inactive) + 6 * channels * attended

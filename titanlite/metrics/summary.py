@@ -3,6 +3,7 @@
 import torch
 
 from titanlite.config import Config
+from titanlite.config.loader import show
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
@@ -19,7 +20,9 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
-    window = f", where T is the window {model.sliding_window}" if config.windowed else ""
+    windows = sorted({layer.sliding_window for layer in model.of_layers()} - {0})
+    some = " in some layers" if len({layer.sliding_window for layer in model.of_layers()}) > 1 else ""
+    window = f", where T is the window {windows[0]}{some}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
@@ -47,6 +50,10 @@ def family_summary(model: Model) -> str:
     words += ["mlp_bias"] if model.mlp_bias else []
     words += ["qk_norm" if model.qk_norm is True else f"qk_norm {model.qk_norm}"] if model.qk_norm else []
     words += [f"sliding_window {model.sliding_window}"] if model.sliding_window else []
+    others = ("norm", "norm_placement", "activation", "gated_ffn", "partial_rotary_factor", "learned_positions")
+    changed = [key for key in others if getattr(model, key) != type(model).model_fields[key].default]
+    words += [f"{key} {show(getattr(model, key))}" for key in changed]
+    words += [f"{len(model.layer_pattern)} kinds of layers"] if model.layer_pattern else []
     return "".join(f"{word}, " for word in words)
 
 

@@ -146,7 +146,9 @@ def _first_line(error: BaseException) -> str:
 def _check(reader: _Reader, model: Model) -> list[str]:
     """Return the names of the weights. Raises ConfigError if they are not those of the model."""
     shapes, folder = tensor_shapes(model), reader.folder
-    if model.qk_norm or model.moe.n_experts or model.mla.kv_lora_rank:  # torchtitan's order of channels is another one
+    fields = Model.model_fields
+    of_families = [key for key in model.identity() if key not in fields or not fields[key].is_required()]
+    if model.qk_norm or of_families:  # torchtitan's order of channels is another one
         raise ConfigError([f"{folder}: only a Llama is converted; have torchtitan export this model to Hugging Face"])
     found = {name for name in reader.entries if not name.startswith(NOT_WEIGHTS)}
     problems = [f"{folder}: lacks {name}, which the model has" for name in sorted(shapes.keys() - found)[:1]]

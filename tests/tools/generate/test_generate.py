@@ -181,7 +181,7 @@ def test_a_window_bounds_the_keys_that_are_read(tmp_path: Path):
     prompts = draw_prompts((17, 12))
     generator, keys = build(open_folder(tmp_path), prompts, 2), []
     decode = generator.step.decode
-    with mock.patch.object(generator.step, "decode", lambda *a: (decode(*a), keys.append(generator.step.keys))):
+    with mock.patch.object(generator.step, "decode", lambda *a: (decode(*a), keys.append(generator.step.keys[8][0]))):
         list(generator.generate(prompts, set(), greedy))
     assert keys[0] == slice(12 - 7, 17 + 1)
     assert {each.stop - each.start for each in keys} == {13}  # the window of 8, and 5 between the two

@@ -426,7 +426,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no ranks": (in_json(STEP, degrees={"dp": 0}), "step.json: degrees.dp: Input should be greater than"),
     "no optimizer": (in_json(STEP, optimizer=None), "weights_after.safetensors: "),
     "other model": (in_json("config.json", intermediate_size=64), "has shape [48, 32], and the model of config.json"),
-    "unknown model": (in_json("config.json", model_type="gpt2"), 'model_type = "gpt2": unsupported'),
+    "unknown model": (in_json("config.json", model_type="bloom"), 'model_type = "bloom": unsupported'),
     "experts": (
         in_json("config.json", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
         "the model has experts; only dense ones are compared",

@@ -92,8 +92,10 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     # of its matrix multiplications and of attention; eager, everything else too.
     unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
     dense = 1 - _share_with_experts(model)
-    results = 3 * dim + 2 * q_dim + kv_dim + dense * 2 * model.ffn_dim + unsharded
-    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + dense * 4 * model.ffn_dim + unsharded
+    hidden = dense * (2 if model.gated_ffn else 1) * model.ffn_dim
+    norms = 2 * dim if model.norm_placement == "both" else 0
+    results = 3 * dim + 2 * q_dim + kv_dim + hidden + unsharded
+    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + unsharded
     everything += (q_dim + kv_dim // 2) * bool(model.qk_norm)
     everything += _expert_values(task, mesh)
     saved = dim if full else results if recomputes else everything

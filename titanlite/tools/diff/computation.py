@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 GRADIENT_NORM = "gradient norm"
 """The norm over all gradients, by which they are clipped. No file has it: it follows from the gradients' norms."""
 BACKWARD_ORDER = (
-    *(r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
-    *(r"attention\.wo", r"attention\.", r"attention_norm\."),
+    *(r"ffn_post_norm\.", r"feed_forward\.(.+\.)?w2", r"feed_forward\.", r"ffn_norm\."),
+    *(r"attention_post_norm\.", r"attention\.wo", r"attention\.", r"attention_norm\."),
 )
 """What the names of a block's parameters begin with, in the order in which the backward comes to them."""
 
@@ -64,7 +64,7 @@ def _backward_order(parameter: str) -> int:
 def in_order(names: Iterable[str]) -> list[str]:
     """Return names of modules or of their tensors in the order of the model: embedding, layers by number, norm, output
     head; others last."""
-    first = ["tok_embeddings", "layers", "norm", "output"]
+    first = ["tok_embeddings", "position_embeddings", "layers", "norm", "output"]
 
     def key(name: str) -> tuple[int, int, str]:
         head, *rest = name.split()[0].split(".")

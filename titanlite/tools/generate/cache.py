@@ -7,6 +7,8 @@ to every sequence at its own position.
 Shapes: B sequences, T tokens, S positions of the cache, H query heads, G KV heads, M = H / G, K head_dim.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,22 +24,22 @@ class Step:
     sequences_B: Tensor
     positions_B: Tensor
     """Position of each sequence's new token."""
-    keys: slice
-    """Positions that some sequence attends to."""
-    mask_B11S: Tensor
-    """Which of these each sequence attends to."""
+    keys: dict[int, tuple[slice, Tensor]]
+    """Positions that some sequence attends to, and which of these each does, [B, 1, 1, S]; by the sliding window."""
 
-    def decode(self, positions: list[int], window: int, device: torch.device) -> None:
-        """Add a token at these positions of the sequences next. `window` is the sliding window; 0: none."""
+    def decode(self, positions: list[int], windows: Iterable[int], device: torch.device) -> None:
+        """Add a token at these positions of the sequences next. `windows` are the layers' sliding windows; 0: none."""
         self.sequence, self.sequences_B = None, torch.arange(len(positions), device=device)
         self.positions_B = torch.tensor(positions, device=device)
-        first, end = max(min(positions) - window + 1, 0) if window else 0, max(positions) + 1
-        self.keys, last_B1 = slice(first, end), self.positions_B[:, None]
-        keys_S = torch.arange(first, end, device=device)
-        mask_BS = keys_S <= last_B1
-        if window:
-            mask_BS &= keys_S > last_B1 - window
-        self.mask_B11S = mask_BS[:, None, None]
+        end, last_B1 = max(positions) + 1, self.positions_B[:, None]
+        self.keys = {}
+        for window in windows:
+            first = max(min(positions) - window + 1, 0) if window else 0
+            keys_S = torch.arange(first, end, device=device)
+            mask_BS = keys_S <= last_B1
+            if window:
+                mask_BS &= keys_S > last_B1 - window
+            self.keys[window] = slice(first, end), mask_BS[:, None, None]
 
 
 class CachedAttention(nn.Module):
@@ -60,8 +62,9 @@ class CachedAttention(nn.Module):
             cache_BGSK[step.sequences_B, :, step.positions_B] = x_BTGK[:, 0]
         # The heads of a group stand for queries of their KV head: every backend has that, and few have GQA with a mask.
         q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
-        k_BGSK, v_BGSK = self.k_BGSK[:, :, step.keys], self.v_BGSK[:, :, step.keys]
-        out_BGMK = F.scaled_dot_product_attention(q_BGMK, k_BGSK, v_BGSK, attn_mask=step.mask_B11S)
+        keys, mask_B11S = step.keys[self.inner.window]
+        k_BGSK, v_BGSK = self.k_BGSK[:, :, keys], self.v_BGSK[:, :, keys]
+        out_BGMK = F.scaled_dot_product_attention(q_BGMK, k_BGSK, v_BGSK, attn_mask=mask_B11S)
         return out_BGMK.flatten(1, 2).unsqueeze(1)
 
 
@@ -74,7 +77,7 @@ def attach_cache(model: Llama, *, n_sequences: int, length: int, n_kv_heads: int
     """
     step = Step()
     for block in model.layers.values():
-        attention, weight = block.attention, block.attention_norm.weight
+        attention, weight = block.attention, block.attention.wo.weight
         shape = 2, n_sequences, n_kv_heads, length, attention.head_dim
         cache_2BGSK = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         attention.inner_attention = CachedAttention(attention.inner_attention, step, cache_2BGSK)

@@ -41,7 +41,8 @@ class Generator:
         longest: int,
         max_new_tokens: int,
     ):
-        self.device, self.window, self.max_new_tokens = device, folder.options.sliding_window, max_new_tokens
+        self.device, self.max_new_tokens = device, max_new_tokens
+        self.windows = {layer.sliding_window for layer in folder.options.of_layers()}
         self.path = folder.path
         self.degree = 1 if mesh is None else mesh.size()
         self.n_sequences, length = self._padded(batch_size), self._padded(longest + max_new_tokens)
@@ -96,6 +97,6 @@ class Generator:
         """Add one token to each sequence. Returns their logits, [B, V]."""
         missing = self.n_sequences - len(tokens)
         tokens, positions = [*tokens, *tokens[:1] * missing], [*positions, *positions[:1] * missing]
-        self.step.decode(positions, self.window, self.device)
+        self.step.decode(positions, self.windows, self.device)
         tokens_B1 = torch.tensor(tokens, device=self.device)[:, None]
         return self.model(tokens_B1, self.step.positions_B[:, None], targets=self.step.sequences_B)

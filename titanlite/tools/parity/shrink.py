@@ -1,6 +1,7 @@
 """A smaller model under the same layout, and the options that a CPU lacks."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -37,7 +38,7 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
     n_layers = model.n_layers
     if not parallelism.module_fqns_per_model_part:
-        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2))
+        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2, len(model.layer_pattern)))
     local_batch_size = min(training.local_batch_size, 2)
     if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
@@ -46,14 +47,16 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     width = 16 if low_precision else 8  # float8 and int8 leave smaller layers alone
     if config.float8.enable and config.float8.recipe == "mxfp8":
         width = 32
+    head_dim = width if model.n_heads * model.head_dim == model.dim else 2 * width
     return {
         "model__n_layers": n_layers,
         "model__n_heads": n_heads,
         "model__n_kv_heads": n_kv_heads,
         "model__dim": width * n_heads,
-        "model__head_dim": width if model.n_heads * model.head_dim == model.dim else 2 * width,
+        "model__head_dim": head_dim,
         # Windows of a few tokens more than a chunk of a ring: they begin in other chunks and in the middle of one.
-        "model__sliding_window": max(seq_len * 3 // 8, 1) if config.windowed else model.sliding_window,
+        "model__sliding_window": _smaller_window(model.sliding_window, config, seq_len),
+        **_smaller_options_of_families(config, seq_len, head_dim),
         "model__ffn_dim": (width if low_precision else 12) * max(tensor, 2),
         "model__vocab_size": tensor * math.ceil(60 / tensor),
         "training__seq_len": seq_len,
@@ -64,6 +67,31 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
         **(_smaller_experts(config.model.moe, tensor) if model.moe.n_experts else {}),
         **(_smaller_latents(config.model.mla, width) if model.mla.kv_lora_rank else {}),
     }
+
+
+def _smaller_window(window: int, config: Config, seq_len: int) -> int:
+    return max(seq_len * 3 // 8, 1) if 0 < window < config.training.seq_len else window
+
+
+def _smaller_options_of_families(config: Config, seq_len: int, head_dim: int) -> dict[str, Any]:
+    """Return options with which a shrunk model has one layer of each kind, positions for the shrunk sequence, and
+    factors for the channels of a smaller head, as keywords of `Config.replace`."""
+    model, options = config.model, dict[str, Any]()
+    if model.layer_pattern and not config.parallelism.module_fqns_per_model_part:
+        kinds = [
+            kind.model_copy(
+                update={"count": 1, "sliding_window": _smaller_window(kind.sliding_window, config, seq_len)}
+            )
+            for kind in model.layer_pattern
+        ]
+        options["model__layer_pattern"] = kinds
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors, n_pairs = getattr(model, name), int(head_dim * model.partial_rotary_factor) // 2
+        if factors:
+            options[f"model__{name}"] = [*itertools.islice(itertools.cycle(factors), n_pairs)]
+    if model.learned_positions:
+        options["model__learned_positions"] = seq_len
+    return options
 
 
 def _smaller_latents(mla: Mla, width: int) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def checkpointing_period(config: Config) -> int:
 def layer_period(config: Config) -> int:
     """Return the number of layers after which what a layer does repeats: at least as many as FSDP prefetches."""
     moe, parallelism = config.model.moe, config.parallelism
-    period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1)
+    pattern = sum(kind.count for kind in config.model.layer_pattern) or 1
+    period = math.lcm(checkpointing_period(config), moe.every_n_layers if moe.n_experts else 1, pattern)
     prefetched = max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
     return max(math.ceil(prefetched / period), 1) * period
 
