@@ -49,8 +49,6 @@ _DEEPSEEK_V3: dict[str, Any] = {
         **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5, "balance_bias": True},
     },
 }
-
-
 _MOONLIGHT: dict[str, Any] = {
     "rope_theta": 50_000.0,
     "mla": {**_DEEPSEEK_V3["mla"], "q_lora_rank": 0, "mscale_all_dim": 0.0, "norm_eps": 1e-6},
@@ -76,8 +74,6 @@ def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
 
 
 _GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
-
-
 _OLMO2: dict[str, Any] = {"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"}
 _OLMO3: dict[str, Any] = {
     **{**_OLMO2, "rope_scaling_type": "yarn", "rope_scaling_factor": 8.0},  # of layers without a window
@@ -225,9 +221,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2_lite":_size(2048,  27,   16,  16, 10944, 102400, **_deepseek_v2(0, n_experts=64, expert_dim=1408)),
     "deepseek_v2_236b":_size(5120,  60,  128, 128, 12288, 102400,
                              **_deepseek_v2(1536, n_experts=160, expert_dim=1536, score_scaling=16.0, **_GROUPS_OF_V2)),
-    # GPT-3's width, depth and heads (arXiv:2005.14165, table 2.1) in Llama blocks: a SwiGLU layer of 8/3 the width has
-    # as many weights as GPT-3's layer of 4 times the width. Vocabulary 50257 rounded up to a multiple of 128.
-    "gpt_175b":      _size(12288,   96,   96,  96, 32768,  50304, rope_theta=10_000.0),
     # GPT-3, arXiv:2005.14165, but dense in all layers: half of them are locally banded sparse there, of a width that is
     # not published. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 49152,  50304, **{**_GPT2, "learned_positions": 2048}),
