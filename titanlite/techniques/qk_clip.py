@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from titanlite.parallel.shards import local_shard, shard_slice
 
-LOGITS = 2**26
-"""Most logits of a block of queries, in all heads: 128 MiB in bfloat16."""
+LOGITS, BLOCKS = 2**24, 8
+"""Most logits of a block of queries, in all heads: 32 MiB in bfloat16, which caches of devices have. And the fewest
+blocks, so that little is computed that the causal mask leaves out."""
 
 
 class QkClip:
@@ -126,8 +127,8 @@ def record(
     # A query attends to the keys of its document in its window: neighbours in the sequence, up to its own.
     before_BT = at_T.unsqueeze(0) if document_positions is None else document_positions
     first_BT = at_T - before_BT.clamp(max=window - 1 if window else None, min=0)
-    q_BTGMK, size = q.unflatten(2, (k.shape[2], -1)), max(1, LOGITS // (batch * n_heads * k.shape[1]))
-    for block in torch.arange(tokens, device="cpu").split(size):
+    q_BTGMK, most = q.unflatten(2, (k.shape[2], -1)), LOGITS // (batch * n_heads * k.shape[1])
+    for block in torch.arange(tokens, device="cpu").split(max(1, min(most, math.ceil(tokens / BLOCKS)))):
         begin, end = int(first_BT[:, block].min()), int(at_T[block].max()) + 1
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
