@@ -1,6 +1,6 @@
 """Measure what QK-clip adds to a training step on a CPU: the ratio of interleaved steps with it and without it.
 
-    python benchmarks/qk_clip_cost.py [--pairs 15]
+    OMP_NUM_THREADS=1 python benchmarks/qk_clip_cost.py [--pairs 9]
 
 One process trains the debug model, with random tokens and Muon in float32, at each sequence length with the same number
 of tokens. Its steps are taken alternately with a threshold that no logit reaches and without QK-clip. For each length
@@ -44,7 +44,7 @@ def seconds(run: TrainingRun) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=9)
     pairs = parser.parse_args().pairs
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29541"}
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
