@@ -87,6 +87,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {**GPT, "tie_embeddings": True},
     "starcoder2, window": {**GPT, **WINDOW, "attention_bias": "none", "mlp_bias": False, "activation": "gelu"},
     "gpt2": {**GPT, "n_kv_heads": 4, "learned_positions": 48, "partial_rotary_factor": 0.0, "tie_embeddings": True},
+    "stablelm": {"norm": "layer", "partial_rotary_factor": 0.25, "head_dim": 16, "attention_bias": "qkv"},
+    "gemma": {
+        **{"norm": "rms_plus_one", "activation": "gelu_tanh", "head_dim": 24, "embedding_scale": 8.0},
+        **{"tie_embeddings": True, "attention_bias": "all"},
+    },
     "gemma3": {**GEMMA, "layer_pattern": [{**LOCAL, "rope_theta": 10_000.0}, {}]},
     "gemma3, linear": {
         **{**GEMMA, "rope_scaling_type": "linear", "rope_scaling_factor": 8.0, "attention_bias": "all"},

@@ -131,7 +131,7 @@ PARAMETERS = {
     "kimi_k2_1t": 1_026_408_232_448 - 60 * 384,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v2_236b": 235_741_434_880,
-    "gpt_175b": 175_184_818_176,
+    "gpt_175b": 174_604_836_864,
     # huggingface.co/openai-community, bigcode, microsoft, zai-org and google, likewise
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,

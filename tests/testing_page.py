@@ -212,7 +212,7 @@ def evidence(layouts: Layouts, noticed: int) -> list[Evidence]:
                  "[list](reliability.md#hostile-and-damaged-input)"),
         Evidence("published training runs beside the plan's estimate", published_runs(), "2026-11-23",
                  "python benchmarks/plan_accuracy.py published", log("plan_accuracy_published.log")),
-        Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 13 steps of a third",
+        Evidence("curves that others published", "nanoGPT's and torchtitan's (below); 100 steps of a third",
                  "2026-11-25",
                  "python benchmarks/published_curves.py nanogpt --text FILE",
                  "[notebook](../benchmarks/NOTEBOOK.md#published-curves)"),

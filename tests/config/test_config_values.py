@@ -16,14 +16,7 @@ from titanlite.config.loader import sections_of, tomllib
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.reference import help_text, json_schema, meaning_of, reference_markdown
 
-FLAVORS = (
-    'one of "debug", "llama3_1b", "llama3_3b", "llama2_7b", "llama2_13b", "llama_30b", "llama3_8b", "llama3_70b", '
-    '"llama3_405b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", '
-    '"qwen3_30b_a3b", "qwen3_235b_a22b", "qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "mistral_7b", '
-    '"mixtral_8x7b", "mixtral_8x22b", "olmoe_1b_7b", "smollm2_135m", "smollm2_360m", "smollm2_1.7b", "tinyllama_1.1b", '
-    '"deepseek_v3_671b", "moonlight_16b_a3b", "kimi_k2_1t", "deepseek_v2_lite", "deepseek_v2_236b", "gpt_175b", '
-    '"from_hf"'
-)
+FLAVORS = "one of " + ", ".join(f'"{name}"' for name in (*SIZES, "from_hf"))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Types, bounds and choices
@@ -557,7 +550,7 @@ def test_configs_of_an_installed_package(tmp_path: Path):
 
 @pytest.mark.parametrize("flavor", SIZES)
 def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavor: str):
-    settings = {FLAVOR: flavor, "optimizer.eps": 3e-9, "job.description": 'é = "#"'}
+    settings = {FLAVOR: flavor, "optimizer.eps": 3e-9, "job.description": 'é = "#"', "training.seq_len": 1024}
     loaded = load(tmp_path, settings)
     model = loaded.config.model.model_dump()
     size = {**SIZES[flavor]}
@@ -568,9 +561,12 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]
+    kinds = size.pop("layer_pattern", [])
+    assert [{key: kind[key] for key in own} for kind, own in zip(model["layer_pattern"], kinds, strict=True)] == kinds
     assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
-    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 5}).config.model
+    shorter = {"training.seq_len": 1024}
+    changed = load(tmp_path, {FLAVOR: flavor, VOCABULARY: 77, f"--{LAYERS}": 5, **shorter}).config.model
     assert changed.model_dump() == {**model, "vocab_size": 77, "n_layers": 5}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.hf_experts import expert_options, hf_experts, types_with_experts
-from titanlite.config.hf_families import FAMILIES, AMBIGUOUS, OLD, PLAIN
+from titanlite.config.hf_families import AMBIGUOUS, FAMILIES, OLD, PLAIN
 from titanlite.config.hf_layers import hf_layers, layer_options, layers_fit, rope_of_kinds
 from titanlite.config.hf_rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf_values import JsonObject, read_json_object
@@ -24,6 +24,9 @@ ONLY: dict[str, tuple[Any, str]] = {
     "resid_pdrop": (0, "there is no dropout"),
     "embd_pdrop": (0, "there is no dropout"),
     "pretraining_tp": (1, "projections are not split"),
+    "qk_layernorm": (False, "queries and keys of every head have no norms of their own"),
+    "use_parallel_residual": (False, "attention and the feed-forward layer follow one another"),
+    "hidden_dropout": (0, "there is no dropout"),
     "is_causal": (True, "attention is causal"),
     "use_bidirectional_attention": (False, "attention is causal"),
     "add_cross_attention": (False, "attention is to the sequence itself"),
@@ -88,10 +91,10 @@ def model_options(folder: Path) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", family.norm_eps),
         "tie_embeddings": config.boolean("tie_word_embeddings", family.tied),
         **family.options,
-        "activation": _activation(config, model_type),
         **_bias_options(config, model_type),
         **layer_options(config, model_type, n_layers),
         **_own_options(config, model_type, dim),
+        "activation": _activation(config, model_type),
     }
     if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_options
@@ -105,16 +108,7 @@ def model_options(folder: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     options = {key: value for key, value in options.items() if key in COMMON or value != PLAIN.get(key, ())}
-    return options | ({"hf_model_type": model_type} if _needs_name(model_type, options) else {})
-
-
-def _needs_name(model_type: str, options: dict[str, Any]) -> bool:
-    """Return whether a model's options are those of another model type, too, which would be exported."""
-    if model_type not in AMBIGUOUS:
-        return False
-    from titanlite.config.schema import Model  # here, since it imports this file
-
-    return _model_type(Model.model_validate({**options, "hf_model_type": ""})) != model_type
+    return options | ({"hf_model_type": model_type} if model_type in AMBIGUOUS else {})
 
 
 def _activation(config: JsonObject, model_type: str) -> str:
@@ -137,10 +131,17 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
             "residual_scale": config.number("residual_multiplier", 1.0),
             "logits_scale": 1 / scaling,
         }
+    if model_type == "gemma":
+        if config.values.get("hidden_act") == "gelu":  # of early files, which meant the approximation
+            config.values["hidden_act"] = "gelu_pytorch_tanh"
+        return {"embedding_scale": math.sqrt(dim)}
     if model_type == "gemma3_text":
         scalar = config.integer("query_pre_attn_scalar", 256)
         return {"embedding_scale": math.sqrt(dim), "attention_scale": 1 / math.sqrt(scalar)}
     if model_type == "gpt2":
+        n_heads = config.integer("num_attention_heads")
+        config.only("num_key_value_heads", n_heads, "each query head has a KV head", "num_attention_heads")
+        config.only("head_dim", dim // n_heads, "it is n_embd / n_head", "num_attention_heads")
         return {"learned_positions": config.integer("max_position_embeddings", 1024)}
     if model_type == "glm4_moe":
         return {"qk_norm": config.boolean("use_qk_norm", False)}
@@ -244,7 +245,7 @@ def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
         "gemma3_text": {"query_pre_attn_scalar": round(scores_divisor(model))},
         "starcoder2": {"use_bias": model.mlp_bias, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     }.get(model_type, {})
-    pads = ("olmo2", "olmo3", "smollm3", "ministral3", "phi3", "glm", "glm4", "gemma3_text")
+    pads = ("olmo2", "olmo3", "smollm3", "ministral3", "phi3", "glm", "glm4", "gemma", "gemma3_text")
     return own | ({"pad_token_id": None} if model_type in pads else {})
 
 
@@ -298,8 +299,10 @@ def _dense_types(model: Section) -> dict[str, bool]:
     fits["gpt2"] = fits["gpt2"] and model.n_heads * model.head_dim == model.dim and model.n_kv_heads == model.n_heads
     fits["starcoder2"] = fits["starcoder2"] and (model.attention_bias == "all") == model.mlp_bias
     divisor = scores_divisor(model)
-    is_gemma = math.isclose(model.embedding_scale**2, model.dim) and math.isclose(divisor, round(divisor))
-    fits["gemma3_text"] = fits["gemma3_text"] and is_gemma and round(divisor) > 0
+    is_gemma = math.isclose(model.embedding_scale**2, model.dim)
+    fits["gemma"] = fits["gemma"] and is_gemma
+    is_whole = math.isclose(divisor, round(divisor)) and round(divisor) > 0
+    fits["gemma3_text"] = fits["gemma3_text"] and is_gemma and is_whole
     is_long = model.rope_scaling_factor > 1 and model.rope_scaling_type == "longrope"
     fits["glm"] = fits["glm"] and model.hf_model_type == "glm"  # whose tensors have other names than those of options
     fits["phi3"] = fits["phi3"] and (model.hf_model_type == "phi3" or is_long)

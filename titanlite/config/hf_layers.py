@@ -106,6 +106,8 @@ def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str
             nested.reject(key, f"expected {show(FULL)} and {show(SLIDING)} only, each with its own options")
         full = rope_at(nested, FULL, config.number("rope_theta", family.rope_theta))
         local = rope_at(nested, SLIDING, config.number("rope_local_base_freq", 1e4 if model_type[0] == "g" else 5e5))
+        if config.values.get("rope_scaling") and rope_at(config, "rope_scaling", full["rope_theta"]) != full:
+            config.reject("rope_scaling", f"expected that of rope_parameters.{FULL}; remove one of the two")
         if "rope_scaling_type" in local:
             nested.reject(SLIDING, "expected no scaling of the rotary embedding of layers with a window")
     else:

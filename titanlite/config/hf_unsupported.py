@@ -6,26 +6,20 @@ FEATURES = {
     "an encoder": ("is_encoder_decoder",),
     "inputs besides text": ("vision_config", "audio_config"),
     "layers without attention": ("mamba_d_state", "state_size", "linear_conv_kernel_dim", "conv_L_cache"),
-    "layers of several kinds": ("layer_types", "sliding_window_pattern", "layers_block_type"),
-    "layers without rotary embedding": ("no_rope_layers",),
-    "other positions than rotary ones": ("n_positions", "learned_pos_emb", "alibi", "relative_attention_num_buckets"),
-    "rotary embedding of some channels only": ("partial_rotary_factor", "rotary_pct", "rotary_dim"),
-    "LayerNorm": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layer_norm_elementwise_affine"),
-    "another activation than silu": ("hidden_act", "hidden_activation", "activation_function", "activation"),
+    "layers of other kinds": ("layers_block_type",),
+    "other positions than rotary and learned ones": ("alibi", "relative_attention_num_buckets"),
+    "another activation than silu and gelu": ("hidden_act", "hidden_activation", "activation_function", "activation"),
     "attention beside the feed-forward layer": ("parallel_attn", "use_parallel_residual"),
     "capped scores or logits": ("attn_logit_softcapping", "final_logit_softcapping"),
-    "a factor on embeddings": ("embedding_multiplier", "scale_emb"),
-    "a factor on scores of attention": ("attention_multiplier", "query_pre_attn_scalar"),
-    "a factor on logits": ("logits_scaling", "logit_scale"),
     "gated shared experts": ("shared_expert_intermediate_size",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "latent attention": ("kv_lora_rank",),
 }
 """Keys of each feature. Some types have supported features in combinations that no supported type has."""
-NEUTRAL = (0, 1, "silu", "swish")
+NEUTRAL = (0, 1, "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Values of these keys, besides null and false, with which a model does without the feature."""
-OF_TYPE = {"gemma": ["norms that multiply by 1 + weight"], "phi3": ["queries, keys and values in one tensor"]}
-OF_TYPE |= {"olmo": ["norms without weights"], "olmo2": ["norms behind layers"], "glm4": ["norms behind layers"]}
+PARALLEL = ["attention beside the feed-forward layer"]
+OF_TYPE = {"olmo": ["norms without weights"], "phi": PARALLEL, "cohere": PARALLEL, "cohere2": PARALLEL}
 """What types have that no key says."""
 
 

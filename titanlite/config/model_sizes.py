@@ -74,14 +74,19 @@ def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
 
 
 _GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
-_OLMO2: dict[str, Any] = {"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"}
+_OLMO2: dict[str, Any] = {
+    **{"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"},
+    "hf_model_type": "olmo2",
+}
 _OLMO3: dict[str, Any] = {
     **{**_OLMO2, "rope_scaling_type": "yarn", "rope_scaling_factor": 8.0},  # of layers without a window
     "layer_pattern": [{"count": 3, "sliding_window": 4096, "rope_scaling_factor": 1.0}, {}],
+    "hf_model_type": "olmo3",
 }
 _SMOLLM3: dict[str, Any] = {
     **{"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "tie_embeddings": True},
     "layer_pattern": [{"count": 3}, {"partial_rotary_factor": 0.0}],
+    "hf_model_type": "smollm3",
 }
 _GLM4: dict[str, Any] = {
     **{"norm_placement": "both", "partial_rotary_factor": 0.5, "head_dim": 128, "rope_theta": 10_000.0},
@@ -91,16 +96,20 @@ _GPT: dict[str, Any] = {
     **{"norm": "layer", "activation": "gelu_tanh", "gated_ffn": False, "attention_bias": "all", "mlp_bias": True},
     **{"tie_embeddings": True, "rope_theta": 10_000.0},
 }
-_GPT2: dict[str, Any] = {**_GPT, "partial_rotary_factor": 0.0, "learned_positions": 1024}
+_GPT2: dict[str, Any] = {
+    **{**_GPT, "partial_rotary_factor": 0.0, "learned_positions": 1024},
+    "hf_model_type": "gpt2",
+}
 
 
 def _starcoder2(theta: float, tied: bool = True) -> dict[str, Any]:
-    return {**_GPT, "rope_theta": theta, "sliding_window": 4096, "tie_embeddings": tied}
+    options = {"rope_theta": theta, "sliding_window": 4096, "tie_embeddings": tied}
+    return {**_GPT, **options, "hf_model_type": "starcoder2"}
 
 
 def _granite(scores: float, logits: float) -> dict[str, Any]:
     factors = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention_scale": scores, "logits_scale": 1 / logits}
-    return {**factors, "rope_theta": 10_000_000.0, "tie_embeddings": True}
+    return {**factors, "rope_theta": 10_000_000.0, "tie_embeddings": True, "hf_model_type": "granite"}
 
 
 def _gemma3(dim: int, window: int, scores: int = 256, head_dim: int = 256, scaling: float = 8.0) -> dict[str, Any]:

@@ -385,12 +385,17 @@ def layer_parameters(model: Model, layer: int) -> int:
     return matrices + biases + norms * (2 if model.norm == "layer" else 1)
 
 
+def norm_parameters(model: Model) -> int:
+    """Return the number of parameters of a norm of the residual stream."""
+    return model.dim * (2 if model.norm == "layer" else 1)
+
+
 def count_parameters(model: Model) -> int:
     """Return the number of parameters of the full model."""
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
-    ends = matrices * model.vocab_size + model.learned_positions + (2 if model.norm == "layer" else 1)
-    return model.dim * ends + layers
+    embeddings = model.dim * (matrices * model.vocab_size + model.learned_positions)
+    return embeddings + layers + norm_parameters(model)
 
 
 class DatasetOptions(Section):
@@ -902,7 +907,7 @@ def stage_modules(config: Config) -> list[list[str]]:
         costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
     else:
         layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
-        costs = [matrix, *layers, model.dim, matrix]
+        costs = [matrix + model.learned_positions * model.dim, *layers, norm_parameters(model), matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
 
 

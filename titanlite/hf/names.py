@@ -120,8 +120,8 @@ def names_of(model: Model) -> Names:
         return NAMES["phi3"]
     if not model.gated_ffn:
         return NAMES["gpt2" if model.learned_positions else "starcoder2"]
-    of_placement = {"before": "llama", "after": "olmo2", "both": "glm4"}
-    return NAMES["gemma3_text" if model.norm == "rms_plus_one" else of_placement[model.norm_placement]]
+    both = "gemma3_text" if model.norm == "rms_plus_one" else "glm4"
+    return NAMES[{"before": "llama", "after": "olmo2", "both": both}[model.norm_placement]]
 
 
 def tensor_shapes(model: Model) -> dict[str, torch.Size]:
