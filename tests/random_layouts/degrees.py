@@ -182,7 +182,7 @@ def _draw_latents(rng: Random, options: Options) -> Options:
         "model.sliding_window": rng.choice([0, 0, 5]),
     }
     is_yarn = options.get("model.rope_scaling_type") == "yarn" and options.get("model.rope_scaling_factor", 1) > 1
-    if not is_yarn and "deepseek" not in options.get("model.flavor", ""):
+    if not is_yarn and SIZES[options.get("model.flavor", "debug")].get("rope_scaling_type") != "yarn":
         drawn["model.mla.mscale_all_dim"] = 0.0
     return drawn
 
@@ -207,6 +207,7 @@ def _draw_experts(rng: Random, degrees: dict[str, int], options: Options, width:
         "model.moe.every_n_layers": rng.choice([1, 1, 2]),
         "model.moe.n_groups": n_groups,
         "model.moe.n_groups_per_token": chosen,
+        "model.moe.group_score": rng.choice(["top_2_sum", "max"]) if chosen < n_groups else "top_2_sum",
     }
 
 
