@@ -36,6 +36,15 @@ CHANCES: dict[str, Chance] = {
     "model.rope_beta_slow": Chance(0.1, [0.25]),
     "model.rope_attention_factor": Chance(0.1, [1.2]),
     "model.rope_original_seq_len": Chance(0.3, [4, 64]),
+    "model.norm": Chance(0.15),
+    "model.norm_placement": Chance(0.2),
+    "model.activation": Chance(0.15),
+    "model.gated_ffn": Chance(0.12),
+    "model.embedding_scale": Chance(0.08, [3.0]),
+    "model.attention_scale": Chance(0.08, [0.3]),
+    "model.residual_scale": Chance(0.08, [0.5]),
+    "model.logits_scale": Chance(0.08, [2.0]),
+    "model.partial_rotary_factor": Chance(0.1, [0.5, 0.0]),
     "model.mla.norm_eps": Chance(0.1, [1e-3]),
     "model.moe.score_function": Chance(0.4),
     "model.moe.normalize_scores": Chance(0.4),
@@ -97,7 +106,7 @@ CHANCES: dict[str, Chance] = {
 }
 BY_THE_LAYOUT = {
     *(f"model.{key}" for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")),
-    *("model.sliding_window", "model.mla.mscale_all_dim"),
+    *("model.sliding_window", "model.mla.mscale_all_dim", "model.layer_pattern", "model.learned_positions"),
     *(f"model.moe.{key}" for key in ("n_experts", "n_experts_per_token", "expert_dim", "n_shared_experts")),
     *(f"model.moe.{key}" for key in ("n_first_dense_layers", "every_n_layers", "n_groups", "n_groups_per_token")),
     "model.moe.group_score",
@@ -118,6 +127,9 @@ NOT_DRAWN = {
         *("job", "checkpoint", "metrics", "validation", "profiling", "comm", "plan"),
         *("debug.deterministic", "debug.sdc_check_freq", "debug.fingerprint_freq"),
         *("training.cache_folder", "training.change_mixture_on_resume", "training.loss_scale_growth_interval"),
+    ],
+    "it says how a model is exported, or is of a rotary table only": [
+        *("model.hf_model_type", "model.rope_short_factors", "model.rope_long_factors", "model.llama4_scaling_beta"),
     ],
     "it needs a tokenizer with a chat template, or the hub": [
         *("model.hf_assets_path", "training.dataset_config", "training.dataset_split", "training.dataset_text_key"),
