@@ -59,6 +59,11 @@ CARD |= {2500: (1.09, 1.48), 3000: (1.05, 1.48)}
 CARD_DROPOUT_02 = {0: (4.25, 4.25), 500: (1.37, 1.59), 1000: (1.21, 1.50), 1500: (1.12, 1.47), 2000: (1.04, 1.50)}
 """The same with dropout 0.2, in "The Overfitting Disaster"."""
 
+GPT2_BLOCK: Options = {
+    **{"model.norm": "layer", "model.activation": "gelu", "model.gated_ffn": "false", "model.ffn_dim": 512},
+    **{"model.learned_positions": 64, "model.partial_rotary_factor": 0},
+}
+"""nanoGPT's block; its norms have no biases, and these do."""
 RUNS: dict[str, Options] = {f"seed {seed}": {"debug.seed": seed} for seed in range(3)} | {
     "no positions": {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 1e9},
     "rope_theta 500,000": {"model.rope_theta": 500_000},
@@ -68,6 +73,8 @@ RUNS: dict[str, Options] = {f"seed {seed}": {"debug.seed": seed} for seed in ran
     "lr 2e-3": {"optimizer.lr": 2e-3},
     "lr 5e-4": {"optimizer.lr": 5e-4},
     "no weight decay": {"optimizer.weight_decay": 0},
+    "GPT-2 block": GPT2_BLOCK,
+    "GPT-2 block, rotary": {**GPT2_BLOCK, "model.learned_positions": 0, "model.partial_rotary_factor": 1},
 }
 """Runs of the first curve: seeds, and one option changed at seed 0."""
 CARD_RUN = "card without dropout"
@@ -261,9 +268,11 @@ def draw_nanogpt(axes: Any, rows: list[Row], published: dict[str, Any]) -> None:
     for run in RUNS:
         if points := curve(rows, run, "validation"):
             is_seed = run.startswith("seed")
-            label = {"seed 0": "Llama block, three seeds", "no positions": "without positions"}.get(run)
+            labels = {"seed 0": "Llama block, three seeds", "no positions": "without positions"}
+            label = {**labels, "GPT-2 block": "GPT-2 block"}.get(run)
             if is_seed or label:
-                axes.plot(*zip(*points, strict=True), color="tab:blue" if is_seed else "tab:orange", label=label)
+                color = "tab:blue" if is_seed else "tab:red" if run == "GPT-2 block" else "tab:orange"
+                axes.plot(*zip(*points, strict=True), color=color, label=label)
     for eval_iters in (20, 200):
         if points := curve(rows, f"nanoGPT, eval_iters {eval_iters}", "validation")[1:]:
             label = "nanoGPT, run here" if eval_iters == 20 else None

@@ -147,7 +147,37 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 FAMILIES["gpt_oss"] = (GPT_OSS["ours"], "gpt_oss", GPT_OSS["theirs"])
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+V2: dict[str, Any] = {
+    "ours": {"score_function": "softmax", "normalize_scores": False, "balance_bias": False},
+    "theirs": {key: value for key, value in DEEPSEEK["theirs"].items() if key != "norm_topk_prob"},
+}
+"""What DeepSeek-V2 has otherwise than -V3."""
+FAMILIES["deepseek_v2"] = (
+    {
+        **DEEPSEEK["ours"],
+        "moe": {**DEEPSEEK["ours"]["moe"], **V2["ours"], "n_groups": 1, "n_groups_per_token": 1},
+    },
+    "deepseek_v2",
+    {**V2["theirs"], "topk_method": "greedy"},
+)
+FAMILIES["deepseek_v2, groups, yarn, no latent of queries"] = (
+    {
+        **{**DEEPSEEK["ours"], **YARN_OF_DEEPSEEK["ours"]},
+        "mla": {**DEEPSEEK["ours"]["mla"], "q_lora_rank": 0, "mscale_all_dim": 0.7},
+        "moe": {**DEEPSEEK["ours"]["moe"], **V2["ours"], "group_score": "max"},
+    },
+    "deepseek_v2",
+    {
+        **{**V2["theirs"], "topk_method": "group_limited_greedy", "q_lora_rank": None},
+        "rope_parameters": YARN_OF_DEEPSEEK["theirs"],
+    },
+)
+FAMILIES["deepseek_v3, epsilon of Moonlight"] = (
+    {**DEEPSEEK["ours"], "norm_eps": 1e-3, "mla": {**DEEPSEEK["ours"]["mla"], "norm_eps": 1e-6}},
+    "deepseek_v3",
+    {**DEEPSEEK["theirs"], "rms_norm_eps": 1e-3},
+)
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v2", "gpt_oss")
 CORRECTION = "e_score_correction_bias"
 """The end of names of DeepSeek-V3's biases that balance experts, which are buffers."""
 

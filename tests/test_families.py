@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hf_helpers import DEEPSEEK as OF_DEEPSEEK
+from tests.hf_helpers import V2 as OF_V2
 from tests.hf_helpers import draw_biases, released, theirs, weights
 from tests.parallel.test_layouts import (
     COMPILED,
@@ -59,6 +60,8 @@ YARN = {"rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_original_
 beta_fast to beta_slow (8 to 1) begins at pair 0 and ends at pair 3."""
 EXPERTS = {"n_experts": 6, "n_experts_per_token": 3}
 DEEPSEEK: dict[str, Any] = OF_DEEPSEEK["ours"]
+V2 = DEEPSEEK | {"moe": DEEPSEEK["moe"] | OF_V2["ours"] | {"n_groups": 1, "n_groups_per_token": 1}}
+GROUPS = {"n_groups": 4, "n_groups_per_token": 2, "group_score": "max"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama, biases": {"attention_bias": "all", "mlp_bias": True},
     "llama, heads wider than the model": {"head_dim": 24},
@@ -81,6 +84,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseekv3, all": DEEPSEEK | YARN | {"rope_attention_factor": 1.2, "tie_embeddings": True}
     | {"mla": DEEPSEEK["mla"] | {"mscale_all_dim": 0.7, "q_lora_rank": 0}}
     | {"moe": DEEPSEEK["moe"] | {"normalize_scores": False, "n_groups": 1, "n_groups_per_token": 1}},
+    "deepseekv3, epsilon of Moonlight": DEEPSEEK | {"norm_eps": 1e-3, "mla": DEEPSEEK["mla"] | {"norm_eps": 1e-6}},
+    "deepseekv2": V2,
+    "deepseekv2, groups": V2 | {"moe": V2["moe"] | GROUPS},
+    "deepseekv2, a group has one expert": V2 | {"moe": V2["moe"] | GROUPS | {"n_groups": 8, "n_groups_per_token": 5}},
+    "deepseekv2, all": V2 | YARN | {"rope_attention_factor": 1.2, "tie_embeddings": True, "norm_eps": 1e-3}
+    | {"mla": DEEPSEEK["mla"] | {"mscale_all_dim": 0.7, "q_lora_rank": 0, "norm_eps": 1e-6}}
+    | {"moe": V2["moe"] | GROUPS | {"score_scaling": 16.0}},
     "olmoe": {"qk_norm": "all_heads", "moe": EXPERTS},
     "olmoe, all": {"qk_norm": "all_heads", "attention_bias": "all", "n_kv_heads": 4, "tie_embeddings": True}
     | {"moe": EXPERTS | {"expert_dim": 40, "normalize_scores": True}} | YARN,
@@ -121,8 +131,17 @@ def in_float64(hf: Any, llama: Llama) -> None:
         scores, experts = logits.softmax(-1).topk(module.top_k)
         return logits, scores / scores.sum(-1, keepdim=True) if divides else scores, experts
 
+    def rotate(x: Tensor, y: Tensor, rope: Tensor) -> list[Tensor]:
+        pairs = [torch.view_as_complex(each.unflatten(-1, (-1, 2)).contiguous()) for each in (x, y)]
+        return [torch.view_as_real(each * rope.unsqueeze(1)).flatten(-2) for each in pairs]
+
     for module in hf.modules():
-        if type(module).__name__ == "DeepseekV3TopkRouter":
+        if type(module).__name__ == "DeepseekV2Attention":
+            forward = type(module).forward
+            wide = {**forward.__globals__, "apply_rotary_emb": rotate}
+            own = types.FunctionType(forward.__code__, wide, argdefs=forward.__defaults__)
+            module.forward = types.MethodType(own, module)
+        if type(module).__name__ in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter"):
             module.forward = types.MethodType(with_float64_for_float32(type(module).forward), module)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = functools.partial(router, module, getattr(module, "norm_topk_prob", True))
@@ -130,7 +149,8 @@ def in_float64(hf: Any, llama: Llama) -> None:
     assert len(norms) >= 7
     for module in norms:
         module.forward = functools.partial(norm, module)
-    hf.model.rotary_emb.forward = rotary
+    is_v2 = hf.config.model_type == "deepseek_v2"
+    hf.model.rotary_emb.forward = (lambda x, at: torch.view_as_complex(llama.rope[0, at])) if is_v2 else rotary
 
 
 def with_float64_for_float32(function: Any) -> Any:

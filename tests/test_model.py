@@ -129,6 +129,11 @@ PARAMETERS = {
     # huggingface.co/openai: arXiv:2508.10925 has 20.91 and 116.83 billion
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    # huggingface.co/moonshotai, less 26 x 64 and 60 x 384 such biases. The reports say 16 billion and 1.04 trillion.
+    "moonlight_16b_a3b": 15_960_110_208 - 26 * 64,
+    "kimi_k2_1t": 1_026_408_232_448 - 60 * 384,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2_236b": 235_741_434_880,
     "gpt_175b": 174_604_836_864,
     # huggingface.co/openai-community, bigcode, microsoft, zai-org and google, likewise
     "gpt2": 124_439_808,

@@ -227,7 +227,12 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
     if section.name == "Muon":
         from titanlite.techniques.muon import build_muon, stage_group
 
-        return build_muon(model.named_parameters(), section, stage_group(mesh) if mesh else None)
+        muon = build_muon(model.named_parameters(), section, group := stage_group(mesh) if mesh else None)
+        if section.qk_clip_threshold:
+            from titanlite.techniques.qk_clip import QkClip
+
+            muon.clip = QkClip(model, section.qk_clip_threshold, group, mesh.get_local_rank("tp") if mesh else 0)
+        return muon
     groups = parameter_groups(model.named_parameters(), section)
     weights_dtype = str(groups[0]["params"][0].dtype).removeprefix("torch.")
     if section.state_dtype not in ("auto", weights_dtype) or section.stochastic_rounding:

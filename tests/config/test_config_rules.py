@@ -26,8 +26,8 @@ REJECTED = [
     ({DIM: 100, HEAD_DIM: -1}, {HEADS: "divisor of model.dim = 100; the quotient is head_dim, unless that is set"}),
     ({KV_HEADS: 3}, {KV_HEADS: "divisor of model.n_heads = 16"}),
     ({FLAVOR: "llama3_8b", ROPE_LOW: 4}, {ROPE_LOW: "expected a number below model.rope_high_freq_factor = 4.0"}),
-    ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_SLOW: 32.0},
-     {ROPE_SLOW: "expected a number below model.rope_beta_fast = 32.0"}),
+    ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_SLOW: 32.5},
+     {ROPE_SLOW: "expected at most model.rope_beta_fast = 32.0"}),
     ({ROPE_SCALING: 2.0, ROPE_TYPE: "yarn", ROPE_THETA: 1.0}, {ROPE_THETA: "expected a number above 1"}),
     # experts
     ({EXPERTS: 8, PER_TOKEN: 9}, {PER_TOKEN: "expected at most model.moe.n_experts = 8"}),
@@ -36,6 +36,8 @@ REJECTED = [
     ({EXPERTS: 8, GROUPS: 3}, {GROUPS: "expected a divisor of model.moe.n_experts = 8"}),
     ({EXPERTS: 8, GROUPS: 2, CHOSEN_GROUPS: 3}, {CHOSEN_GROUPS: "expected at most model.moe.n_groups = 2"}),
     ({EXPERTS: 8, GROUPS: 8}, {GROUPS: "expected at least two experts in a group"}),
+    ({EXPERTS: 8, "model.moe.group_score": "max"},
+     {"model.moe.group_score": "read only with fewer groups per token than model.moe.n_groups = 1; remove it"}),
     ({EXPERTS: 8, GROUPS: 4, PER_TOKEN: 3}, {CHOSEN_GROUPS: "model.moe.n_experts_per_token = 3 experts"}),
     ({EXPERTS: 8, BIAS_RATE: 0.1}, {BIAS_RATE: "read only when model.moe.balance_bias is true"}),
     ({EXPERTS: 8, "model.mlp_bias": True}, {"model.mlp_bias": "experts have model.moe.expert_bias instead"}),
@@ -413,6 +415,7 @@ def test_option_whose_feature_is_off(tmp_path: Path, key: str, value: Any, condi
 
 ACCEPTED = {
     "empty": {},
+    "groups of one expert, ranked by their best score": {EXPERTS: 8, GROUPS: 8, "model.moe.group_score": "max"},
     "stream of c4, validated on its own split": {**C4_STREAM, VALIDATE: True},
     "stream of text, validated on files": {**TEXT_STREAM, VALIDATE: True, VALIDATION_PATH: "y"},
     "number of streaming shards": {**C4_STREAM, STREAMING_SHARDS: 6},

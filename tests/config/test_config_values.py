@@ -115,9 +115,10 @@ WRONG_VALUES = {
         "optimizer.lr = inf", "training.initial_loss_scale = inf",
     ],
     "-1, or a finite number > 0": ["model.rope_attention_factor = 0.0", "model.rope_attention_factor = -2",
-                                   "model.attention_scale = 0"],
+                                   "model.attention_scale = 0", "model.mla.norm_eps = 0"],
     "a finite number >= 0": [
-        "model.mla.mscale_all_dim = -1", "model.llama4_scaling_beta = -0.1", "model.moe.swiglu_limit = -7.0",
+        "model.mla.mscale_all_dim = -1", "optimizer.qk_clip_threshold = -1", "model.llama4_scaling_beta = -0.1",
+        "model.moe.swiglu_limit = -7.0",
         "model.moe.balance_bias_rate = -1", "model.moe.balance_loss_weight = -0.1", "model.moe.z_loss_weight = inf",
         "optimizer.weight_decay = -0.1", "training.skip_outlier_sigma = -1",
                      "plan.price = -1", "optimizer.weight_decay = inf"],
@@ -140,6 +141,7 @@ WRONG_VALUES = {
         "lr_scheduler.decay_ratio = nan",
     ],
     FLAVORS: ['model.flavor = "llama3"', "model.flavor = 3", 'model.flavor = ["debug"]'],
+    'one of "top_2_sum", "max"': ['model.moe.group_score = "sum"'],
     'one of "softmax", "sigmoid"': ['model.moe.score_function = "relu"'],
     'one of "none", "diloco"': ['fault_tolerance.semi_sync_method = "local_sgd"'],
     'one of "none", "qkv", "all"': ["model.attention_bias = true", 'model.attention_bias = "q"'],
@@ -560,7 +562,7 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     pattern = size.pop("layer_pattern", [])
     kinds = zip(model["layer_pattern"], pattern, strict=True)
     assert [{key: kind[key] for key in options} for kind, options in kinds] == pattern
-    if flavor == "deepseek_v3_671b":
+    if "mla" in SIZES[flavor]:
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]

@@ -31,6 +31,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2, "num_loca
 OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts_per_tok": 2, "num_experts": 8}
 QWEN3_MOE = {**OLMOE, "model_type": "qwen3_moe", "moe_intermediate_size": 24}
 DEEPSEEK = {**LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1}
+DEEPSEEK_V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "num_experts_per_tok": 6}
 OLMO3, SMOLLM3, PHI3, GEMMA3 = ({**LLAMA, "model_type": name} for name in ("olmo3", "smollm3", "phi3", "gemma3_text"))
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 80}
 ASSETS = "model.hf_assets_path"
@@ -91,6 +92,56 @@ RELEASED_DEEPSEEK = {
     **{"vocab_size": 129280, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
 }
 """The config.json of deepseek-ai/DeepSeek-V3 without its quantization_config."""
+MOONLIGHT = {
+    **{**RELEASED_DEEPSEEK, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1},
+    **{"hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192, "n_group": 1},
+    **{"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16},
+    **{"num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0},
+    **{"q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446},
+    **{"topk_group": 1, "vocab_size": 163840},
+}
+del MOONLIGHT["rope_scaling"]
+KIMI_K2 = {
+    **{**RELEASED_DEEPSEEK, "model_type": "kimi_k2", "bos_token_id": 163584, "eos_token_id": 163585},
+    **{"first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1, "n_routed_experts": 384},
+    **{"num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0},
+    **{"routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840},
+    "rope_scaling": {**YARN_OF_DEEPSEEK, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+}
+RELEASED_V2_LITE = {
+    **{"architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1},
+    **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944},
+    **{"kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2"},
+    **{"moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64},
+    **{"n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6},
+    **{"num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000},
+    "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 0.707},
+    **{"routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False},
+    **{"topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128},
+    **{"vocab_size": 102400, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}},
+}
+RELEASED_V2 = {
+    **{**RELEASED_V2_LITE, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536},
+    **{"n_group": 8, "n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60},
+    **{"num_key_value_heads": 128, "q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3},
+    "topk_method": "group_limited_greedy",
+}
+"""The config.json of moonshotai/Moonlight-16B-A3B, of moonshotai/Kimi-K2-Instruct without its quantization_config, of
+deepseek-ai/DeepSeek-V2-Lite and of DeepSeek-V2."""
+SIZE_OF_RELEASED = {
+    "moonlight_16b_a3b": MOONLIGHT,
+    "kimi_k2_1t": KIMI_K2,
+    "deepseek_v2_lite": RELEASED_V2_LITE,
+    "deepseek_v2_236b": RELEASED_V2,
+    "deepseek_v3_671b": RELEASED_DEEPSEEK,
+}
+MOE_OF_V2 = {
+    **{"n_experts": 64, "n_experts_per_token": 6, "expert_dim": 1407, "n_shared_experts": 2, "n_first_dense_layers": 1},
+    **{"score_function": "softmax", "normalize_scores": False, "score_scaling": 1.0, "balance_bias": False},
+    **{"n_groups": 1, "n_groups_per_token": 1},
+}
 SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 # fmt: off
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -186,6 +237,20 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                             {"rope_attention_factor": -1, "mla": {**MLA, "mscale_all_dim": 0.0}}),
     "deepseek_v3, dense":  ({**DEEPSEEK, "first_k_dense_replace": 3, "n_routed_experts": 7},
                             {"mla": {**MLA, "mscale_all_dim": 0.0}}),
+    "deepseek_v3, eps":    ({**DEEPSEEK, "rms_norm_eps": 1e-5},
+                            {"norm_eps": 1e-5, "mla": {**MLA, "mscale_all_dim": 0.0, "norm_eps": 1e-6}}),
+    "deepseek_v3, moonlight": (MOONLIGHT, {"norm_eps": 1e-5}),
+    "deepseek_v2":         (DEEPSEEK_V2,
+                            {"norm_eps": 1e-6, "mla": {**MLA, "mscale_all_dim": 0.0}, "moe": MOE_OF_V2}),
+    "deepseek_v2, groups": ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+                            {"moe": {**MOE_OF_V2, "n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}}),
+    "deepseek_v2, all groups": (
+                            {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 64, "topk_group": 64},
+                            {"moe": {**MOE_OF_V2, "n_groups": 64, "n_groups_per_token": 64}}),
+    "deepseek_v2, unused groups": ({**DEEPSEEK_V2, "n_group": 3, "topk_group": 2}, {"moe": MOE_OF_V2}),
+    "deepseek_v2, lite":   (RELEASED_V2_LITE, {"moe": {**MOE_OF_V2, "expert_dim": 1408}}),
+    "deepseek_v2, hub":    (RELEASED_V2, {"rope_attention_factor": 1.0, **ROPE_OF_DEEPSEEK,
+                             "mla": {**MLA, "mscale_all_dim": 0.707}}),
     "olmoe, hub":          ({**OLMOE, "clip_qkv": None, "norm_topk_prob": True, "head_dim": 16,
                              "num_key_value_heads": 2, "attention_bias": True, "num_local_experts": 8,
                              "router_aux_loss_coef": 0.01},
@@ -209,6 +274,12 @@ HF_NAMES_OF_DEEPSEEK = {
     **{"n_first_dense_layers": "first_k_dense_replace", "n_groups_per_token": "topk_group"},
     "score_scaling": "routed_scaling_factor",
 }
+
+
+@pytest.mark.parametrize("flavor", SIZE_OF_RELEASED)
+def test_named_size_is_the_released_model(tmp_path: Path, flavor: str):
+    released = Model.model_validate(options(tmp_path, SIZE_OF_RELEASED[flavor]))
+    assert released.identity() == Model(flavor=flavor).identity()
 
 
 @pytest.mark.parametrize("name", READ)
@@ -236,6 +307,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
         "qwen3_moe",
         "mixtral",
         "olmoe",
+        "deepseek_v2",
         "deepseek_v3",
     ):
         window = window if set(theirs.layer_types) == {"sliding_attention"} else None
@@ -246,9 +318,13 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, name: str):
         names |= {"normalize_scores": "norm_topk_prob"} if theirs.model_type != "mixtral" else {}
         if "mla" in ours:
             mla, names = ours["mla"], names | HF_NAMES_OF_DEEPSEEK
+            if getattr(theirs, "topk_method", "") == "greedy":  # then nothing reads the groups
+                names = {key: name for key, name in names.items() if "group" not in key}
             assert (mla["q_lora_rank"] or None) == theirs.q_lora_rank
             assert all(mla[key] == getattr(theirs, key) for key in MLA if key != "q_lora_rank")
             assert mla["mscale_all_dim"] == theirs.rope_parameters.get("mscale_all_dim", 0)
+        if theirs.model_type == "deepseek_v2":
+            names["n_experts"] = "num_experts"
         if theirs.model_type == "qwen3_moe":
             names |= {"expert_dim": "moe_intermediate_size", "every_n_layers": "decoder_sparse_step"}
             assert list(range(moe["n_first_dense_layers"])) == theirs.mlp_only_layers
@@ -382,9 +458,9 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**OLMOE, "sliding_window": 8}, ['sliding_window = 8: "olmoe" does not read it']),
     ({**OLMOE, "head_dim": 32}, ["head_dim = 32: expected 16; the norm of all heads together"]),
     # latent attention
-    ({**DEEPSEEK, "rms_norm_eps": 1e-5, "rope_interleave": False, "attention_bias": True, "moe_layer_freq": 2,
+    ({**DEEPSEEK, "rope_interleave": False, "attention_bias": True, "moe_layer_freq": 2,
       "scoring_func": "softmax", "topk_method": "greedy", "num_key_value_heads": 2},
-     ["rms_norm_eps = 1e-05: expected 1e-06; the norms of latents have that", "rope_interleave = false: expected true",
+     ["rope_interleave = false: expected true",
       "attention_bias = true: expected false", "moe_layer_freq = 2: expected 1",
       'scoring_func = "softmax": expected "sigmoid"', 'topk_method = "greedy": expected "noaux_tc"',
       "num_key_value_heads = 2: expected 4; latent attention has keys and values of every head"]),
@@ -402,6 +478,21 @@ REJECTED: list[tuple[Any, list[str]]] = [
     ({**DEEPSEEK, "num_experts_per_tok": 129}, ["num_experts_per_tok = 129: expected at most the 128 experts"]),
     ({**DEEPSEEK, "n_shared_experts": 0, "num_local_experts": 8},
      ["num_local_experts = 8: expected 256", f"n_shared_experts = 0: {INTEGER}"]),
+    ({**DEEPSEEK_V2, "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc", "sliding_window": 8},
+     ['sliding_window = 8: "deepseek_v2" does not read it', 'scoring_func = "sigmoid": expected "softmax"',
+      "norm_topk_prob = true: expected false; transformers does not divide",
+      'topk_method = "noaux_tc": expected one of "greedy", "group_limited_greedy"']),
+    ({**DEEPSEEK_V2, "mlp_bias": True}, ["mlp_bias = true: expected false; experts have no biases"]),
+    ({**DEEPSEEK_V2, "num_experts_per_tok": None}, [f"num_experts_per_tok = null: {INTEGER}"]),
+    ({**DEEPSEEK_V2, "num_experts_per_tok": 65}, ["num_experts_per_tok = 65: expected at most the 64 experts"]),
+    ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy"},
+     [f"n_group is missing: {INTEGER}", f"topk_group is missing: {INTEGER}"]),
+    ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 7, "topk_group": 3},
+     ["n_group = 7: expected a divisor of the number of experts, 64"]),
+    ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 32, "topk_group": 2},
+     ["num_experts_per_tok = 6: expected at most the 4 experts of topk_group groups"]),
+    ({**DEEPSEEK_V2, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": None}},
+     ["rope_scaling.mscale_all_dim = 1.0: read in different ways without mscale"]),
     ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "attention_factor": 1.5}},
      ["rope_scaling.attention_factor = 1.5: expected 1, as mscale and mscale_all_dim say; remove it"]),
     ({**DEEPSEEK, "rope_scaling": {**YARN_OF_DEEPSEEK, "mscale": None}},
@@ -605,6 +696,10 @@ OF_DEEPSEEK: dict[str, Any] = {
         "expert_dim": 24,
     },
 }
+OF_V2 = {
+    **OF_DEEPSEEK,
+    "moe": {"n_shared_experts": 2, "n_first_dense_layers": 1, "expert_dim": 24, "score_scaling": 16.0},
+}
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": "all", "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -629,6 +724,13 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "deepseek_v3, yarn, mscale": OF_DEEPSEEK
     | {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.0}
     | {"mla": {"kv_lora_rank": 8, "mscale_all_dim": 0.5}},
+    "deepseek_v3, eps": OF_DEEPSEEK | {"norm_eps": 1e-5, "mla": {"kv_lora_rank": 8, "norm_eps": 1e-6}},
+    "deepseek_v2": OF_V2,
+    "deepseek_v2, groups": OF_V2
+    | {"moe": {**OF_V2["moe"], "n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}},
+    "deepseek_v2, yarn": OF_V2
+    | {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_attention_factor": 1.0}
+    | {"norm_eps": 1e-5, "mla": {"kv_lora_rank": 8, "mscale_all_dim": 0.5, "norm_eps": 1e-6}},
     "deepseek_v3, linear": OF_DEEPSEEK | {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
     "llama, linear": {"rope_scaling_factor": 2.0, "rope_scaling_type": "linear"},
     "llama, yarn": {"rope_scaling_factor": 2.0, "rope_scaling_type": "yarn", "rope_beta_fast": 20.0},
@@ -699,13 +801,38 @@ def test_biases_that_balance_experts_are_of_deepseek_and_glm_alone():
     assert line.startswith("model.moe.balance_bias = true: is in no config.json but those of DeepSeek-V3")
 
 
+def test_glm_groups_are_ranked_by_two_scores():
+    moe = {"n_experts": 8, "n_experts_per_token": 2, **OF_DEEPSEEK["moe"], "n_groups": 4, "n_groups_per_token": 2}
+    assert hf_config(model(moe=moe), **TOKENS)["model_type"] == "glm4_moe"
+    (line,) = problems(lambda: hf_config(model(moe={**moe, "group_score": "max"}), **TOKENS))
+    assert line.startswith("model.moe.balance_bias = true: is in no config.json but those of DeepSeek-V3")
+
+
+V2 = {"score_function": "softmax", "balance_bias": False}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({"norm_eps": 1e-5}, "model.norm_eps = 1e-05: expected 1e-06, as the config.json of deepseek_v3"),
         ({"sliding_window": 8}, "model.sliding_window = 8: expected 0, as"),
         ({"moe": {"every_n_layers": 2}}, "model.moe.every_n_layers = 2: expected 1, as"),
-        ({"moe": {"score_function": "softmax"}}, 'model.moe.score_function = "softmax": expected "sigmoid", as'),
+        ({"mla": {"kv_lora_rank": 8, "norm_eps": 1e-5}}, "model.mla.norm_eps = 1e-05: expected 1e-06, as the config"),
+        (
+            {"moe": {"score_function": "softmax"}},
+            "model.moe.balance_bias = true: expected false, as the config.json of deepseek_v2",
+        ),
+        ({"moe": {**V2, "normalize_scores": True}}, "model.moe.normalize_scores = true: expected false, as"),
+        ({"moe": {**V2, "n_shared_experts": 0}}, "model.moe.n_shared_experts = 0: expected 1 or more, as"),
+        ({"moe": V2, "dim": 66}, "model.dim = 66: expected a multiple of n_heads = 4, as"),
+        (
+            {"moe": {**V2, "n_groups": 4, "n_groups_per_token": 2}},
+            'model.moe.group_score = "top_2_sum": expected "max", as',
+        ),
+        (
+            {"moe": {"n_groups": 4, "n_groups_per_token": 2, "group_score": "max"}},
+            'model.moe.group_score = "max": expected "top_2_sum", as',
+        ),
         ({"moe": {"n_shared_experts": 0}}, "model.moe.n_shared_experts = 0: expected 1 or more, as"),
         ({"moe": {"n_groups": 8}}, "model.moe.n_groups = 8: expected groups of 2 experts or more, as"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint_helpers import write_checkpoint
-from tests.config.test_hf_config import READ
+from tests.config.test_hf_config import KIMI_K2, READ
 from tests.config_helpers import problems
 from tests.hf.test_hf_export import command, from_pretrained
 from tests.hf_helpers import FAMILIES, build_hf, empty_model
@@ -54,6 +54,20 @@ def test_what_the_source_says_stays(name: str, tmp_path: Path):
         expected["num_nextn_predict_layers"] = 0
     assert differences(content, config) == expected | ({"auto_map": "absent"} if "auto_map" in content else {})
     assert generation == GENERATION
+
+
+def test_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path):
+    """transformers has no model type kimi_k2: the exported folder has the one of the same keys and tensors."""
+    content = {**KIMI_K2, **KEPT}
+    source = write(tmp_path, content)
+    options = Model.model_validate(model_options(source))
+    config, _ = config_files(options, source, max_seq_len=131072, **TOKENS)
+    assert config["model_type"] == "deepseek_v3"
+    assert config["n_routed_experts"] == 384
+    assert "auto_map" not in config
+    again = tmp_path / "again"
+    again.mkdir()
+    assert Model.model_validate(model_options(write(again, config))) == options
 
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -135,9 +135,9 @@ def test_a_tied_model_may_have_its_embedding_twice(tmp_path: Path):
 SHARD, TP, PP = ({f"{name}_parallel_degree": 2} for name in ("data_parallel_shard", "tensor", "pipeline"))
 NORMS_AND_BIASES = {"model__qk_norm": True, "model__attention_bias": "all", "model__head_dim": 16}
 EP = {"expert_parallel_degree": 2}
-QWEN3_MOE, MIXTRAL, OLMOE, DEEPSEEK = (
+QWEN3_MOE, MIXTRAL, OLMOE, DEEPSEEK, DEEPSEEK_V2 = (
     {f"model__moe__{key}": value for key, value in FAMILIES[family][0]["moe"].items()}
-    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
+    for family in ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "deepseek_v2")
 )
 QWEN3_MOE |= {"model__qk_norm": True}
 OLMOE |= {"model__qk_norm": "all_heads"}
@@ -145,6 +145,7 @@ DEEPSEEK |= {f"model__mla__{key}": value for key, value in FAMILIES["deepseek_v3
 DEEPSEEK |= {"model__n_kv_heads": 4, "model__norm_eps": 1e-6}
 GPT_OSS = {f"model__moe__{key}": value for key, value in FAMILIES["gpt_oss"][0]["moe"].items()}
 GPT_OSS |= {"model__attention_sinks": True, "model__attention_bias": "all", "model__head_dim": 16}
+DEEPSEEK_V2 = DEEPSEEK | DEEPSEEK_V2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {}),
     # one KV head of 8 channels: the ranks have 2 of its rows each
@@ -173,6 +174,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt_oss, shard x tp, ep": (4, GPT_OSS | TP | EP | {"data_parallel_shard_degree": 2}),
     "gpt_oss, shard x tp": (4, GPT_OSS | TP | {"data_parallel_shard_degree": 2}),
     "deepseek_v3, pp x shard": (4, DEEPSEEK | PP | {"data_parallel_shard_degree": 2}),
+    "deepseek_v2, shard x tp, ep": (4, DEEPSEEK_V2 | TP | EP | {"data_parallel_shard_degree": 2}),
 }
 LAYOUTS |= {
     f"{family}, {name}": (world_size, options | layout)

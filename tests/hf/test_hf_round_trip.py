@@ -26,7 +26,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "olmoe": {},
 }
-FAMILIES |= {"gpt_oss": {}, "deepseek_v3": {}, "deepseek_v3, yarn, no latent of queries": {}}
+FAMILIES |= {"deepseek_v3": {}, "deepseek_v3, yarn, no latent of queries": {}, "deepseek_v3, epsilon of Moonlight": {}}
+FAMILIES |= {"gpt_oss": {}, "deepseek_v2": {}, "deepseek_v2, groups, yarn, no latent of queries": {}}
 """Settings of transformers that differ from those of tests/hf_helpers.py."""
 CONFIG = """
 [job]
@@ -86,6 +87,9 @@ CASES = [
     ("gpt_oss", "shard 2 x tp 2, ep"),
     ("gpt_oss", "shard 2 x tp 2"),
     ("gpt_oss", "cp 2 x replicate 2"),
+    ("deepseek_v3, epsilon of Moonlight", "shard 2 x tp 2"),
+    ("deepseek_v2", "shard 2 x tp 2, ep"),
+    ("deepseek_v2, groups, yarn, no latent of queries", "pp 2 x shard 2"),
 ]
 TOLERANCE = 2e-6
 """Float32 rounds a gradient's terms to 6e-8 of their size, and a gradient is some 100 of them: about 6e-7 of the
@@ -130,7 +134,7 @@ def test_three_steps_between_import_and_export_equal_transformers(
     argv = [str(tmp_path / "run.toml")]
     ranks(1).run(train_with_transformers, argv=argv, folder=tmp_path, family=family)
     untie = ["--model.tie_embeddings=false"] if "pp" in layout and "tie_word_embeddings" in FAMILIES[family] else []
-    fixed = ["--model.moe.balance_bias_rate=0"] if "deepseek" in family else []  # as in transformers
+    fixed = ["--model.moe.balance_bias_rate=0"] if "deepseek_v3" in family else []  # as in transformers
     assert set(ranks(4).run(run_train, argv=[*argv, *LAYOUTS[layout], *untie, *fixed])) == {""}
     export.run(tmp_path / "run" / "checkpoint", tmp_path / "out", None, None, None)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

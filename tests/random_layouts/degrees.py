@@ -1,6 +1,7 @@
 """Draw degrees, and the sizes and data types that go with them and with each other."""
 
 import math
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -164,7 +165,24 @@ def _draw_model(rng: Random, degrees: dict[str, int], options: Options, width: i
     }
     if latent:
         return drawn | _draw_latents(rng, options)
+    if rng.random() < 0.1:
+        drawn["model.learned_positions"] = tensor * 64
+    if rng.random() < 0.15:
+        drawn["model.layer_pattern"] = _draw_layers(rng)
     return drawn | {"model.head_dim": head_dim, "model.sliding_window": rng.choice([0] * 6 + [1, 3, 7])}
+
+
+def _draw_layers(rng: Random) -> list[Options]:
+    """Draw a pattern of two or three kinds of layers."""
+    of_kind: dict[str, Sequence[Any]] = {
+        "count": [1, 2],
+        "sliding_window": [0, 2, 5],
+        "rope_theta": [100.0],
+        "rope_scaling_factor": [1.0, 4.0],
+        "partial_rotary_factor": [0.0],
+    }
+    kinds = range(rng.choice([2, 2, 3]))
+    return [{key: rng.choice(values) for key, values in of_kind.items() if rng.random() < 0.4} for _ in kinds]
 
 
 def _draw_latents(rng: Random, options: Options) -> Options:
@@ -182,7 +200,7 @@ def _draw_latents(rng: Random, options: Options) -> Options:
         "model.sliding_window": rng.choice([0, 0, 5]),
     }
     is_yarn = options.get("model.rope_scaling_type") == "yarn" and options.get("model.rope_scaling_factor", 1) > 1
-    if not is_yarn and "deepseek" not in options.get("model.flavor", ""):
+    if not is_yarn and SIZES[options.get("model.flavor", "debug")].get("rope_scaling_type") != "yarn":
         drawn["model.mla.mscale_all_dim"] = 0.0
     return drawn
 
@@ -211,6 +229,7 @@ def _draw_experts(rng: Random, degrees: dict[str, int], options: Options, width:
         "model.moe.every_n_layers": rng.choice([1, 1, 2]),
         "model.moe.n_groups": n_groups,
         "model.moe.n_groups_per_token": chosen,
+        "model.moe.group_score": rng.choice(["top_2_sum", "max"]) if chosen < n_groups else "top_2_sum",
     }
 
 

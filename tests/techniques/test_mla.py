@@ -247,6 +247,14 @@ LATENT: dict[str, Any] = {
 }
 KEYS_ONLY = {"model__mla__q_lora_rank": 0}
 WITH_EXPERTS = {f"model__moe__{key}": value for key, value in EXPERTS.items()}
+OF_V2 = WITH_EXPERTS | {
+    **{
+        "model__moe__score_function": "softmax",
+        "model__moe__normalize_scores": False,
+        "model__moe__group_score": "max",
+    },
+    **{"model__moe__score_scaling": 16.0, "model__mla__mscale_all_dim": 0.707, "model__mla__norm_eps": 1e-3},
+}
 EP = {"expert_parallel_degree": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard": SHARD,
@@ -283,6 +291,9 @@ LAYOUTS |= {
     "experts, tp": TP | WITH_EXPERTS,
     "experts, compiled, selective AC, shard x tp, ep": COMPILED | SELECTIVE | SHARD | TP | EP | WITH_EXPERTS,
     "experts, pp x shard, ep": PP | SHARD | EP | WITH_EXPERTS,
+    "DeepSeek-V2, shard x tp, ep": SHARD | TP | EP | OF_V2,
+    "DeepSeek-V2, pp x cp x tp": PP | CP | TP | OF_V2,
+    "DeepSeek-V2, shard, ep": SHARD | EP | OF_V2,
 }
 N_WEIGHTS = {True: 7, False: 5}
 """Of a layer's attention, with and without a latent of queries."""
@@ -591,7 +602,7 @@ def test_tensor_parallel_generates_the_same(ranks):
 
 # Options -------------------------------------------------------------------------------------------------------------
 
-RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE = (
+RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE, EPS = (
     f"model.mla.{key}"
     for key in (
         "kv_lora_rank",
@@ -600,6 +611,7 @@ RANK, Q_RANK, NOPE, ROPE, VALUE, MSCALE = (
         "qk_rope_head_dim",
         "v_head_dim",
         "mscale_all_dim",
+        "norm_eps",
     )
 )
 ON = {RANK: 8, "model.n_kv_heads": 16}
@@ -621,7 +633,7 @@ REJECTED = [
     ({**ON, MSCALE: -1.0}, {MSCALE: "expected a finite number >= 0"}),
     *(
         ({key: 2}, {key: "read only when model.mla.kv_lora_rank is above 0; set that, or remove it"})
-        for key in (Q_RANK, NOPE, ROPE, VALUE, MSCALE)
+        for key in (Q_RANK, NOPE, ROPE, VALUE, MSCALE, EPS)
     ),
 ]  # fmt: skip
 
@@ -656,15 +668,26 @@ def test_head_dim_is_that_of_queries_and_keys(tmp_path: Path):
     assert load(tmp_path, {}).config.model.head_dim == 16
 
 
-def test_named_size_has_the_published_options_and_weights():
-    """huggingface.co/deepseek-ai/DeepSeek-V3: 671,026,419,200 parameters without the module for multi-token prediction,
-    of which 58 x 256 are the biases that balance the experts."""
-    size = Model(flavor="deepseek_v3_671b")
+@pytest.mark.parametrize(
+    ("flavor", "parameters", "billions"),
+    [
+        ("deepseek_v3_671b", 671_026_419_200, 37.55),  # of which the paper says 37 billion
+        ("moonlight_16b_a3b", 15_960_110_208, 2.91),  # arXiv:2502.16982: 16 and 3 billion
+        ("kimi_k2_1t", 1_026_408_232_448, 32.86),  # arXiv:2507.20534: 1.04 trillion and 32.6 billion
+        ("deepseek_v2_lite", 15_706_484_224, 2.66),  # arXiv:2405.04434: 15.7 and 2.4 billion, without the embedding
+        ("deepseek_v2_236b", 235_741_434_880, 21.38),  # arXiv:2405.04434: 236 and 21 billion
+    ],
+)
+def test_named_size_has_the_published_options_and_weights(flavor, parameters, billions):
+    """huggingface.co/deepseek-ai and moonshotai, without modules for multi-token prediction. Biases that balance the
+    experts of a layer are among the published parameters."""
+    size = Model(flavor=flavor)
     sizes = parameter_sizes(size)
-    assert sum(sizes.values()) == count_parameters(size) == 671_026_419_200 - 58 * 256
-    attention = 6 * 61 * 128 * (192 + 128) * 1000
+    biases = sum(size.has_experts(layer) for layer in range(size.n_layers)) * size.moe.n_experts * size.moe.balance_bias
+    assert sum(sizes.values()) == count_parameters(size) == parameters - biases
+    attention = 6 * size.n_layers * size.n_heads * (192 + 128) * 1000
     active = (flops_per_token(sizes, size, 1000) - attention) / 6 + size.dim * size.vocab_size
-    assert active == pytest.approx(37.55e9, rel=0.001)  # of which the paper says 37 billion
+    assert active == pytest.approx(billions * 1e9, rel=0.002)
 
 
 @pytest.mark.parametrize("q_lora_rank", [40, 0])
@@ -675,8 +698,11 @@ def test_parameters_of_a_layer_are_counted(q_lora_rank: int):
 
 def test_a_checkpoint_has_the_options_and_a_plain_one_has_none():
     plain, latent = section({**SMALL}), section({**SIZE, **VARIANTS["yarn"]})
+    of_v3 = section({**SIZE, "moe": EXPERTS})
+    of_v2 = section({**SIZE, "mla": MLA | {"norm_eps": 1e-3}, "moe": {**EXPERTS, "group_score": "max"}})
     assert not [key for key in plain.identity() if "lora" in key or key.startswith("mla")]
-    for options in (plain, latent):
+    assert not {"mla.norm_eps", "moe.group_score"} & of_v3.identity().keys()  # as before there were these options
+    for options in (plain, latent, of_v3, of_v2):
         again = model_options(Path("step-1"), {"identity": options.identity()})
         assert again == options.model_copy(update={"flavor": again.flavor})
 

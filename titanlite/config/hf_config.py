@@ -56,6 +56,8 @@ def model_options(folder: Path) -> dict[str, Any]:
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
     problems: list[str] = []
     config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
+    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
+        config.values["model_type"] = "deepseek_v3"
     model_type = config.values.get("model_type")
     if isinstance(model_type, str) and model_type not in FAMILIES:
         from titanlite.config.hf_unsupported import features  # here, since few files need it
@@ -95,7 +97,7 @@ def model_options(folder: Path) -> dict[str, Any]:
         **_own_options(config, model_type, dim),
         "activation": _activation(config, model_type),
     }
-    if model_type == "deepseek_v3":
+    if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_options
 
         options |= deepseek_options(config, n_heads, n_layers, options.pop("mscale_all_dim", 0.0))
@@ -215,10 +217,10 @@ def hf_config(
         config["attention_bias"] = model.attention_bias != "none"
     if family.has_mlp_bias:
         config["mlp_bias"] = model.mlp_bias
-    if model_type == "deepseek_v3":
+    if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_keys
 
-        config |= deepseek_keys(model)
+        config |= deepseek_keys(model, model_type)
     elif family.experts:
         config |= hf_experts(model, model_type)
     return {family.names.get(key, key): value for key, value in config.items()}
@@ -271,7 +273,7 @@ def folder_rules(model: Section, reject: Rejections) -> None:
 def _model_type(model: Section) -> str:
     """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
     if model.mla.kv_lora_rank:
-        return "deepseek_v3"
+        return "deepseek_v2" if model.moe.n_experts and model.moe.score_function == "softmax" else "deepseek_v3"
     fits = types_with_experts(model) if model.moe.n_experts else _dense_types(model)
     if model.moe.n_experts and model.moe.balance_bias and not fits["glm4_moe"]:
         what = "is in no config.json but those of DeepSeek-V3, which has latent attention, and GLM-4.5"

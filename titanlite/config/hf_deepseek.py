@@ -1,5 +1,5 @@
-"""The keys of DeepSeek-V3's config.json (hf_config.py), to options of the model and back: latent attention, experts and
-the two factors of YaRN.
+"""The keys of DeepSeek-V2's and -V3's config.json (hf_config.py), to options of the model and back: latent attention,
+experts and the two factors of YaRN. Moonlight and Kimi K2 are DeepSeek-V3s.
 
 Keys that only concern training (aux_loss_alpha, seq_aux, ep_size) are not read. Missing ones have transformers'
 defaults.
@@ -14,14 +14,22 @@ from titanlite.config.loader import ConfigError, Section, show, value_of
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever the config.json says of the others."""
 ONLY: dict[str, tuple[Any, str]] = {
-    "rms_norm_eps": (NORM_EPS, "the norms of latents have that, and all norms have the same one"),
     "rope_interleave": (True, "neighbouring rows of queries and keys are rotated together, as in released files"),
     "attention_bias": (False, "latent attention has no biases"),
     "moe_layer_freq": (1, "all layers but the first ones have experts"),
-    "scoring_func": ("sigmoid", '"deepseek_v3" has scores of each expert by itself'),
-    "topk_method": ("noaux_tc", '"deepseek_v3" chooses experts by scores and biases'),
 }
 """Keys with the only value that is read, and the reason."""
+ONLY_OF_TYPE: dict[str, dict[str, tuple[Any, str]]] = {
+    "deepseek_v2": {
+        "mlp_bias": (False, "experts have no biases"),
+        "scoring_func": ("softmax", '"deepseek_v2" has scores of all experts together'),
+        "norm_topk_prob": (False, "transformers does not divide scores by their sum, and DeepSeek's own code does"),
+    },
+    "deepseek_v3": {
+        "scoring_func": ("sigmoid", '"deepseek_v3" has scores of each expert by itself'),
+        "topk_method": ("noaux_tc", '"deepseek_v3" chooses experts by scores and biases'),
+    },
+}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Keys of latent attention, which have the same names in [model.mla], and their defaults."""
 EXPERTS = {
@@ -29,12 +37,18 @@ EXPERTS = {
     **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
 }
 """Keys of experts and their defaults."""
+EXPERTS_OF_V2 = {
+    **{"n_routed_experts": 64, "num_experts_per_tok": None, "moe_intermediate_size": 1407, "n_shared_experts": 2},
+    **{"n_group": None, "topk_group": None, "routed_scaling_factor": 1.0},
+}
 
 
 def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: float) -> dict[str, Any]:
     """Return the [model] values that are apart from those of all families. `config` has the values of config.json by
     type, as hf_config.py reads them, and collects what is wrong."""
-    for key, (value, reason) in ONLY.items():
+    model_type = config.values["model_type"]
+    is_v2 = model_type == "deepseek_v2"
+    for key, (value, reason) in (ONLY | ONLY_OF_TYPE[model_type]).items():
         config.only(key, value, reason)
     reason = "latent attention has keys and values of every head"
     config.only("num_key_value_heads", n_heads, reason, "num_attention_heads")
@@ -49,13 +63,29 @@ def deepseek_options(config: Any, n_heads: int, n_layers: int, mscale_all_dim: f
         config.reject("v_head_dim", f"expected at most {head_dim}, the channels of a head of queries and keys")
     config.only("qk_head_dim", head_dim, "it is the sum of qk_nope_head_dim and qk_rope_head_dim")
     config.only("head_dim", rotated, "transformers has the channels with rotary embedding there")
+    if config.number("rms_norm_eps", NORM_EPS) != NORM_EPS:
+        mla["norm_eps"] = NORM_EPS
     options = {"n_kv_heads": n_heads, "head_dim": head_dim, "mla": {**mla, "mscale_all_dim": mscale_all_dim}}
-    n_dense = config.integer("first_k_dense_replace", 3, least=0)
-    return options if n_dense >= n_layers else {**options, "moe": expert_options(config, n_dense, EXPERTS)}
+    n_dense = config.integer("first_k_dense_replace", 0 if is_v2 else 3, least=0)
+    if n_dense >= n_layers:
+        return options
+    return {**options, "moe": _experts_of_v2(config, n_dense) if is_v2 else expert_options(config, n_dense, EXPERTS)}
 
 
-def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section [model.moe] of a model with this many dense layers at its beginning."""
+def _experts_of_v2(config: Any, n_dense: int) -> dict[str, Any]:
+    """Return the section [model.moe] of a DeepSeek-V2: groups of experts, if any, are ranked by their best score."""
+    method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    no_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}  # nothing reads them
+    config.values.update(no_groups)
+    moe = expert_options(config, n_dense, EXPERTS_OF_V2, smallest=1)
+    limited = moe["n_groups_per_token"] < moe["n_groups"]
+    moe |= {"score_function": "softmax", "normalize_scores": False, "balance_bias": False}
+    return moe | ({"group_score": "max"} if limited else {})
+
+
+def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], smallest: int = 2) -> dict[str, Any]:
+    """Return the section [model.moe] of a model with this many dense layers at its beginning. No group has fewer than
+    `smallest` experts."""
 
     def integer(key: str) -> int:
         return config.integer(key, defaults[key])
@@ -64,8 +94,10 @@ def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any]) -> di
     config.only("num_local_experts", n_experts, "it is another name of n_routed_experts", "n_routed_experts")
     n_groups, n_groups_chosen = integer("n_group"), integer("topk_group")
     size, rest = divmod(n_experts, n_groups)
-    if rest or size < 2:
-        message = f"expected a divisor of the number of experts, {n_experts}, with at least 2 of them in a group"
+    if rest or size < smallest:
+        message = (
+            f"expected a divisor of the number of experts, {n_experts}, with at least {smallest} of them in a group"
+        )
         config.reject("n_group", message, "n_routed_experts")
     elif n_groups_chosen > n_groups:
         config.reject("topk_group", f"expected at most the number of groups, {n_groups}", "n_group")
@@ -114,19 +146,18 @@ def yarn_magnitude(mscale: float, scaling: float) -> float:
     return 0.1 * mscale * math.log(scaling) + 1
 
 
-def deepseek_keys(model: Section) -> dict[str, Any]:
+def deepseek_keys(model: Section, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json that are apart from those of all families. Raises ConfigError with a line for each
     option that config.json cannot express."""
-    _check(model)
+    _check(model, model_type)
     mla, moe = model.mla, model.moe
     keys = {
         "head_dim": mla.qk_rope_head_dim,
         "qk_head_dim": mla.qk_head_dim,
         **{key: getattr(mla, key) for key in WIDTHS},
         "q_lora_rank": mla.q_lora_rank or None,
-        "rope_interleave": True,
+        **({"rope_interleave": True, "num_nextn_predict_layers": 0} if model_type == "deepseek_v3" else {}),
         "attention_bias": False,
-        "num_nextn_predict_layers": 0,
         "first_k_dense_replace": moe.n_first_dense_layers if moe.n_experts else model.n_layers,
     }
     return keys | expert_keys(model) if moe.n_experts else keys
@@ -135,6 +166,7 @@ def deepseek_keys(model: Section) -> dict[str, Any]:
 def expert_keys(model: Section) -> dict[str, Any]:
     """Return the keys of experts."""
     moe = model.moe
+    of_v2 = "greedy" if moe.n_groups_per_token == moe.n_groups else "group_limited_greedy"
     return {
         "first_k_dense_replace": moe.n_first_dense_layers,
         "n_routed_experts": moe.n_experts,
@@ -144,27 +176,33 @@ def expert_keys(model: Section) -> dict[str, Any]:
         "n_shared_experts": moe.n_shared_experts,
         "norm_topk_prob": moe.normalize_scores,
         "routed_scaling_factor": moe.score_scaling,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        "scoring_func": moe.score_function,
+        "topk_method": "noaux_tc" if moe.score_function == "sigmoid" else of_v2,
         "n_group": moe.n_groups,
         "topk_group": moe.n_groups_per_token,
     }
 
 
-def _check(model: Section) -> None:
+def _check(model: Section, model_type: str) -> None:
+    eps = "norm_eps" if model.mla.norm_eps == -1 else "mla.norm_eps"  # that of the norms of latents
     expected: dict[str, Any] = {
-        **{"norm_eps": NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
+        **{eps: NORM_EPS, "n_kv_heads": model.n_heads, "attention_bias": "none", "mlp_bias": False},
         **{"qk_norm": False, "sliding_window": 0},
     }
     if model.moe.n_experts:
-        expected |= {"moe.score_function": "sigmoid", "moe.every_n_layers": 1}
-        expected |= {"moe.expert_bias": False, "moe.router_bias": False, "moe.swiglu_limit": 0}
+        expected |= {"moe.every_n_layers": 1, "moe.expert_bias": False, "moe.router_bias": False, "moe.swiglu_limit": 0}
+    if model.moe.n_experts and model.moe.n_groups_per_token < model.moe.n_groups:
+        expected["moe.group_score"] = "top_2_sum" if model_type == "deepseek_v3" else "max"
+    if model_type == "deepseek_v2":
+        expected |= {"moe.normalize_scores": False, "moe.balance_bias": False}
     wrong = {key: show(value) for key, value in expected.items() if value_of(model, key) != value}
+    if model_type == "deepseek_v2" and model.dim % model.n_heads:
+        wrong["dim"] = f"a multiple of n_heads = {model.n_heads}"
     if model.moe.n_experts and not model.moe.n_shared_experts:
         wrong["moe.n_shared_experts"] = "1 or more"
-    if model.moe.n_experts and model.moe.n_experts < 2 * model.moe.n_groups:
+    if model_type == "deepseek_v3" and model.moe.n_experts and model.moe.n_experts < 2 * model.moe.n_groups:
         wrong["moe.n_groups"] = "groups of 2 experts or more"
-    why = "as the config.json of deepseek_v3, which has latent attention"
+    why = f"as the config.json of {model_type}, which has latent attention"
     lines = [f"model.{key} = {show(value_of(model, key))}: expected {value}, {why}" for key, value in wrong.items()]
     if lines:
         raise ConfigError(lines)

@@ -1,4 +1,4 @@
-"""The keys of experts in a config.json, to the section [model.moe] and back; DeepSeek-V3's are in hf_deepseek.py."""
+"""The keys of experts in a config.json, to the section [model.moe] and back; DeepSeek's are in hf_deepseek.py."""
 
 from typing import Any
 
@@ -109,5 +109,6 @@ def _is_glm(model: Section) -> bool:
     moe = model.moe
     is_routed = moe.score_function == "sigmoid" and moe.every_n_layers == 1 and moe.n_shared_experts > 0
     fits_groups = moe.n_experts >= 2 * moe.n_groups
+    is_routed = is_routed and moe.group_score == "top_2_sum"
     has_own = moe.expert_bias or moe.router_bias or moe.swiglu_limit > 0
     return FAMILIES["glm4_moe"].allows(model) and is_routed and moe.balance_bias and fits_groups and not has_own

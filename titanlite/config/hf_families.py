@@ -113,6 +113,7 @@ FAMILIES = {
     ),
     "olmoe": Family("OlmoeForCausalLM", {"qk_norm": "all_heads"}, norm_eps=1e-5, experts="num_experts", bias="all"),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", experts="n_routed_experts", bias="all"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", experts="n_routed_experts", bias="all", has_mlp_bias=True),
     "olmo2": Family("Olmo2ForCausalLM", free=_BIASES, **_OLMO),
     "olmo3": Family(
         "Olmo3ForCausalLM", free={**_BIASES, **_WINDOWS}, rope_theta=500_000.0, window=4096, kinds="rope", **_OLMO

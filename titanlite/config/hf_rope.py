@@ -17,7 +17,7 @@ ROPE_KEYS_OF_TYPE: dict[str, set[str]] = {
 }
 LONGROPE = {"su": "longrope", "yarn": "longrope"}
 """What LongRoPE was called in early files of Phi-3."""
-HAVE_MSCALE = ("deepseek_v3", "ministral3")
+HAVE_MSCALE = ("deepseek_v2", "deepseek_v3", "ministral3")
 """Model types with YaRN's factors mscale and mscale_all_dim."""
 
 

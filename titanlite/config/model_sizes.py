@@ -49,6 +49,22 @@ _DEEPSEEK_V3: dict[str, Any] = {
         **{"score_function": "sigmoid", "normalize_scores": True, "score_scaling": 2.5, "balance_bias": True},
     },
 }
+_MOONLIGHT: dict[str, Any] = {
+    "rope_theta": 50_000.0,
+    "mla": {**_DEEPSEEK_V3["mla"], "q_lora_rank": 0, "mscale_all_dim": 0.0, "norm_eps": 1e-6},
+    "moe": {
+        **{**_DEEPSEEK_V3["moe"], "n_experts": 64, "n_experts_per_token": 6, "expert_dim": 1408},
+        **{"n_shared_experts": 2, "n_first_dense_layers": 1, "n_groups": 1, "n_groups_per_token": 1},
+        "score_scaling": 2.446,
+    },
+}
+_KIMI_K2: dict[str, Any] = {
+    **{**_DEEPSEEK_V3, "rope_theta": 50_000.0, "rope_scaling_factor": 32.0, "rope_beta_fast": 1.0},
+    "moe": {
+        **{**_DEEPSEEK_V3["moe"], "n_experts": 384, "n_first_dense_layers": 1, "score_scaling": 2.827},
+        **{"n_groups": 1, "n_groups_per_token": 1},
+    },
+}
 
 
 def _gpt_oss(n_experts: int) -> dict[str, Any]:
@@ -63,6 +79,13 @@ def _gpt_oss(n_experts: int) -> dict[str, Any]:
     }
 
 
+def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
+    experts = {"n_experts_per_token": 6, "n_shared_experts": 2, "n_first_dense_layers": 1, **moe}
+    mla = {**_DEEPSEEK_V3["mla"], "q_lora_rank": q_lora_rank, "mscale_all_dim": 0.707}
+    return {**_DEEPSEEK_V3, "mla": mla, "moe": experts}
+
+
+_GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
 _OLMO2: dict[str, Any] = {
     **{"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"},
     "hf_model_type": "olmo2",
@@ -213,6 +236,15 @@ SIZES: dict[str, dict[str, Any]] = {
     # gpt-oss, arXiv:2508.10925; of which 3.6 and 5.1 billion weights are active
     "gpt_oss_20b":   _size( 2880,   24,   64,   8,  2880, 201088, **_gpt_oss(32)),
     "gpt_oss_120b":  _size( 2880,   36,   64,   8,  2880, 201088, **_gpt_oss(128)),
+    # Moonlight, arXiv:2502.16982 and https://huggingface.co/moonshotai/Moonlight-16B-A3B
+    "moonlight_16b_a3b":_size(2048, 27,   16,  16, 11264, 163840, **_MOONLIGHT),
+    # Kimi K2, arXiv:2507.20534 and https://huggingface.co/moonshotai/Kimi-K2-Instruct; 32 billion weights are active
+    "kimi_k2_1t":    _size( 7168,   61,   64,  64, 18432, 163840, **_KIMI_K2),
+    # DeepSeek-V2, arXiv:2405.04434 and https://huggingface.co/deepseek-ai/DeepSeek-V2 and -V2-Lite; 21 and 2.4 billion
+    # weights are active
+    "deepseek_v2_lite":_size(2048,  27,   16,  16, 10944, 102400, **_deepseek_v2(0, n_experts=64, expert_dim=1408)),
+    "deepseek_v2_236b":_size(5120,  60,  128, 128, 12288, 102400,
+                             **_deepseek_v2(1536, n_experts=160, expert_dim=1536, score_scaling=16.0, **_GROUPS_OF_V2)),
     # GPT-3, arXiv:2005.14165, but dense in all layers: half of them are locally banded sparse there, of a width that is
     # not published. Vocabulary 50257 rounded up to a multiple of 128.
     "gpt_175b":      _size(12288,   96,   96,  96, 49152,  50304, **{**_GPT2, "learned_positions": 2048}),

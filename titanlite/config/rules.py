@@ -44,6 +44,7 @@ from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
 from titanlite.config.schema import Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
 
+QK_CLIP = "optimizer.qk_clip_threshold"
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
 GATHER = "float8.enable_fsdp_float8_all_gather"
@@ -90,7 +91,11 @@ DEPENDENT_OPTIONS = [
     Dependent(
         _keys("fault_tolerance", ["sync_steps", "outer_lr", "outer_momentum"]), SEMI_SYNC, on=("diloco",), off=("none",)
     ),
-    Dependent([key for key in _keys("optimizer", Optimizer.model_fields) if ".muon_" in key], OPTIMIZER, on=("Muon",)),
+    Dependent(
+        [key for key in _keys("optimizer", Optimizer.model_fields) if ".muon_" in key or key == QK_CLIP],
+        OPTIMIZER,
+        on=("Muon",),
+    ),
     Dependent(["int8.filter_fqns"], "int8.enable", on=(True,), off=(False,)),
     Dependent(["model.moe.balance_bias_rate"], "model.moe.balance_bias", on=(True,), off=(False,)),
     Dependent(["model.moe.swiglu_alpha"], "model.moe.swiglu_limit", off=(0,)),
@@ -185,6 +190,9 @@ def _optimizer_rules(config: Config, changed: set[str], reject: Rejections) -> N
         reject(
             OFFLOAD, "training.enable_cpu_offload keeps the states in host memory too; set one of the two", OFFLOAD_ALL
         )
+    if optimizer.name == "Muon" and optimizer.qk_clip_threshold and config.model.qk_norm:
+        message = "norms of queries and keys bound the logits, and undo a factor on weights; set 0"
+        reject(QK_CLIP, message, "model.qk_norm", OPTIMIZER)
     if optimizer.name == "Muon" and training.enable_cpu_offload:
         message = 'Muon multiplies matrices, on the device; set false, or optimizer.name = "AdamW"'
         reject(OFFLOAD_ALL, message, OPTIMIZER)
@@ -252,6 +260,7 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
         MIXTURE: (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
         EXPERTS: (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
         "debug.sdc_check_freq": (config.debug.sdc_check_freq, "a step is computed again in one group only; set 0"),
+        QK_CLIP: (config.optimizer.qk_clip_threshold, "the largest logits are those of one group; set 0"),
         "debug.fingerprint_freq": (config.debug.fingerprint_freq, "fingerprints are those of one group; set 0"),
         "float8.precompute_float8_dynamic_scale_for_fsdp": (
             config.float8.precompute_float8_dynamic_scale_for_fsdp,

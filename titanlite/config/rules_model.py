@@ -31,8 +31,8 @@ def model_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         message = f"expected a number below model.rope_high_freq_factor = {model.rope_high_freq_factor}"
         reject("model.rope_low_freq_factor", message, "model.rope_high_freq_factor", *reads)
-    if scaling == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
-        message = f"expected a number below model.rope_beta_fast = {model.rope_beta_fast}"
+    if scaling == "yarn" and model.rope_beta_slow > model.rope_beta_fast:
+        message = f"expected at most model.rope_beta_fast = {model.rope_beta_fast}"
         reject("model.rope_beta_slow", message, "model.rope_beta_fast", *reads)
     if scaling == "yarn" and model.rope_theta <= 1:
         reject("model.rope_theta", "expected a number above 1; YaRN takes its logarithm", *reads)
@@ -109,8 +109,12 @@ def _group_rules(moe: Moe, reject: Rejections) -> None:
         reject("model.moe.n_groups", f"expected a divisor of {EXPERTS} = {moe.n_experts}", EXPERTS)
     elif moe.n_groups_per_token > moe.n_groups:
         reject("model.moe.n_groups_per_token", f"expected at most model.moe.n_groups = {moe.n_groups}", EXPERTS)
-    elif moe.n_groups_per_token < moe.n_groups and size < 2:
-        reject("model.moe.n_groups", "expected at least two experts in a group, whose scores rank the groups", EXPERTS)
+    elif moe.n_groups_per_token < moe.n_groups and size < 2 and moe.group_score == "top_2_sum":
+        message = 'expected at least two experts in a group, whose scores rank the groups; or set group_score = "max"'
+        reject("model.moe.n_groups", message, EXPERTS, "model.moe.group_score")
+    elif moe.n_groups_per_token == moe.n_groups and moe.group_score != "top_2_sum":
+        message = f"read only with fewer groups per token than model.moe.n_groups = {moe.n_groups}; remove it"
+        reject("model.moe.group_score", message, "model.moe.n_groups", "model.moe.n_groups_per_token", EXPERTS)
     elif moe.n_groups_per_token * size < moe.n_experts_per_token:
         message = f"expected groups with at least model.moe.n_experts_per_token = {moe.n_experts_per_token} experts"
         reject("model.moe.n_groups_per_token", message, "model.moe.n_experts_per_token", EXPERTS)

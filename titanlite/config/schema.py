@@ -101,7 +101,10 @@ class Moe(Section):
     n_groups: Count = 1
     """Groups of experts for routing that is limited to some of them (DeepSeek-V3's node-limited routing)."""
     n_groups_per_token: Count = 1
-    """Number of groups that a token's experts may be in: those with the largest sum of their two best scores."""
+    """Number of groups that a token's experts may be in."""
+    group_score: Literal["top_2_sum", "max"] = "top_2_sum"
+    """By what groups are ranked. top_2_sum: the sum of their two best scores (DeepSeek-V3); max: their best score
+    (DeepSeek-V2)."""
     balance_bias: bool = False
     """Balance the experts' load without a loss (arXiv:2408.15664): the router chooses by scores to which each expert's
     bias is added. The biases are saved in checkpoints."""
@@ -120,7 +123,7 @@ class Moe(Section):
         """Return what a resumed run must share with the one that saved, as plain JSON. Options that older checkpoints
         lack are there if they differ from the default."""
         values = self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
-        later = ("expert_bias", "router_bias", "swiglu_limit", "swiglu_alpha")
+        later = ("group_score", "expert_bias", "router_bias", "swiglu_limit", "swiglu_alpha")
         unset = {key for key in later if values[key] == type(self).model_fields[key].default}
         return {key: value for key, value in values.items() if key not in unset}
 
@@ -143,6 +146,8 @@ class Mla(Section):
     mscale_all_dim: NotNegative = 0.0
     """yarn: the scores of attention are multiplied by (0.1 mscale_all_dim ln(rope_scaling_factor) + 1)^2, so that it is
     as sharp as before the scaling."""
+    norm_eps: Union[Literal[-1], Positive] = -1
+    """Epsilon of the norms of latents; -1: model.norm_eps."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -345,7 +350,8 @@ class Model(Section):
         dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
         defaults = {key: field.default for key, field in Model.model_fields.items() if not field.is_required()}
         dimensions = {key: value for key, value in dimensions.items() if value != defaults.get(key)}
-        latents = self.mla.model_dump() if self.mla.kv_lora_rank else {}
+        no_eps = {"norm_eps"} if self.mla.norm_eps == -1 else set()
+        latents = self.mla.model_dump(exclude=no_eps) if self.mla.kv_lora_rank else {}
         dimensions |= {f"mla.{key}": value for key, value in latents.items()}
         experts = self.moe.identity() if self.moe.n_experts else {}
         return dimensions | {f"moe.{key}": value for key, value in experts.items()}
@@ -541,6 +547,10 @@ class Optimizer(Section):
     muon_dtype: Precision = "auto"
     """Data type of these iterations, and of the matrices that ranks exchange for them; auto: what the model computes
     in, which is bfloat16 on CUDA; float32 instead of float16."""
+    qk_clip_threshold: NotNegative = 0.0
+    """QK-clip (MuonClip, Kimi K2, arXiv:2507.20534): after a step, the weights of queries and keys of each head whose
+    largest attention logit in it is above this are scaled so that it would have been this (Kimi K2: 100); 0: none. It
+    costs one more product of queries and keys in each forward."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's implementations of Adam runs."""
     state_dtype: Literal["auto", "float32", "bfloat16", "float8", "int8", "int4"] = "auto"

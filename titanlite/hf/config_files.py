@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.hf_config import hf_config, model_options
+from titanlite.config.hf_families import FAMILIES
 from titanlite.config.hf_values import read_json_object, token_ids
 from titanlite.config.schema import Model
 
@@ -40,6 +41,8 @@ def config_files(
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:
         changed.add("rope_scaling")  # which may lack the original length, and then means the length that was there
+    if released["model_type"] not in FAMILIES:  # transformers has another name of it
+        changed.add("model_type")
     if "model_type" in changed:  # whose defaults of missing keys are others
         changed |= after.keys() - released.keys()
     for keys in TOGETHER:

@@ -103,7 +103,7 @@ def _check_shapes(reader: Any, options: Model, dtype: torch.dtype) -> None:
 
 def _with_biases(options: Model) -> Model:
     """Return the options of the folder's model: every DeepSeek-V3 has biases that balance experts, if only zeros."""
-    if not options.mla.kv_lora_rank or not options.moe.n_experts:
+    if not options.mla.kv_lora_rank or not options.moe.n_experts or options.moe.score_function == "softmax":
         return options
     return options.model_copy(update={"moe": options.moe.model_copy(update={"balance_bias": True})})
 

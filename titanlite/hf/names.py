@@ -3,7 +3,7 @@
 Here a head's channels 2i and 2i + 1 are rotated together, as in Meta's checkpoints; in transformers channels i and
 i + R/2 of the R rotated ones. So within each head, row 2i here is row i there, and row 2i + 1 here is row i + R/2
 there. This applies to all that computes the channels of q and k: the rows of wq and wk, their biases, and the weights
-of q_norm and k_norm. The files of DeepSeek-V3 and GLM-4 have neighbouring channels, as here, so their rows stay.
+of q_norm and k_norm. The files of DeepSeek and GLM-4 have neighbouring channels, as here, so their rows stay.
 
 Some families have several of our weights in one tensor, one behind the other (Phi-3, GLM-4, GPT-2), and GPT-2's
 matrices are transposed.
@@ -105,7 +105,7 @@ EXPERTS = {
     "experts.w2": ("mlp.experts.{}.down_proj.weight", "block_sparse_moe.experts.{}.w2.weight"),
     "router.balance_bias": ("mlp.gate.e_score_correction_bias", ""),
 }
-"""Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek-V3, and in Mixtral. {} is the number of an
+"""Tensor of a mixture of experts: its name in Qwen3-MoE, OLMoE and DeepSeek, and in Mixtral. {} is the number of an
 expert, which has a tensor of its own there; here the experts of a layer are stacked."""
 BALANCE_BIAS = ".router.balance_bias"
 """The end of names of the biases that balance experts: buffers, and always in float32."""

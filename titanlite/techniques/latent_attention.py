@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
         self.head_dim, self.v_head_dim = mla.qk_head_dim, mla.v_head_dim
         self.nope_dim, self.rope_dim, self.kv_rank = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
         self.query_scale = query_scale(model)
-        q_dim = model.n_heads * self.head_dim
+        q_dim, eps = model.n_heads * self.head_dim, model.norm_eps if mla.norm_eps == -1 else mla.norm_eps
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
@@ -36,10 +36,10 @@ class LatentAttention(nn.Module):
         has_latent = mla.q_lora_rank > 0
         self.wq = None if has_latent else linear(model.dim, q_dim)
         self.wq_a = linear(model.dim, mla.q_lora_rank) if has_latent else None
-        self.q_norm = nn.RMSNorm(mla.q_lora_rank, eps=model.norm_eps) if has_latent else None
+        self.q_norm = nn.RMSNorm(mla.q_lora_rank, eps=eps) if has_latent else None
         self.wq_b = linear(mla.q_lora_rank, q_dim) if has_latent else None
         self.wkv_a = linear(model.dim, self.kv_rank + self.rope_dim)
-        self.kv_norm = nn.RMSNorm(self.kv_rank, eps=model.norm_eps)
+        self.kv_norm = nn.RMSNorm(self.kv_rank, eps=eps)
         self.wkv_b = linear(self.kv_rank, model.n_heads * (self.nope_dim + self.v_head_dim))
         self.wo = linear(model.n_heads * self.v_head_dim, model.dim)
         self.inner_attention = ScaledDotProductAttention(model.sliding_window)

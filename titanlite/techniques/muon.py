@@ -163,6 +163,8 @@ class Muon(torch.optim.Optimizer):
         self.adamw, self.matrices, self.options, self._group = adamw, list(matrices), optimizer, group
         self.dtype = getattr(torch, optimizer.muon_dtype)
         self._rank, self._n_ranks = (group.rank(), group.size()) if group else (0, 1)
+        self.clip: Any = None
+        """A qk_clip.QkClip, whose step follows each one of this optimizer."""
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
         own = {"params": list(matrices), "weight_decay": optimizer.weight_decay, "is_muon": True}
         groups = adamw.param_groups + ([own] if matrices else [])
@@ -196,6 +198,14 @@ class Muon(torch.optim.Optimizer):
             delattr(self.adamw, name)
         if self.matrices:
             self._step_of_matrices(self.param_groups[-1], scaling)
+        if self.clip is not None:
+            self.clip.step(scaling.get("found_inf"))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what a step has computed: gradients, and the largest attention logits."""
+        super().zero_grad(set_to_none)
+        if self.clip is not None:
+            self.clip.reset()
 
     def _step_of_matrices(self, own: dict[str, Any], scaling: dict[str, Tensor]) -> None:
         takes = 1 - self.found_inf if scaling else 1.0

@@ -324,6 +324,17 @@ def test_muon_s_work_is_that_of_the_rank_with_the_most_of_it():
     assert sizes[0] - sizes[1] == 4 * n_matrix
 
 
+@pytest.mark.parametrize("context", [[], ["--parallelism.context_parallel_degree=2"]], ids=["", "cp"])
+def test_qk_clip_has_one_more_product_of_queries_and_keys(context):
+    """Of each query with half of its sequence's keys, 2 operations for each channel."""
+    options = ["--plan.device=h100", MUON, SHARD, *context]
+    plain, plan = (make_plan(loaded(*options, *x)) for x in ([], ["--optimizer.qk_clip_threshold=100"]))
+    training, model = plan.config.training, plan.config.model
+    tokens = training.local_batch_size * training.seq_len // plan.config.parallelism.context_parallel_degree
+    flops = model.n_layers * tokens * training.seq_len * model.n_heads * model.head_dim
+    assert plan.cost.flops["bf16"] - plain.cost.flops["bf16"] == flops
+
+
 def test_muon_s_plan_does_not_depend_on_folding():
     folded, full = (
         make_plan(loaded("--plan.device=h100", MUON, SHARD, "--model.n_layers=24"), fold=fold) for fold in (True, False)

@@ -80,7 +80,8 @@ class Router(nn.Module):
         n_groups, n_chosen = self.moe.n_groups, self.moe.n_groups_per_token
         if n_chosen < n_groups:
             scores_NGE = scores_NE.unflatten(-1, (n_groups, -1))
-            best_NG = _largest(scores_NGE.topk(2, dim=-1).values.sum(-1), n_chosen)
+            n_best = 2 if self.moe.group_score == "top_2_sum" else 1
+            best_NG = _largest(scores_NGE.topk(n_best, dim=-1).values.sum(-1), n_chosen)
             allowed_NG = torch.zeros_like(scores_NGE[..., 0], dtype=torch.bool).scatter_(-1, best_NG, True)
             scores_NE = scores_NGE.where(allowed_NG.unsqueeze(-1), -torch.inf).flatten(-2)
         return _largest(scores_NE, self.moe.n_experts_per_token)

@@ -110,8 +110,8 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
     with progress("single-process reference", total=steps, unit="steps") as advance:
         for step in range(1, steps + 1):
             set_lr(optimizer, step, config.optimizer, config.lr_scheduler)
-            loss, of_datasets = losses_of_step(step)
             optimizer.zero_grad()
+            loss, of_datasets = losses_of_step(step)
             if balance:
                 balance.begin_step(scale)
             (loss * scale).backward()

@@ -343,6 +343,10 @@ def _flops(
         causal = next((arg for arg in reversed(args) if isinstance(arg, bool)), False)  # the last one in all schemas
         flops = products * 2 * q.shape[0] * q.shape[1] * math.prod(sizes) // (2 if causal else 1)
         return flops, _rate_dtype(q), sizes
+    if name == "record_largest_logits":  # of queries and of the keys of all context ranks; half under the causal mask
+        q, length = inputs[1], inputs[2].shape[1] * tiled_attention._size(args[5]) * tiled_attention._size(args[6])
+        sizes = q.shape[0] * q.shape[2], q.shape[1], length, q.shape[3]
+        return math.prod(sizes), _rate_dtype(q), sizes
     if name in ("_flash_attention_forward", "_flash_attention_backward"):  # of packed sequences: q is [N, H, K]
         backward = "backward" in name
         q, length = (inputs[1], args[8]) if backward else (inputs[0], args[5])  # of the longest, which all are here
