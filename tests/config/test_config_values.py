@@ -566,8 +566,6 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:
         size["head_dim"] = size["dim"] // size["n_heads"]
-    kinds = size.pop("layer_pattern", [])
-    assert [{key: kind[key] for key in own} for kind, own in zip(model["layer_pattern"], kinds, strict=True)] == kinds
     assert {key: model[key] for key in size} == size
     assert load(tmp_path, loaded.config.toml()).config == loaded.config  # printed and read again
     shorter = {"training.seq_len": 1024}
