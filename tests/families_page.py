@@ -49,7 +49,15 @@ ADDS: dict[str, tuple[str, str]] = {
     "mixtral": ("Mixtral 8x7B, 8x22B", "[experts](moe.md) in every layer; `sliding_window`"),
     "qwen3_moe": ("Qwen3-30B-A3B, -235B-A22B, Coder", "experts in all layers, in every n-th, or after dense ones"),
     "olmoe": ("OLMoE-1B-7B", "experts in every layer; norms of all heads together"),
-    "deepseek_v3": ("DeepSeek-V3, -R1, V3.1 (bfloat16)", "[latent attention](moe.md#multi-head-latent-attention)"),
+    "gpt_oss": (
+        "gpt-oss-20b, -120b",
+        "attention sinks; experts with biases, a bounded SwiGLU; windows in every second layer; MXFP4 is read",
+    ),
+    "deepseek_v2": ("DeepSeek-V2, V2-Lite", "DeepSeek-V3's attention; groups of experts by their best score"),
+    "deepseek_v3": (
+        "DeepSeek-V3, -R1, V3.1 (bfloat16), Moonlight, Kimi K2",
+        "[latent attention](moe.md#multi-head-latent-attention); experts in groups, balance biases, shared experts",
+    ),
 }
 """Models of each model type, and what it adds to Llama's layers."""
 TYPE_OF_CLASS = {name: family.architecture.lower() for name, family in FAMILIES.items()}
@@ -195,6 +203,10 @@ rotary embedding) or `experts = false` (dense in a model with experts). What it 
   short text under long factors is another computation there.
 - Dropout. StarCoder2's and GPT-2's config.json have some, which is not read: it is of training, and
   their weights are loaded without it. In other families it is rejected.
+- The norms of DeepSeek's latents have an epsilon of 1e-6, whatever `rms_norm_eps` says:
+  `model.mla.norm_eps`. `norm_topk_prob` of DeepSeek-V2 is rejected: transformers ignores it, and
+  DeepSeek's own code does not.
+- gpt-oss is exported in bfloat16 or float32, not in MXFP4.
 - Capped scores (Gemma 2): attention would not remain a kernel.
 - Encoders of images: Gemma 3 from 4B on and Ministral 3 are released with one. Their sizes have
   names for training from initial weights. Their folders are rejected.

@@ -791,7 +791,10 @@ def test_what_no_family_has_is_rejected(values: dict[str, Any]):
 def test_experts_that_no_family_has_are_rejected(values: dict[str, Any], moe: dict[str, Any]):
     section = model(**values, moe={"n_experts": 8, "n_experts_per_token": 2, **moe})
     (line,) = problems(lambda: hf_config(section, **TOKENS))
-    assert "no family of transformers has all of these; expected those of gpt_oss, mixtral, qwen3_moe, glm4_moe, olmoe" in line
+    assert (
+        "no family of transformers has all of these; expected those of gpt_oss, mixtral, qwen3_moe, glm4_moe, olmoe"
+        in line
+    )
     assert all(f"model.{key} = " in line for key in [*values, *(f"moe.{key}" for key in moe)])
 
 

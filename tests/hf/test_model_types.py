@@ -43,6 +43,10 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "olmoe": {**EXPERTS, "num_key_value_heads": 4},
     "glm4_moe": {**EXPERTS, "head_dim": 12},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 9},
+    "deepseek_v2": {
+        **{**EXPERTS, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+        **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
+    },
     "deepseek_v3": {
         **{**EXPERTS, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
         **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
