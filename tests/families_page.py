@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import test_families_by_options as by_options
+from tests.techniques import test_gpt_oss, test_mla
 from titanlite.config.hf_config import hf_config
 from titanlite.config.hf_families import FAMILIES
 from titanlite.config.model_sizes import SIZES
@@ -87,7 +88,7 @@ def layouts() -> dict[str, int]:
         fitting = [name for name in TYPE_OF_CLASS if TYPE_OF_CLASS[name].startswith(start + "for")]
         fitting = fitting or [name for name in TYPE_OF_CLASS if TYPE_OF_CLASS[name].startswith(start)]
         found[fitting[0]] += 1
-    return found
+    return {**found, "gpt_oss": len(test_gpt_oss.LAYOUTS), "deepseek_v3": len(test_mla.LAYOUTS)}
 
 
 def sweep() -> None:
@@ -166,9 +167,10 @@ families are in the table of options and layouts.
 
 For each family, with random weights, biases that are not zero and norms that are not one:
 
-- in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes norms,
-  rotary tables and softmax in float32 whatever the type of the weights; for this comparison it is
-  made to compute them in float64. In float32 transformers is left as it is, and equal to rounding;
+- in float64 the logits and every gradient equal transformers' to 1e-12. transformers computes
+  norms, rotary tables and softmax in float32 whatever the type of the weights; for this comparison
+  it is made to compute them in float64. In float32 transformers is left as it is, and equal to
+  rounding;
 - a folder that transformers has written is loaded and exported again: every tensor is the same bit
   for bit, and transformers computes the same logits from it;
 - greedy texts are those of transformers, token for token.
@@ -191,8 +193,8 @@ sliding_window = 4096
 ```
 
 A kind sets `sliding_window`, `rope_theta`, `rope_scaling_factor`, `partial_rotary_factor` (0: no
-rotary embedding) or `experts = false` (dense in a model with experts). What it does not set is as in
-`[model]`.
+rotary embedding) or `experts = false` (dense in a model with experts). What it does not set is as
+in `[model]`.
 
 ## What is not supported
 

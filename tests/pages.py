@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests import test_architecture, test_families
+from tests import test_architecture, test_families, test_families_by_options
 from tests.conftest import NIGHTLY, is_nightly, patterns
 from tests.parallel import test_layouts, test_parity
-from tests.techniques import test_mla
+from tests.techniques import test_gpt_oss, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
 from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
@@ -195,6 +195,8 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
     """Return for each section of the page its test cases, and the ids of those that are nightly."""
     lines, parity = patterns(NIGHTLY.read_text()), {str(case.id): case.values[1] for case in test_parity.TEST_CASES}
     matches, resume = "test_layout_matches_reference", "test_resume_under_another_layout"
+    by_options = test_families_by_options
+    families = {f"{family}, {name}": by_options.LAYOUTS[name] for family, name in by_options.CASES}
     sections: dict[str, tuple[Cases, set[str]]] = {}
     for title, module, function, cases in (
         ("Data parallel", test_parity, matches, parity),
@@ -203,6 +205,9 @@ def tables() -> dict[str, tuple[Cases, set[str]]]:
         ("Mixture of experts", test_moe, matches, test_moe.LAYOUTS),
         ("Latent attention", test_mla, matches, test_mla.LAYOUTS),
         ("Biases, norms, head_dim and a window together", test_families, matches, test_families.LAYOUTS),
+        ("Families by options", test_families_by_options, matches, families),
+        ("gpt-oss", test_gpt_oss, matches, test_gpt_oss.LAYOUTS),
+        ("QK-clip", test_qk_clip, matches, test_qk_clip.LAYOUTS),
         ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", test_layouts, resume, test_layouts.TO),
     ):
         file = Path(module.__file__).relative_to(ROOT)
