@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import test_families_by_options as by_options
+from tests.pages import table
 from tests.techniques import test_gpt_oss, test_mla
 from titanlite.config.hf_config import hf_config
 from titanlite.config.hf_families import FAMILIES
@@ -61,12 +62,8 @@ ADDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Models of each model type, and what it adds to Llama's layers."""
+HEAD = ["`model_type`", "models", "adds to Llama", "flavors", "layouts", "equal / rejected"]
 TYPE_OF_CLASS = {name: family.architecture.lower() for name, family in FAMILIES.items()}
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def flavors() -> dict[str, list[str]]:
@@ -134,7 +131,7 @@ def page() -> str:
     lacking = sorted(by_feature.items(), key=lambda item: -len(item[1]))
     feature_rows = [[has, str(len(names)), ", ".join(f"`{name}`" for name in names)] for has, names in lacking]
     return TEXT.format(
-        families=table(["`model_type`", "models", "adds to Llama", "flavors", "layouts", "equal / rejected"], rows),
+        families=table(HEAD, rows).strip(),
         n_families=len(ADDS),
         version=first["transformers"],
         n_types=first["types"],
@@ -142,7 +139,7 @@ def page() -> str:
         equal=equal,
         rejected=rejected,
         different=different,
-        others=table(["what is named first", "types", "model types"], feature_rows),
+        others=table(["what is named first", "types", "model types"], feature_rows).strip(),
     )
 
 

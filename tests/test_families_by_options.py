@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.hf_helpers import CPU, draw_biases, draw_weights, empty_model, released, theirs, weights
+from tests.hf_helpers import CPU, draw_biases, draw_weights, empty_model, theirs, weights
 from tests.parallel import test_parity
 from tests.parallel.test_layouts import CP, DOCUMENTS, PP, SHARD, TP, USP, schedule, with_batches, world_size
 from tests.parallel.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
-from tests.test_model import SMALL, build, draw_tokens, gradients, relative, section
+from tests.test_families import compare_with_hf
+from tests.test_model import SMALL, build, draw_tokens, section
 from titanlite import config
 from titanlite.config.hf_config import hf_config, model_options
 from titanlite.config.loader import tomllib
@@ -163,21 +164,6 @@ def copy_weights(llama: nn.Module, hf: Any, model: Model) -> None:
     assert not expected
 
 
-def compare(llama: nn.Module, hf: Any, model: Model) -> dict[str, float]:
-    """Return the relative differences of the logits and of every gradient."""
-    tokens, targets = draw_tokens(2, 41)[:, :40], draw_tokens(2, 41)[:, 1:]
-    our_logits, their_logits = llama(tokens), hf(tokens, use_cache=False).logits
-    assert our_logits.dtype == their_logits.dtype == next(llama.parameters()).dtype
-    differences = {"logits": relative(our_logits, their_logits)}
-    expected = released(hf, gradients(hf, their_logits, targets))
-    for name, gradient in theirs(gradients(llama, our_logits, targets), model).items():
-        expected_gradient = expected.pop(name)  # zero of an expert without tokens
-        unequal = not torch.equal(gradient, expected_gradient)
-        differences[name] = relative(gradient, expected_gradient) if unequal else 0.0
-    assert not expected
-    return differences
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_transformers(family: str):
     size = {**SMALL, **FAMILIES[family]}
@@ -187,7 +173,7 @@ def test_logits_and_gradients_equal_transformers(family: str):
         hf = build_hf(model, torch.float64, "sdpa")
         assert type(hf).__name__.lower().startswith(family.split(",")[0])
         copy_weights(llama, hf, model)
-        differences = compare(llama, hf, model)
+        differences = compare_with_hf(llama, hf, model)
     assert {name: d for name, d in differences.items() if not d < TOLERANCE} == {}
 
 
@@ -198,7 +184,7 @@ def test_unchanged_transformers_in_float32(family: str):
     model, llama = section(size), build(torch.float32, **size)
     hf = build_hf(model, torch.float32, "eager")
     copy_weights(llama, hf, model)
-    differences = compare(llama, hf, model)
+    differences = compare_with_hf(llama, hf, model)
     assert {name: d for name, d in differences.items() if not d < TOLERANCE * 2**29} == {}
 
 

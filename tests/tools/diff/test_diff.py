@@ -172,6 +172,16 @@ def test_a_step_is_computed_from_what_it_says(ranks, tmp_path):
     assert inputs[f"update {weight} exp_avg"] == [f"gradient {weight}", GRADIENT_NORM, f"input {weight} exp_avg"]
 
 
+def test_learned_positions_are_an_input_of_the_first_layer():
+    weight = "position_embeddings.weight"
+    names = ["forward tok_embeddings", "forward layers.0", "backward layers.0", "backward tok_embeddings"]
+    names += [f"{phase} {weight}" for phase in ("input", "gradient", "update")]
+    inputs = inputs_of_entries([*names, "input layers.0.attention.wq.weight"])
+    assert f"input {weight}" in inputs["forward layers.0"]
+    assert inputs[f"gradient {weight}"][0] == "backward tok_embeddings"
+    assert inputs[f"update {weight}"] == [f"gradient {weight}", GRADIENT_NORM, f"input {weight}"]
+
+
 def test_only_every_n_th_step_and_the_first_have_fingerprints(ranks, tmp_path):
     """The weights that a step begins with are those that the step before has left, recorded or not."""
     options = {"debug__fingerprint_freq": 3, "training__dtype": "float32"}

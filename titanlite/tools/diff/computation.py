@@ -34,6 +34,8 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         inputs_of_module[module] = before + weights_of(module)
         inputs[f"forward {module}"] = inputs_of_module[module]
         before = [f"forward {module}"]
+        if module == "tok_embeddings":
+            before += weights_of("position_embeddings")  # which are added to its output
     inputs_of_loss = [*before, *(weights_of("output") or weights_of("tok_embeddings")), "input targets"]
     inputs["forward loss"] = inputs_of_loss
     own = inputs_of_loss
@@ -42,6 +44,7 @@ def inputs_of_entries(names: Collection[str]) -> dict[str, list[str]]:
         of_gradients[f"backward {module}"] = own
         own = [f"backward {module}", *inputs_of_module[module]]
         of_gradients |= {f"gradient {name}": own for name in parameters_of(module)}
+    of_gradients |= {f"gradient {name}": own for name in parameters_of("position_embeddings")}
     if "gradient output.weight" not in names and "gradient tok_embeddings.weight" in of_gradients:  # tied
         of_gradients["gradient tok_embeddings.weight"] = own + inputs_of_loss
     inputs |= of_gradients
