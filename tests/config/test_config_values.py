@@ -559,6 +559,9 @@ def test_flavor_sets_the_dimensions_and_keys_override_them(tmp_path: Path, flavo
     for section in ("moe", "mla"):
         options = size.pop(section, {})
         assert {key: model[section][key] for key in options} == options
+    pattern = size.pop("layer_pattern", [])
+    kinds = zip(model["layer_pattern"], pattern, strict=True)
+    assert [{key: kind[key] for key in own} for kind, own in kinds] == pattern
     if "mla" in SIZES[flavor]:
         size["head_dim"] = 128 + 64
     elif size["head_dim"] == -1:

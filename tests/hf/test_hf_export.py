@@ -111,7 +111,7 @@ def test_transformers_loads_the_same_model(family: str, max_file_bytes: int, tmp
 def test_another_order_of_rows_would_show(tmp_path: Path, monkeypatch):
     from titanlite.hf import export as module
 
-    monkeypatch.setattr(module, "to_hf", lambda name, tensor, options: tensor)
+    monkeypatch.setattr(module, "to_hf", lambda names, tensors, options: tensors[0])
     options = model_options()
     weights = random_weights(options)
     write(tmp_path / "out", options, weights, torch.float32)

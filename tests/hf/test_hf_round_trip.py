@@ -164,9 +164,9 @@ def test_a_damaged_folder_stops_every_rank(tmp_path: Path, ranks: Any, assets: A
 def test_a_folder_of_another_family_is_rejected(tmp_path: Path):
     build_hf("qwen3", vocab_size=VOCABULARY).save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
-    file.write_text(file.read_text().replace('"qwen3"', '"gpt2"'))
+    file.write_text(file.read_text().replace('"qwen3"', '"bloom"'))
     (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
-    with pytest.raises(ConfigError, match=r"config\.json: model_type = \"gpt2\""):
+    with pytest.raises(ConfigError, match=r"config\.json: model_type = \"bloom\""):
         config.load([str(tmp_path / "run.toml")])
 
 

@@ -690,7 +690,7 @@ def test_only_the_named_components_are_compiled(ranks, tmp_path):
 
 def test_plan_covers_every_parameter_of_a_block():
     """Each module with parameters is in the plan: one that it lacks would stay a plain tensor, unsharded."""
-    job = config.Config().replace(model__qk_norm=True)
+    job = config.Config().replace(model__qk_norm=True, model__norm_placement="both", model__learned_positions=8)
     (block, *_) = build.meta_model(job).layers.values()
     modules = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
     assert modules <= set(tensor.BLOCK_STYLES)

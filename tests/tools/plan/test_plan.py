@@ -85,6 +85,10 @@ LAYOUTS = {
         "--model.n_layers=12",
     ],
     "1F1B": [PIPELINE, "--model.n_layers=12"],
+    "kinds of layers": [
+        *(SHARD, "--model.flavor=gemma3_1b", "--model.dim=64", "--model.n_heads=4", "--model.head_dim=16"),
+        *("--model.ffn_dim=96", "--model.vocab_size=272", "--training.seq_len=1024", "--model.n_layers=38"),
+    ],
     "ZBV": [PIPELINE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.n_layers=24"],
 }
 
