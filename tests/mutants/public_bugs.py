@@ -223,7 +223,8 @@ PARALLEL = [
         "NVIDIA-NeMo/Automodel", 2995, "merged",
         "Routing scores were gathered without a gradient: the router learned from the auxiliary losses only.",
         Mutant("techniques/moe/parallel.py", "scores that were sent to other ranks have no gradient",
-               "d_x_MD, d_scores_M, *d_weights", "d_x_MD, torch.zeros_like(d_scores_M), *d_weights", experts("tp, ep"))),
+               "d_x_MD, d_scores_M, *d_weights", "d_x_MD, torch.zeros_like(d_scores_M), *d_weights",
+               experts("tp, ep"))),
     PublicBug(
         "pytorch/pytorch", 160285, "open",
         "In torchtitan, gradients of experts doubled with an expert-parallel degree of 2.",

@@ -491,7 +491,8 @@ TECHNIQUES = [
     Mutant("hf/names.py", "biases of rotated heads keep the order of the folder",
            "module not in ROTATED:", "module not in ROTATED or name.endswith(\"bias\"):", HF),
     Mutant("hf/names.py", "an export has the rows of rotated heads in the order of a checkpoint",
-           "heads[:, :rotated].unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)", "heads[:, :rotated]", HF),
+           "heads[:, :rotated].unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)", "heads[:, :rotated]",
+           HF),
     # families
     Mutant("model.py", "norms after attention are skipped",
            "y_ND = self.attention_post_norm(self.attention(", "y_ND = nn.Identity()(self.attention(", BY_OPTIONS),
@@ -508,7 +509,7 @@ TECHNIQUES = [
     Mutant("config/schema.py", "a pattern does not repeat",
            "layer %= sum(kind.count for kind in self.layer_pattern) or 1", "layer += 0", RULES),
     Mutant("parallel/parallelize.py", "all layers have a window",
-           "TiledAttention(*options, block.attention.inner_attention.window)", "TiledAttention(*options, 9)", BY_OPTIONS),
+           "TiledAttention(*options, inner.window,", "TiledAttention(*options, 9,", BY_OPTIONS),
     Mutant("hf/names.py", "keys are read from the rows of queries",
            "    return rows + _rows(name, model).start", "    return rows", BY_OPTIONS),
     Mutant("config/hf_layers.py", "layers without rotary embedding are one layer off",
