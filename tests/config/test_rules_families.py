@@ -1,4 +1,4 @@
-"""The rules about families: norms, positions, partial and long rotary embedding, and kinds of layers.
+"""The rules about families: norms, positions, partial and long rotary embedding, and kinds of layers."""
 
 from pathlib import Path
 from typing import Any

@@ -5,7 +5,7 @@ from typing import Any
 from tests import test_families
 from tests.parallel import test_layouts, test_parity
 from tests.parallel.test_layouts import with_batches, world_size
-from tests.techniques import test_mla
+from tests.techniques import test_gpt_oss, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
 
 ON_CUDA = {
@@ -28,6 +28,8 @@ def layouts() -> dict[str, dict[str, Any]]:
         ("experts, ", test_moe, test_moe.EXPERTS | {"model__moe__expert_dim": 64}),
         ("latent attention, ", test_mla, {}),
         ("families, ", test_families, {}),
+        ("gpt-oss, ", test_gpt_oss, test_gpt_oss.GPT_OSS | {"model__moe__expert_dim": 64}),
+        ("QK-clip, ", test_qk_clip, test_qk_clip.CLIP),
     ):
         cases |= {f"{title}{name}": common | layout for name, layout in module.LAYOUTS.items()}
     for name, layout in test_layouts.LOW_PRECISION.items():
