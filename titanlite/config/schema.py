@@ -335,6 +335,11 @@ class Model(Section):
         return int(self.rope_width * self.partial_rotary_factor)
 
     @property
+    def most_positions(self) -> int:
+        """Most tokens of a sequence; 0: without a limit."""
+        return self.learned_positions or (self.rope_original_seq_len if self.llama4_scaling_beta else 0)
+
+    @property
     def query_scale(self) -> float:
         """Factor on queries besides 1 / sqrt(head_dim), which attention applies."""
         return 1.0 if self.attention_scale == -1 else self.attention_scale * math.sqrt(self.head_dim)

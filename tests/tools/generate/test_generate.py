@@ -21,7 +21,7 @@ from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import printable
-from titanlite.config.schema import Moe, Parallelism
+from titanlite.config.schema import Model, Moe, Parallelism
 from titanlite.data.text import continuation
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.launch.cli import run_command
@@ -551,7 +551,7 @@ def test_wrong_arguments_are_lines(arguments: tuple[str, ...], hf_folder: Path, 
 
 
 def test_the_keys_and_values_have_room_in_memory():
-    options = mock.Mock(n_layers=2**10, n_kv_heads=2**10, head_dim=2**10)
+    options = mock.Mock(n_layers=2**10, n_kv_heads=2**10, head_dim=2**10, most_positions=0)
     check_length = functools.partial(command.check_length, options, longest=2, itemsize=0.5)
     check_length(new=1, batch_size=1)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -559,6 +559,14 @@ def test_the_keys_and_values_have_room_in_memory():
         ConfigError, match=f"^--max-new-tokens = 1000000: .* at most {memory // 2**30:,}, in batches of"
     ):
         check_length(new=1_000_000, batch_size=1)
+
+
+@pytest.mark.parametrize("limit", [{"learned_positions": 8}, {"llama4_scaling_beta": 0.1, "rope_original_seq_len": 8}])
+def test_a_text_has_no_more_tokens_than_the_model_has_positions(limit: dict[str, Any]):
+    options = Model.model_validate(limit)
+    command.check_length(options, longest=2, new=6, batch_size=1, itemsize=0.5)
+    with pytest.raises(ConfigError, match="expected at most 8, "):
+        command.check_length(options, longest=2, new=7, batch_size=1, itemsize=0.5)
 
 
 def test_half_of_a_surrogate_pair_is_replaced(assets, tmp_path: Path, capsys):

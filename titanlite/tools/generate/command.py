@@ -158,7 +158,7 @@ def check_length(options: Model, longest: int, new: int, batch_size: int, itemsi
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
     bytes_of_token = 2 * options.n_layers * options.n_kv_heads * options.head_dim * itemsize
-    most = min(LONGEST, int(memory / bytes_of_token / batch_size))
+    most = min(LONGEST, options.most_positions or LONGEST, int(memory / bytes_of_token / batch_size))
     if longest + new > most:
         problem = f"--max-new-tokens = {new}: with the {longest:,} tokens of the longest prompt, expected at most "
         raise ConfigError([f"{problem}{most:,}, in batches of {batch_size}; shorten it, or set --batch-size lower"])

@@ -119,12 +119,13 @@ class RecordedStep:
 def read_step(folder: Path) -> RecordedStep:
     """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model."""
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
-    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}}
+    # The length of the batch is compared with the model's positions below.
+    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}, "training": {"seq_len": 1}}
     model = load_values(options, str(folder / "config.json"), []).config.model
     if model.moe.n_experts:
         problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
         raise ConfigError([f"{folder / 'config.json'}: {problem}"])
-    most = read_json_object(folder / "config.json").get("max_position_embeddings")
+    most = model.most_positions or read_json_object(folder / "config.json").get("max_position_embeddings")
     batch = _read_batch(folder / "batch.safetensors", model, most)
     gradients, after = folder / "gradients.safetensors", folder / "weights_after.safetensors"
     if after.exists() and step.optimizer is None:
