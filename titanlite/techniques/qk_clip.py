@@ -108,6 +108,11 @@ def _factors(attention: nn.Module, gamma_H: Tensor) -> list[tuple[nn.Module, Ten
     return [(queries, both), (attention.wk, both)]
 
 
+def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers of the host, which does not wait for the device."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
 def _repeat(factor_H: Tensor, n: int) -> Tensor:
     return factor_H.unsqueeze(1).expand(-1, n)
 
@@ -132,7 +137,7 @@ def record(
         begin, end = int(first_BT[:, block].min()), int(at_T[block].max()) + 1
         queries, keys = q_BTGMK[:, int(block[0]) : int(block[-1]) + 1], k[:, begin:end]
         logits_BGMTS = torch.einsum("btgmk,bsgk->bgmts", queries, keys)
-        first_BT1, at_T1 = (x[..., block].to(q.device).unsqueeze(-1) for x in (first_BT, at_T))
+        first_BT1, at_T1 = (_on_device(x[..., block], q.device).unsqueeze(-1) for x in (first_BT, at_T))
         left, right = int(first_BT[:, block].max()), int(at_T[block].min()) + 1  # all see the keys between
         for some in ((begin, left), (right, end)) if left < right else ((begin, end),):
             key_S = torch.arange(*some, device=q.device)
@@ -167,4 +172,4 @@ def _gathered(
     order = torch.cat([local_positions(seq_len, ring=n_ring, ulysses=1, rank=each) for each in range(n_ring)]).argsort()
     own = local_positions(seq_len, ring=n_ring, ulysses=n_ulysses, rank=ring_rank * n_ulysses + rank)
     documents = None if document_positions_BS is None else document_positions_BS.chunk(n_ulysses, dim=1)[rank]
-    return k_BTGK[:, order.to(k_BTGK.device)], own, documents
+    return k_BTGK[:, _on_device(order, k_BTGK.device)], own, documents
