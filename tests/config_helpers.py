@@ -125,6 +125,19 @@ def describe(settings: Settings | str) -> str:
     return ", ".join(f"{key.split('.')[-1]}={value}" for key, value in settings.items()) or "nothing set"
 
 
+def modules_of_a_plain_llama() -> list[str]:
+    """Return the names of the modules that building a plain Llama under tensor parallel imports."""
+    code = (
+        "import sys, torch\n"
+        "from titanlite import train, build, config\n"
+        "build.meta_model(config.check(config.load(['debug_tp']), config.Launch(0, 0, 2, 2, 0)))\n"
+        "print(*sys.modules)\n"
+    )
+    status, names, errors = python("-c", code)
+    assert (status, errors) == (0, "")
+    return names.split()
+
+
 def python(*args: str, **environment: str) -> tuple[int, str, str]:
     """Run Python without devices (no nvidia-smi on the PATH), and return its exit status, output and errors."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES")}

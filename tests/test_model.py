@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,16 @@ def compare_with_hf(size: dict[str, Any], permute: Any = in_their_order) -> dict
         differences[name] = relative(permuted, expected.pop(hf_name(name, section(size))))
     assert not expected
     return differences
+
+
+def differences_from(llama: Llama, hf: Any, in_their_names: Callable[[dict[str, Tensor]], Any]) -> dict[str, float]:
+    """Return the relative differences of the logits and of every gradient, of which transformers' model has names and
+    order of its own."""
+    tokens, targets = draw_tokens(2, 41)[:, :40], draw_tokens(2, 41)[:, 1:]
+    ours, theirs = llama(tokens), hf(tokens, use_cache=False).logits
+    expected, actual = gradients(hf, theirs, targets), in_their_names(gradients(llama, ours, targets))
+    assert actual.keys() == expected.keys()
+    return {"logits": relative(ours, theirs), **{name: relative(actual[name], expected[name]) for name in expected}}
 
 
 TOLERANCE = 1e-13

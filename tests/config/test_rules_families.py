@@ -78,6 +78,14 @@ def test_rejected(tmp_path: Path, model: dict[str, Any], sections: dict[str, Any
     assert line.partition(": ")[2].startswith(expected), line
 
 
+def test_longrope_has_as_many_factors_as_each_layer_has_pairs(tmp_path: Path):
+    pattern = [{"partial_rotary_factor": 0.5}, {}]
+    model = {**LONG, "rope_long_factors": PAIRS, "rope_short_factors": PAIRS, "layer_pattern": pattern}
+    lines = problems(lambda: load(tmp_path, model))
+    assert len(lines) == 2
+    assert all("expected a factor for each of the 4 rotated pairs of channels, got 8" in line for line in lines)
+
+
 def test_latent_attention_rejects_what_it_lacks(tmp_path: Path):
     mla = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     model = {"mla": mla, "n_kv_heads": 16, "norm": "layer", "attention_scale": 0.1, "partial_rotary_factor": 0.5}

@@ -92,10 +92,10 @@ def model_options(folder: Path) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", family.norm_eps),
         "tie_embeddings": config.boolean("tie_word_embeddings", family.tied),
         **family.options,
+        "activation": _activation(config, model_type),
         **_bias_options(config, model_type),
         **layer_options(config, model_type, n_layers),
         **_own_options(config, model_type, dim),
-        "activation": _activation(config, model_type),
     }
     if model_type.startswith("deepseek"):
         from titanlite.config.hf_deepseek import deepseek_options
@@ -115,7 +115,7 @@ def model_options(folder: Path) -> dict[str, Any]:
 def _activation(config: JsonObject, model_type: str) -> str:
     """Return the activation of the feed-forward layers."""
     known = FAMILIES[model_type].activations
-    default = {"gpt2": "gelu_new"}.get(model_type, min(known, key=lambda name: name != "gelu_pytorch_tanh"))
+    default = next(iter(known))
     if len(known) == 1:
         config.only("hidden_act", default, "the feed-forward layer is " + ("SwiGLU" if "silu" in known else "GeGLU"))
         return known[default]
@@ -133,8 +133,6 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
             "logits_scale": 1 / scaling,
         }
     if model_type == "gemma":
-        if config.values.get("hidden_act") == "gelu":  # of early files, which meant the approximation
-            config.values["hidden_act"] = "gelu_pytorch_tanh"
         return {"embedding_scale": math.sqrt(dim)}
     if model_type == "gemma3_text":
         scalar = config.integer("query_pre_attn_scalar", 256)
@@ -151,7 +149,6 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
             config.object(QUANTIZATION).choice("quant_method", ("mxfp4",))
         if not (config.values.get("rope_scaling") or config.values.get("rope_parameters")):
             config.reject("rope_scaling", "expected the options of the rotary embedding, which YaRN scales")
-        return {}
     return {}
 
 

@@ -12,7 +12,6 @@ GLM = {
     **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
 }
 """GLM-4.5's defaults of the keys that it has in common with DeepSeek-V3."""
-
 SWIGLU = {"limit": 7.0, "alpha": 1.702}
 """The defaults of gpt-oss."""
 

@@ -12,21 +12,17 @@ from titanlite.config.loader import Section
 
 ANY = object()
 """Every value of an option."""
-SILU, GELU = {"silu": "silu"}, {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""Values of hidden_act, and of model.activation."""
+TANH = {"gelu_pytorch_tanh": "gelu_tanh"}
+SILU, GELU = {"silu": "silu"}, {"gelu_new": "gelu_tanh", **TANH, "gelu": "gelu"}
+"""Values of hidden_act, the first of which is the default, and of model.activation."""
 AFTER = {"norm_placement": "after", "qk_norm": "all_heads"}
 GEMMA = {"norm": "rms_plus_one", "norm_placement": "both", "activation": "gelu_tanh", "qk_norm": True}
 GPT = {"norm": "layer", "gated_ffn": False}
 SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
 PLAIN: dict[str, Any] = {
     **{"qk_norm": False, "attention_bias": "none", "mlp_bias": False, "sliding_window": 0, "learned_positions": 0},
-    **{
-        "norm": "rms",
-        "norm_placement": "before",
-        "activation": "silu",
-        "gated_ffn": True,
-        "partial_rotary_factor": 1.0,
-    },
+    **{"norm": "rms", "norm_placement": "before", "activation": "silu", "gated_ffn": True},
+    "partial_rotary_factor": 1.0,
     **{"embedding_scale": 1.0, "attention_scale": -1, "residual_scale": 1.0, "logits_scale": 1.0},
     **{"layer_pattern": [], "llama4_scaling_beta": 0.0, "attention_sinks": False},
 }
@@ -171,7 +167,7 @@ FAMILIES = {
         norm_eps=1e-5,
         tied=True,
         names={"rms_norm_eps": "norm_epsilon"},
-        activations=GELU,
+        activations={**TANH, **GELU},
         window=0,
         has_dropout=True,
     ),
@@ -219,7 +215,7 @@ FAMILIES = {
         n_kv_heads=16,
         head_dim=256,
         tied=True,
-        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activations={**TANH, "gelu": "gelu_tanh"},  # of early files, which meant the approximation
         bias="all",
     ),
     "gemma3_text": Family(
@@ -231,7 +227,7 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         tied=True,
         names={"hidden_act": "hidden_activation"},
-        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activations=TANH,
         bias="all",
         window=4096,
         kinds="rope",

@@ -100,48 +100,42 @@ def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str
     family = FAMILIES[model_type]
     if family.kinds != "rope":
         return rope_options(config, family.rope_theta, family.rotated), {}
-    nested = config.object("rope_parameters")
+    nested, theta = config.object("rope_parameters"), family.rope_theta
+    local_theta = config.number("rope_local_base_freq", 10_000.0) if model_type == "gemma3_text" else theta
     if nested.values:
         for key in nested.values.keys() - {FULL, SLIDING}:
             nested.reject(key, f"expected {show(FULL)} and {show(SLIDING)} only, each with its own options")
-        full = rope_at(nested, FULL, config.number("rope_theta", family.rope_theta))
-        local = rope_at(nested, SLIDING, config.number("rope_local_base_freq", 1e4 if model_type[0] == "g" else 5e5))
+        full = rope_at(nested, FULL, config.number("rope_theta", theta))
+        local = rope_at(nested, SLIDING, local_theta)
         if config.values.get("rope_scaling") and rope_at(config, "rope_scaling", full["rope_theta"]) != full:
             config.reject("rope_scaling", f"expected that of rope_parameters.{FULL}; remove one of the two")
         if "rope_scaling_type" in local:
             nested.reject(SLIDING, "expected no scaling of the rotary embedding of layers with a window")
+        local_theta = local["rope_theta"]
     else:
-        full = rope_at(config, "rope_scaling", family.rope_theta)
-        theta = config.number("rope_local_base_freq", 10_000.0) if model_type == "gemma3_text" else family.rope_theta
-        local = {"rope_theta": theta}
+        full = rope_at(config, "rope_scaling", theta)
         if model_type == "olmo3" and full["rope_theta"] != theta:
             config.reject("rope_theta", f"expected {theta:g}, which layers with a window have; set rope_parameters")
-    own = {key: local[key] for key in ("rope_theta",) if local[key] != full["rope_theta"]}
+    own = {"rope_theta": local_theta} if local_theta != full["rope_theta"] else {}
     return full, own | ({"rope_scaling_factor": 1.0} if full.get("rope_scaling_factor", 1.0) != 1 else {})
 
 
 def layers_fit(model: Section, model_type: str) -> bool:
     """Return whether a model type has layers that differ as those of a model do."""
     kinds, layers = FAMILIES[model_type].kinds, model.of_layers()
-    windows = {layer.sliding_window for layer in layers} - {0}
-    if len(windows) > 1 or not all(kind.experts for kind in model.layer_pattern):
+    if len({layer.sliding_window for layer in layers} - {0}) > 1 or not all(
+        each.experts for each in model.layer_pattern
+    ):
         return False
-    by_window: dict[bool, set[Any]] = {}
-    for layer in layers:
-        is_local = kinds != "windows" and bool(layer.sliding_window)
-        rope = layer.rope_theta, layer.rope_scaling_factor, layer.partial_rotary_factor
-        by_window.setdefault(is_local, set()).add(rope)
-    if kinds == "no_rope":
-        return {rope[:2] for ropes in by_window.values() for rope in ropes} == {
-            (model.rope_theta, model.rope_scaling_factor)
-        } and {layer.partial_rotary_factor for layer in layers} <= {0.0, 1.0}
-    if any(len(ropes) > 1 for ropes in by_window.values()):
-        return False
-    ((_, scaling, _),) = by_window.get(True, {(0.0, 1.0, 1.0)})
     if kinds == "rope":
-        return scaling == 1
-    plain = model.rope_theta, model.rope_scaling_factor, model.partial_rotary_factor
-    return all(ropes == {plain} for ropes in by_window.values())
+        local, full = ({_rope_of(each) for each in layers if bool(each.sliding_window) == has} for has in (True, False))
+        return len(full) <= 1 and len(local) <= 1 and all(scaling == 1 for _, scaling, _ in local)
+    ropes, (theta, scaling, share) = set(map(_rope_of, layers)), _rope_of(model)
+    return ropes <= {(theta, scaling, each) for each in ((0.0, 1.0) if kinds == "no_rope" else (share,))}
+
+
+def _rope_of(layer: Section) -> tuple[float, float, float]:
+    return layer.rope_theta, layer.rope_scaling_factor, layer.partial_rotary_factor
 
 
 def hf_layers(model: Section, model_type: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from titanlite.config.hf_values import JsonObject
 from titanlite.config.loader import Section, show
 
 ALL_CHANNELS = (1, "all channels are rotated")
-
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 ROPE_KEYS_OF_TYPE: dict[str, set[str]] = {
     "default": set(),

@@ -33,7 +33,7 @@ def family_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         if not (kind.experts or model.moe.n_experts):
             reject(f"{LAYERS}.{number}.experts", f"read only with {EXPERTS}; set that, or remove it", EXPERTS, LAYERS)
     if model.hf_model_type:
-        from titanlite.config.hf_config import FAMILIES  # here, since few runs need it
+        from titanlite.config.hf_families import FAMILIES  # here, since few runs need it
 
         if model.hf_model_type not in FAMILIES:
             reject("model.hf_model_type", f"expected one of {', '.join(map(show, FAMILIES))}, or nothing")
@@ -49,12 +49,13 @@ def _rotary_rules(model: Model, reject: Rejections) -> None:
     is_long = model.rope_scaling_type == "longrope"
     pairs = [layer.rope_dim // 2 for layer in layers if is_long and layer.rope_scaling_factor > 1 and layer.rope_dim]
     for name in FACTORS:
-        n_factors, n_pairs = len(getattr(model, name)), pairs[0] if pairs else 0
-        if n_factors and not n_pairs:
+        n_factors = len(getattr(model, name))
+        wrong = [n_pairs for n_pairs in pairs if n_pairs != n_factors]
+        if n_factors and not pairs:
             message = 'read only when the rotary embedding is scaled by "longrope"; remove it'
             reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
-        elif n_factors != n_pairs:
-            message = f"expected a factor for each of the {n_pairs} rotated pairs of channels, got {n_factors}"
+        elif wrong:
+            message = f"expected a factor for each of the {wrong[0]} rotated pairs of channels, got {n_factors}"
             reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
     if pairs and model.rope_original_seq_len == 1:
         reject("model.rope_original_seq_len", "expected 2 or more; longrope takes its logarithm", SCALING_TYPE, SCALED)

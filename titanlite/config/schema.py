@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tomli_w
@@ -62,6 +63,13 @@ class Job(Section):
     """Take over the lock of dump_folder from a stopped run on another node; false: end with a line and status 2."""
     description: str = ""
     """One line about the run. It is printed first and is shown in TensorBoard."""
+
+
+def identity_of(section: Section, later: Collection[str], exclude: set[str] = frozenset()) -> dict[str, Any]:
+    """Return the values of a section, as plain JSON. Options in `later`, which older checkpoints lack, are there if
+    they differ from their default."""
+    values, fields = section.model_dump(exclude=exclude), type(section).model_fields
+    return {key: value for key, value in values.items() if key not in later or value != fields[key].default}
 
 
 class Moe(Section):
@@ -120,12 +128,9 @@ class Moe(Section):
     of the squared log-sum-exp of a token's logits."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that saved, as plain JSON. Options that older checkpoints
-        lack are there if they differ from the default."""
-        values = self.model_dump(exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
-        later = ("group_score", "expert_bias", "router_bias", "swiglu_limit", "swiglu_alpha")
-        unset = {key for key in later if values[key] == type(self).model_fields[key].default}
-        return {key: value for key, value in values.items() if key not in unset}
+        """Return what a resumed run must share with the one that saved, as plain JSON."""
+        later = {"group_score", "expert_bias", "router_bias", "swiglu_limit", "swiglu_alpha"}
+        return identity_of(self, later, exclude={"balance_bias_rate", "balance_loss_weight", "z_loss_weight"})
 
 
 class Mla(Section):
@@ -309,8 +314,9 @@ class Model(Section):
 
     def rope_kinds(self) -> tuple[list[Model], list[int]]:
         """Return options with each rotary embedding that layers have, and which one of them each layer has."""
-        keys = [(each.rope_theta, each.rope_scaling_factor, each.partial_rotary_factor) for each in self.of_layers()]
-        kinds = dict(zip(keys, self.of_layers(), strict=True))
+        layers = self.of_layers()
+        keys = [(each.rope_theta, each.rope_scaling_factor, each.partial_rotary_factor) for each in layers]
+        kinds = dict(zip(keys, layers, strict=True))
         return list(kinds.values()), [list(kinds).index(key) for key in keys]
 
     def has_experts(self, layer: int) -> bool:
@@ -350,13 +356,10 @@ class Model(Section):
         return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_dim
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON. Options that
-        have a default are there if they differ from it."""
-        dimensions = self.model_dump(exclude={"flavor", "hf_assets_path", "moe", "mla"})
-        defaults = {key: field.default for key, field in Model.model_fields.items() if not field.is_required()}
-        dimensions = {key: value for key, value in dimensions.items() if value != defaults.get(key)}
-        no_eps = {"norm_eps"} if self.mla.norm_eps == -1 else set()
-        latents = self.mla.model_dump(exclude=no_eps) if self.mla.kv_lora_rank else {}
+        """Return what a resumed run must share with the one that saved: every dimension, as plain JSON."""
+        later = {key for key, field in Model.model_fields.items() if not field.is_required()}
+        dimensions = identity_of(self, later, exclude={"flavor", "hf_assets_path", "moe", "mla"})
+        latents = identity_of(self.mla, {"norm_eps"}) if self.mla.kv_lora_rank else {}
         dimensions |= {f"mla.{key}": value for key, value in latents.items()}
         experts = self.moe.identity() if self.moe.n_experts else {}
         return dimensions | {f"moe.{key}": value for key, value in experts.items()}
@@ -405,12 +408,12 @@ def layer_parameters(model: Model, layer: int) -> int:
     biases += ffn_biases * (model.mlp_bias and not model.has_experts(layer)) + model.n_heads * model.attention_sinks
     norms = {False: 0, True: 2 * model.head_dim, "all_heads": q_dim + kv_dim}[model.qk_norm]
     norms += (4 if model.norm_placement == "both" else 2) * model.dim
-    return matrices + biases + norms * (2 if model.norm == "layer" else 1)
+    return matrices + biases + norm_parameters(model, norms)
 
 
-def norm_parameters(model: Model) -> int:
-    """Return the number of parameters of a norm of the residual stream."""
-    return model.dim * (2 if model.norm == "layer" else 1)
+def norm_parameters(model: Model, channels: int) -> int:
+    """Return the number of parameters of norms of so many channels together."""
+    return channels * (2 if model.norm == "layer" else 1)
 
 
 def count_parameters(model: Model) -> int:
@@ -418,7 +421,7 @@ def count_parameters(model: Model) -> int:
     matrices = 1 if model.tie_embeddings else 2
     layers = sum(layer_parameters(model, layer) for layer in range(model.n_layers))
     embeddings = model.dim * (matrices * model.vocab_size + model.learned_positions)
-    return embeddings + layers + norm_parameters(model)
+    return embeddings + layers + norm_parameters(model, model.dim)
 
 
 class DatasetOptions(Section):
@@ -930,7 +933,7 @@ def stage_modules(config: Config) -> list[list[str]]:
         costs = [first, *[1] * model.n_layers, 0, parallelism.pipeline_parallel_last_stage_less_layers]
     else:
         layers, matrix = [layer_parameters(model, n) for n in range(model.n_layers)], model.dim * model.vocab_size
-        costs = [matrix + model.learned_positions * model.dim, *layers, norm_parameters(model), matrix]
+        costs = [matrix + model.learned_positions * model.dim, *layers, norm_parameters(model, model.dim), matrix]
     return split_into_stages(module_names(model.n_layers), costs, parallelism.n_stages)
 
 

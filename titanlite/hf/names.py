@@ -237,12 +237,9 @@ def to_hf(names: Sequence[str], tensors: Sequence[Tensor], model: Model) -> Tens
 
 
 def _in_their_order(name: str, tensor: Tensor, model: Model) -> Tensor:
-    rotated = rotated_channels(name, model)
-    if not rotated:
+    if not rotated_channels(name, model):
         return tensor
-    heads = tensor.unflatten(0, (-1, model.head_dim))
-    first = heads[:, :rotated].unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((first, heads[:, rotated:]), dim=1).flatten(0, 1)
+    return tensor[hf_rows(name, torch.arange(len(tensor)), model).argsort()]
 
 
 def hf_tensors(model: Model, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:

@@ -20,9 +20,9 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
-    windows = sorted({layer.sliding_window for layer in model.of_layers()} - {0})
-    some = " in some layers" if len({layer.sliding_window for layer in model.of_layers()}) > 1 else ""
-    window = f", where T is the window {windows[0]}{some}" if config.windowed else ""
+    windows = {layer.sliding_window for layer in model.of_layers()}
+    some = " in some layers" if len(windows) > 1 else ""
+    window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
