@@ -79,7 +79,7 @@ def test_rejected(tmp_path: Path, model: dict[str, Any], sections: dict[str, Any
 
 
 def test_longrope_has_as_many_factors_as_each_layer_has_pairs(tmp_path: Path):
-    pattern = [{"partial_rotary_factor": 0.5}, {}]
+    pattern = [{}, {"partial_rotary_factor": 0.5}]
     model = {**LONG, "rope_long_factors": PAIRS, "rope_short_factors": PAIRS, "layer_pattern": pattern}
     lines = problems(lambda: load(tmp_path, model))
     assert len(lines) == 2
