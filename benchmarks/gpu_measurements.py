@@ -3,11 +3,13 @@
     python benchmarks/gpu_measurements.py environment       versions of the libraries, and the device
     python benchmarks/gpu_measurements.py rates [--small]   a bfloat16 matrix product and a copy on the device
     python benchmarks/gpu_measurements.py plan CONFIG.toml [--section.key=value ...]
+    python benchmarks/gpu_measurements.py parity N CONFIG.toml [--section.key=value ...]    N ranks that share a device
 
 The matrix product is of two square matrices of side 8192. They are random, because a GPU is faster on zeros. The copy
 is of 4 GiB, and its bandwidth counts the bytes read and those written. Both are the median of groups of ten, of which
 the first half is warm-up. --small takes sizes for a CPU. The plan is the planned peak of a step, in tensors, as the
-allocator's peak counts it: without CUDA context and fragmentation.
+allocator's peak counts it: without CUDA context and fragmentation. The ranks of `titanlite parity` share a device: each
+is a node of its own to torchrun, and to NCCL, which rejects two ranks of a node on one device, by NCCL_HOSTID.
 
 Prints one JSON line. Without a GPU, all of them use the CPU.
 """
@@ -18,8 +20,10 @@ import json
 import os
 import platform
 import shutil
+import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -90,13 +94,38 @@ def plan(arguments: list[str]) -> dict[str, float]:
     return {"planned GiB": planned.worst.peak.total / 2**30, "planned tokens/s": planned.tokens_per_second}
 
 
+def parity(n_ranks: int, arguments: list[str]) -> dict[str, str]:
+    """Compare a layout whose ranks share a device with one process. Return what the command says of it."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={n_ranks}", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=localhost", f"--master-port={port}"]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={rank}", "-m", "titanlite.tools.parity", *arguments],
+            env=os.environ | {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n_ranks)
+    ]
+    output = "".join(node.communicate()[0] for node in nodes)
+    print(output, flush=True)
+    verdicts = [line for line in output.splitlines() if line.startswith(("equal:", "different:"))]
+    if any(node.returncode for node in nodes) or len(verdicts) != 1:
+        raise SystemExit(f"error: the layout is not equal: {verdicts}")
+    return {"result": verdicts[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["environment", "rates", "plan"])
+    parser.add_argument("command", choices=["environment", "rates", "plan", "parity"])
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     arguments, config_arguments = parser.parse_known_args()
     if arguments.command == "plan":
         result = plan(config_arguments)
+    elif arguments.command == "parity":
+        result = parity(int(config_arguments[0]), config_arguments[1:])
     else:
         result = rates(arguments.small) if arguments.command == "rates" else environment()
     print(json.dumps(result), flush=True)
