@@ -315,8 +315,8 @@ def test_the_script_shows_what_is_chosen(written):
             "choiceOf(grid, '')",
             "choiceOf(grid, '#device=b200&tp=2')",
             "choiceOf(grid, '#tp=7&device=%3Cb%3E&x=y')",
-            "pageOf(grid, choiceOf(grid, '#device=b200&tp=2'))",
-            "pageOf(grid, choiceOf(grid, '#tp=3'))",
+            "pageOf(grid, choiceOf(grid, '#device=b200&tp=2')).join('<br>')",
+            "pageOf(grid, choiceOf(grid, '#tp=3')).join('<br>')",
             "optionsOf(grid, choiceOf(grid, '#tp=2'), 'tp')",
         ],
     )

@@ -8,7 +8,7 @@ the same config has measured: its metrics.jsonl. A config that cannot run is rej
 `titanlite train`.
 
 --explore also plans layouts around the config and writes an HTML page in which a reader changes degrees, batch,
-activation checkpointing and device. Takes minutes; Ctrl-C ends it early, and what has been planned is written.
+activation checkpointing and device. It takes minutes, and Ctrl-C ends it early: what is planned by then is written.
 
 Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
 """
@@ -24,15 +24,11 @@ def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
     usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--explore FILE] [--against METRICS]"
     parser = Parser(usage, __doc__)
-    parser.add_argument(
-        "--html", type=new_file, metavar="FILE", help="also write the plan with figures as an HTML page"
-    )
-    text = "also compare the plan with a run's metrics.jsonl"
-    parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
-    text = "also plan layouts around the config, and write an HTML page in which a reader changes them"
-    parser.add_argument("--explore", type=new_file, metavar="FILE", help=text)
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="also write the plan with figures as a page")
+    parser.add_argument("--against", type=Path, metavar="METRICS", help="also compare the plan with a metrics.jsonl")
+    parser.add_argument("--explore", type=new_file, metavar="FILE", help="also write a page of layouts around this one")
     text = "values of an axis of --explore: tp, pp, cp, dp_replicate, batch, ac or device, as in device=h100,b200"
-    parser.add_argument("--grid", action="append", default=[], metavar="AXIS=VALUE,VALUE", help=text)
+    parser.add_argument("--grid", action="append", metavar="AXIS=VALUE,VALUE", help=text)
     begin = time.monotonic()
     arguments, config_arguments = parser.parse_known_args(argv)
     if arguments.grid and not arguments.explore:
@@ -46,7 +42,7 @@ def main(argv: list[str]) -> int:
     if arguments.explore:
         from titanlite.tools.plan.explore import make_axes, write_explorer  # here: matplotlib takes a second to import
 
-        axes = make_axes(loaded.config, arguments.grid)
+        axes = make_axes(loaded.config, arguments.grid or [])
     planning = time.monotonic()
     plan = make_plan(loaded, show_progress=True)
     seconds = time.monotonic() - planning

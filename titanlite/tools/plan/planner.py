@@ -92,9 +92,8 @@ def make_plan(
     schedule = parallelism.pipeline_parallel_schedule
     ranks = rank_of_stage(schedule, degree, len(names))
     cache, key = {} if cache is None else cache, config.replace(plan__device=device.kind).toml()
-    if key not in cache:
-        cache[key] = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
-    dry_runs = cache[key]
+    options = {"fold": fold, "show_progress": show_progress}
+    dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, **options)
     actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
