@@ -215,19 +215,22 @@ def test_a_layout_that_cannot_be_planned_is_in_the_page(monkeypatch):
 
 
 def test_what_was_planned_before_an_interrupt_is_written(tmp_path, capsys):
+    """The config's own plan is, too: it was made before."""
+
     def interrupted(futures):
-        yield next(iter(futures))
+        yield [*futures][1]
         raise KeyboardInterrupt
 
     arguments, fake = [str(CONFIGS / "debug.toml"), *SMALL], fake_plans({"a100_80": 1})
     plan = dataclasses.replace(plan_of(1, 0, 3), config=resolve(load(arguments))[0], world_size=4)
-    texts = [*GRID[:-1], "device=a100_80"]
+    texts = ["tp=1,2,3,4", *GRID[1:-1], "device=a100_80"]
     complete, page = write(plan, arguments, texts, tmp_path / "x.html", make_plan=fake, as_completed=interrupted)
     assert not complete
-    entries = page.grid["entries"].values()
-    assert [entry["state"] for entry in entries] == ["fits", "not planned", "rejected"]
-    assert [*entries][1]["lines"] == ["the command was interrupted"]
-    assert "3 choices, 2 dry runs: " in capsys.readouterr().out
+    own, *_, last = entries = [*page.grid["entries"].values()]
+    assert [entry["state"] for entry in entries] == ["fits", "fits", "rejected", "not planned"]
+    assert own.items() >= planned(plan).items()
+    assert last["lines"] == ["the command was interrupted"]
+    assert "4 choices, 3 dry runs: " in capsys.readouterr().out
 
 
 # The choices

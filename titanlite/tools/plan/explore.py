@@ -35,15 +35,14 @@ AC = ["none", "selective", "selective attention", "full"]  # the mode, and selec
 MODE, WORKERS = r"(none|full|selective( \w+)?)", 4
 AXIS = rf"({'|'.join(DEGREES)}|batch)=[1-9]\d*(,[1-9]\d*)*|ac={MODE}(,{MODE})*|device=.+"
 
-Axes = dict[str, list[Any]]  # the values of each axis, the config's own first
 Entries = dict[str, dict[str, Any]]  # what the page shows of each choice, by its key
 Chain = dict[int, dict[str, LoadedConfig[Config]]]  # by batch, and by the key of the choice
 
 
-def make_axes(config: Config, texts: list[str]) -> Axes:
-    """Return the axes around a config. Texts, as in tp=1,2, name the values of some. Of the others, degrees and batch
-    have half and twice the config's, but for dp_replicate. Raises ConfigError if a text is wrong."""
-    axes: Axes = {name: [value_of(config, key)] for name, key in DEGREES.items()}
+def make_axes(config: Config, texts: list[str]) -> dict[str, list[Any]]:
+    """Return the values of each axis, the config's own first. Texts, as in tp=1,2, name those of some. Of the others,
+    batch and degrees but dp_replicate have half and twice the config's. Raises ConfigError if a text is wrong."""
+    axes: dict[str, list[Any]] = {name: [value_of(config, key)] for name, key in DEGREES.items()}
     axes["batch"] = [value_of(config, MICROBATCH if axes["pp"] > [1] else BATCH)]
     for name in ("tp", "pp", "cp", "batch"):
         axes[name] += [max(axes[name][0] // 2, 1), 2 * axes[name][0]]
@@ -111,7 +110,7 @@ def plan_chain(chain: Chain, world_size: int) -> Entries:
     return entries
 
 
-def write_explorer(plan: Plan, arguments: list[str], axes: Axes, seconds: float, target: Path) -> bool:
+def write_explorer(plan: Plan, arguments: list[str], axes: dict[str, list[Any]], seconds: float, target: Path) -> bool:
     """Plan a grid around a config, which took some seconds to plan, and write the page. Return whether all was planned:
     Ctrl-C ends it early. The arguments are those of the command: the config and overrides."""
     entries, chains, own = Entries(), dict[str, Chain](), load(arguments)
@@ -127,6 +126,7 @@ def write_explorer(plan: Plan, arguments: list[str], axes: Axes, seconds: float,
         except ConfigError as error:
             entries[key] = {"state": "rejected", "lines": error.problems}
         entries[key]["command"] = shlex.join(["titanlite", "plan", *changed])
+    entries["|".join(str(values[0]) for values in axes.values())] |= planned(plan)
     total, cores, complete = sum(map(len, chains.values())), min(WORKERS, available_cores()), False
     line = f"{len(entries):,} choices, {total:,} dry runs: {total * seconds / cores / 60:,.1f} min on {cores} cores"
     print(f"{line} if each takes {seconds:.0f} s, as above; Ctrl-C ends it, and what is planned is written", flush=True)
