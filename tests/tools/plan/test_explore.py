@@ -236,9 +236,17 @@ def test_what_was_planned_before_an_interrupt_is_written(tmp_path, capsys):
 # The choices
 
 
-@pytest.mark.parametrize("name", ["debug", "debug_4d", "llama3_8b", "70b", "llama3_8b_256k", "175b", "mixtral_8x7b"])
-def test_the_first_choice_is_the_config_itself(name):
-    arguments = [str(CONFIGS / f"{name}.toml")]
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("debug", "debug_4d", "llama3_8b", "70b", "llama3_8b_256k", "175b", "mixtral_8x7b"),
+        "70b --training.global_batch_size=128",  # two gradient accumulation steps of a pipeline
+        "debug --activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2",
+    ],
+)
+def test_the_first_choice_is_the_config_itself(command):
+    name, *options = command.split()
+    arguments = [str(CONFIGS / f"{name}.toml"), *options]
     loaded = load(arguments)
     config, device, world = resolve(loaded)
     plan = dataclasses.replace(plan_of(1, 0, 3), config=config, device=device, world_size=world)
