@@ -74,17 +74,15 @@ def make_plan(
     loaded: LoadedConfig[Config],
     *,
     world_size: int | None = None,
-    fold: bool = True,
-    show_progress: bool = False,
     cache: dict[str, list[DryRun]] | None = None,
+    **options: bool,
 ) -> Plan:
     """Plan a run. Raises ConfigError as `resolve` does.
 
     Args:
         world_size: see `resolve`.
-        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
-        show_progress: show progress on standard error.
         cache: dry runs of other plans: those of configs that differ in the device alone are the same.
+        options: fold and show_progress of `_dry_run_stages`.
     """
     config, device, world = resolve(loaded, world_size)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
@@ -92,7 +90,6 @@ def make_plan(
     schedule = parallelism.pipeline_parallel_schedule
     ranks = rank_of_stage(schedule, degree, len(names))
     cache, key = {} if cache is None else cache, config.replace(plan__device=device.kind).toml()
-    options = {"fold": fold, "show_progress": show_progress}
     dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, **options)
     actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
@@ -162,10 +159,11 @@ def config_for_dry_run(config: Config) -> Config:
 
 
 def _dry_run_stages(
-    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
+    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
     """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
-    the process groups of a world until the process ends."""
+    the process groups of a world until the process ends. fold=False runs repeated layers, too, to test that this makes
+    no difference; show_progress is on standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds: dict[tuple, int] = {}
