@@ -279,6 +279,8 @@ def test_a_pipeline_has_all_sequences_of_a_rank_and_the_step_no_fewer_than_the_c
     assert changed.training.global_batch_size == config.training.global_batch_size == 64
     assert (changed.parallelism.data_parallel_shard_degree, changed.plan.device) == (2, "h200")
     assert changed.activation_checkpoint.selective_ac_option == "attention"
+    replicated = overrides({**choice, "pp": 1, "dp_replicate": 2}, plan, loaded)
+    assert resolve(load([*arguments, *replicated]), world)[0].parallelism.data_parallel_shard_degree == 4
     loaded = load([*arguments, "--training.global_batch_size=-1"])
     plan = dataclasses.replace(plan, config=resolve(loaded)[0])
     for batch, sequences in {1: 16, 2: 16, 4: 32, 3: 24}.items():
