@@ -304,6 +304,13 @@ def test_a_grid_needs_the_page(capsys):
     assert "--grid is an option of --explore" in capsys.readouterr().err
 
 
+def test_the_docs_say_how_long_the_run_of_the_log_took():
+    log = (CONFIGS.parent / "benchmarks" / "logs" / "plan_explore.log").read_text()
+    done, total, minutes, seconds = map(int, re.findall(r"grid: (\d+) of (\d+) dry runs, 0:(\d+):(\d+)", log)[-1])
+    page = (CONFIGS.parent / "docs" / "plan.md").read_text()
+    assert f"{done} of {total} dry runs took {round(minutes + seconds / 60)} minutes on two cores" in page
+
+
 # The script
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="needs node")
