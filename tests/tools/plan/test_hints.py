@@ -80,8 +80,14 @@ def plan_of(*options: str, **changes: Any) -> Plan:
     return dataclasses.replace(base_plan(options), **changes)
 
 
+def exposed(plan: Plan, seconds: float) -> Plan:
+    """Return a plan with seconds of exposed communication besides those of tensor parallel."""
+    return dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, elapsed=8.9 + 2.0 + seconds))
+
+
 LOCAL, GLOBAL, FULL = "--training.local_batch_size", "--training.global_batch_size", "--activation_checkpoint.mode=full"
 OFFLOAD, REPLICATE = "--optimizer.enable_cpu_offload=true", "--parallelism.data_parallel_replicate_degree=2"
+ONE, SCHEDULE = (COMPILE, f"{LOCAL}=1"), "--parallelism.pipeline_parallel_schedule="
 MICROBATCH = "--parallelism.pipeline_parallel_microbatch_size"
 IDLE = ([8.0] * 4, 10.0)
 """A pipeline bubble of 20 %."""
@@ -159,18 +165,23 @@ CASES = {
         'activation_checkpoint.mode = "none"',
     ),
     "a batch of 1": (
-        lambda: with_memory(plan_of(COMPILE, f"{LOCAL}=1", f"{GLOBAL}=32"), {"activations": 20.0}),
-        lambda: with_memory(plan_of(COMPILE, f"{LOCAL}=1", f"{GLOBAL}=32"), {"activations": 20.1}),
+        lambda: exposed(with_memory(plan_of(*ONE, f"{GLOBAL}=32"), {"activations": 20.0}), 1.1),
+        lambda: exposed(with_memory(plan_of(*ONE, f"{GLOBAL}=32"), {"activations": 20.1}), 1.1),
         "training.local_batch_size = 2",
     ),
+    "a batch of 1, communication is overlapped": (
+        lambda: exposed(plan_of(*ONE, f"{GLOBAL}=32"), 1.1),
+        lambda: exposed(plan_of(*ONE, f"{GLOBAL}=32"), 1.0),
+        "11% of the step is communication",
+    ),
     "a batch of 1 in a pipeline": (
-        lambda: plan_of(COMPILE, f"{LOCAL}=1", f"{GLOBAL}=16"),
-        lambda: plan_of(*PIPELINE[:3], "--parallelism.pipeline_parallel_schedule=GPipe", f"{LOCAL}=1", f"{GLOBAL}=16"),
+        lambda: exposed(plan_of(*ONE, f"{GLOBAL}=16"), 1.1),
+        lambda: exposed(plan_of(*ONE, *PIPELINE[1:3], SCHEDULE + "GPipe", f"{GLOBAL}=16"), 1.1),
         "training.local_batch_size = 2",
     ),
     "a batch of 1 without accumulation": (
-        lambda: plan_of(COMPILE, f"{LOCAL}=1", f"{GLOBAL}=16"),
-        lambda: plan_of(COMPILE, f"{LOCAL}=1", f"{GLOBAL}=8"),
+        lambda: exposed(plan_of(*ONE, f"{GLOBAL}=16"), 1.1),
+        lambda: exposed(plan_of(*ONE, f"{GLOBAL}=8"), 1.1),
         "training.local_batch_size = 2",
     ),
     "needless offload": (
