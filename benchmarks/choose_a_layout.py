@@ -24,7 +24,7 @@ from titanlite.tools.advise.memory_bound import estimate_bytes
 from titanlite.tools.advise.search import PlannedLayout, plan_candidate, search
 from titanlite.tools.advise.search_space import GIB, Candidate, Mesh, Task, candidates
 from titanlite.tools.plan.planner import resolve
-from titanlite.tools.plan.result import range_of, spread_of_difference  # noqa: F401
+from titanlite.tools.plan.result import range_of, spread_of_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG, PAGE = ROOT / "benchmarks" / "logs" / "choose_a_layout.jsonl", ROOT / "docs" / "choose_a_layout.md"
@@ -51,6 +51,8 @@ class Row(NamedTuple):
     untied: bool = False
     """Whether the output head has weights of its own, against the model's default, as a pipeline needs it. The layout
     search has no such option, so it is left out."""
+    config: str = ""
+    """A reference config with the guides' mesh and the row's tokens, which is planned too."""
 
 
 def mesh(*, pp: int = 1, replicate: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
@@ -69,7 +71,10 @@ ROWS = {
         (mesh(dp=256), mesh(dp=64, tp=4), mesh(dp=32, tp=8), mesh(pp=2, dp=16, tp=8), mesh(pp=2, dp=32, tp=4)),
         untied=True,
     ),
-    "405B": Row("llama3_405b", 8192, 2**14, mesh(pp=16, dp=128, tp=8), (mesh(dp=1024, cp=2, tp=8),), MANY_TOKENS),
+    "405B": Row(
+        *("llama3_405b", 8192, 2**14, mesh(pp=16, dp=128, tp=8), (mesh(dp=1024, cp=2, tp=8),), MANY_TOKENS),
+        config="405b",
+    ),
     "8B, 1M": Row("llama3_8b", 2**20, 128, mesh(pp=4, cp=4, tp=8)),
 }
 
@@ -130,6 +135,20 @@ def plan_until_one_fits(name: str, row: Row, degrees: Mesh, checkpointing: str, 
     return False
 
 
+def plan_config(name: str, row: Row, log: Log) -> None:
+    """Plan a row's reference config."""
+    loaded = load([str(ROOT / "configs" / f"{row.config}.toml")])
+    config, *_ = resolve(loaded)
+    batch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    stages = config.parallelism.n_stages // config.parallelism.pipeline_parallel_degree
+    pipeline = config.parallelism.pipeline_parallel_schedule, stages
+    candidate = Candidate(row.guides, *pipeline, *batch, config.activation_checkpoint.mode)
+    if config.tokens_per_step != row.tokens:
+        raise ValueError(f"{row.config} has {config.tokens_per_step:,} tokens per step, not {row.tokens:,}")
+    if key_of(name, candidate) not in log:
+        add(name, plan_candidate(loaded, candidate, row.n_devices), log)
+
+
 def search_row(name: str, row: Row, log: Log) -> None:
     """Search the layouts of a row as `titanlite advise` does, and log what it plans and recommends."""
     if row.untied or row.n_devices == 1 or any(plan["row"] == name and plan["is_recommended"] for plan in log.values()):
@@ -165,12 +184,85 @@ def read_log() -> Log:
     return {f"{plan['row']}: {json.dumps(plan['candidate'])}": plan for plan in plans}
 
 
+def of_row(name: str, log: Log) -> list[dict[str, Any]]:
+    """Return the plans of a row that fit, the fastest first."""
+    task = task_of(ROWS[name])
+    plans = [plan for plan in log.values() if plan["row"] == name and plan["bytes"] <= task.device.memory]
+    return sorted(plans, key=lambda plan: plan["seconds"])
+
+
+def has_mesh(plan: dict[str, Any], degrees: Mesh) -> bool:
+    return Mesh(*plan["candidate"][0]) == degrees
+
+
+def described(plan: dict[str, Any]) -> str:
+    """Return a layout in words."""
+    candidate = Candidate(Mesh(*plan["candidate"][0]), *plan["candidate"][1:])
+    return ", ".join([str(candidate.mesh), *filter(None, [candidate.pipeline]), f"AC {candidate.checkpointing}"])
+
+
+def numbers(plan: dict[str, Any]) -> str:
+    """Return memory, speed and the range of the speed."""
+    speed, seconds = plan["tokens_per_second"], plan["seconds"]
+    shortest, longest = range_of(seconds, plan["spread"])
+    low, high = (speed * seconds / end for end in (longest, shortest))
+    return f"{plan['bytes'] / GIB:.1f} GiB, {speed:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def table_line(name: str, log: Log) -> str:
+    """Return a row of the table: the guides' layout beside the one that the layout search recommends or, where it was
+    not searched or the search found none as fast, the fastest one that was planned."""
+    row, fitting = ROWS[name], of_row(name, log)
+    guides = [plan for plan in fitting if has_mesh(plan, row.guides)]
+    cells = [name.partition(",")[0], f"{row.n_devices:,}", f"{row.seq_len:,}"]
+    if guides:
+        cells.append(f"{described(guides[0])}: {numbers(guides[0])}")
+    else:
+        least = min((plan for plan in log.values() if plan["row"] == name and has_mesh(plan, row.guides)), key=_bytes)
+        cells.append(f"{described(least)}: does not fit, {least['bytes'] / GIB:.1f} GiB")
+    best = next((plan for plan in fitting if plan["is_recommended"]), fitting[0] if fitting else None)
+    if best is None:
+        return table_row([*cells, "nothing fits", ""])
+    if guides and guides[0]["seconds"] <= best["seconds"]:
+        return table_row([*cells, "the same", ""])
+    cells.append(f"{described(best)}: {numbers(best)}")
+    if not guides:
+        return table_row([*cells, ""])
+    faster = guides[0]["seconds"] / best["seconds"] - 1
+    doubt = spread_of_difference(guides[0]["spread"], best["spread"])[0] / best["seconds"]
+    return table_row([*cells, f"{faster:+.0%}, may be wrong by {doubt:.0%}"])
+
+
+def _bytes(plan: dict[str, Any]) -> int:
+    return plan["bytes"]
+
+
+def table_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(log: Log) -> str:
+    """Return the table of the page."""
+    head = ["model", "devices", "sequence", "layout of guides", "layout by the plan", "faster by"]
+    rule = ["---"] * len(head)
+    return "\n".join(map(table_row, [head, rule])) + "\n" + "\n".join(table_line(name, log) for name in ROWS)
+
+
+def page(text: str, log: Log) -> str:
+    """Return the page with its table."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(log)}\n\n{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     log = read_log()
     for name, row in ROWS.items():
         for degrees in (row.guides, *row.others):
             plan_mesh(name, row, degrees, log)
+        if row.config:
+            plan_config(name, row, log)
         search_row(name, row, log)
+    PAGE.write_text(page(PAGE.read_text(), log))
 
 
 if __name__ == "__main__":

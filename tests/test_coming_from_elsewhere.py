@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import tomli as tomllib
 from pydantic import BaseModel, ValidationError
 
+from titanlite.config.loader import tomllib
 from titanlite.config.schema import Config
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_elsewhere.md"
