@@ -47,7 +47,7 @@ def test_a_config_with_hints_says_why(plans, name):
     comments = "\n".join(line for line in (ROOT / "configs" / f"{name}.toml").read_text().splitlines() if "#" in line)
     found = hints(plans[name])
     assert ("hint to compile" in comments) == any("compile.enable" in hint for hint in found)
-    assert ("hint about few microbatches" in comments) == any("microbatches in" in hint for hint in found)
+    assert ("hint about few microbatches" in comments) == any("microbatches for" in hint for hint in found)
     assert len(found) == comments.count("The plan's hint")
 
 

@@ -13,7 +13,7 @@ from titanlite.tools.plan.cost_model import Cost
 from titanlite.tools.plan.hints import hints
 from titanlite.tools.plan.memory_timeline import Point
 from titanlite.tools.plan.planner import resolve
-from titanlite.tools.plan.report import report
+from titanlite.tools.plan.report import WIDTH, report
 from titanlite.tools.plan.result import Plan, RankPlan
 from titanlite.tools.plan.schedule import Action, Span
 from titanlite.tools.plan.segments import KINDS
@@ -96,18 +96,18 @@ CASES = {
     "tensor parallel across nodes": (
         lambda: plan_of(COMPILE, axes={"tp": list(range(16))}),
         lambda: plan_of(COMPILE, axes={"tp": list(range(8))}),
-        "parallelism.tensor_parallel_degree of at most 8",
+        "tensor parallel over 2 nodes communicates for 20% of the step: parallelism.tensor_parallel_degree at most 8",
     ),
     "few microbatches, microbatch size": (
         lambda: with_spans(plan_of(*PIPELINE, f"{LOCAL}=30", f"{MICROBATCH}=2"), *IDLE),
         lambda: with_spans(plan_of(*PIPELINE, f"{LOCAL}=32", f"{MICROBATCH}=2"), *IDLE),
-        "15 microbatches in 4 pipeline ranks: a bubble of 20%, against 4 per rank by the rule of thumb: lower "
-        "parallelism.pipeline_parallel_microbatch_size = 2",
+        "pipeline bubble 20%, 15 microbatches for 4 ranks, below 4 each: "
+        "parallelism.pipeline_parallel_microbatch_size below 2",
     ),
     "few microbatches, accumulation": (
         lambda: with_spans(plan_of(*PIPELINE, f"{LOCAL}=15", f"{GLOBAL}=30"), *IDLE),
         lambda: with_spans(plan_of(*PIPELINE, f"{LOCAL}=15", f"{GLOBAL}=30"), [9.2] * 4, 10.0),
-        "training.local_batch_size = 30 instead of 2 gradient accumulation steps",
+        "training.local_batch_size = 30 without accumulation",
     ),
     "few microbatches, global batch": (
         lambda: with_spans(plan_of(*PIPELINE, f"{LOCAL}=15"), *IDLE),
@@ -196,6 +196,7 @@ CASES = {
 def test_a_hint_appears_where_it_applies_and_nowhere_else(applies, does_not, expected):
     assert [hint for hint in hints(applies()) if expected in hint] == hints(applies()) != []
     assert hints(does_not()) == []
+    assert max(map(len, hints(applies()))) <= WIDTH - len("hint: ")
 
 
 def test_the_report_has_the_hints():

@@ -20,15 +20,13 @@ def in_time(plan: Plan) -> list[str]:
     """Return hints of time that is lost, whatever the memory; "" for one that does not apply."""
     config, parallelism, seconds = plan.config, plan.config.parallelism, plan.cost.seconds
     nodes, most = plan.axis_size("tp")[1], devices_per_node(config, plan.device)
-    tensor = f"tensor parallel spans {nodes} nodes, and its communication takes "
+    tensor = f"tensor parallel over {nodes} nodes communicates for "
     tensor += f"{seconds['communication: tp'] / plan.step_seconds:.0%} of the step: "
-    tensor += f"parallelism.tensor_parallel_degree of at most {most} stays within a node"
+    tensor += f"parallelism.tensor_parallel_degree at most {most}"
     busy = [sum(span.end - span.start for span in spans) for spans in plan.spans] or [1.0]
     excess = max(busy) * len(busy) / sum(busy) - 1
-    stages = (
-        f"pipeline rank {busy.index(max(busy))} computes {excess:.0%} longer than the mean: balance the stages with "
-    )
-    stages += "parallelism.pipeline_parallel_{first,last}_stage_less_layers, or choose a degree that divides the layers"
+    stages = f"pipeline rank {busy.index(max(busy))} computes {excess:.0%} longer than the mean: "
+    stages += "parallelism.pipeline_parallel_{first,last}_stage_less_layers"
     eager = (seconds["memory"] + seconds["host"]) / plan.step_seconds
     can_compile = not config.model.moe.n_experts and parallelism.pipeline_parallel_schedule not in SPLIT_BACKWARD
     is_eager = plan.device.kind == "gpu" and not config.compile.enable and can_compile and eager > SMALL
@@ -48,13 +46,13 @@ def few_microbatches(plan: Plan) -> str:
     config, degree, n = plan.config, plan.config.parallelism.pipeline_parallel_degree, plan.config.n_microbatches
     if plan.pipeline_bubble < SMALL or n >= MICROBATCHES_PER_RANK * degree:
         return ""
-    text = f"{n} microbatches in {degree} pipeline ranks: a bubble of {plan.pipeline_bubble:.0%}, against "
-    text += f"{MICROBATCHES_PER_RANK} per rank by the rule of thumb: "
+    text = f"pipeline bubble {plan.pipeline_bubble:.0%}, {n} microbatches for {degree} ranks, below "
+    text += f"{MICROBATCHES_PER_RANK} each: "
     if (size := config.parallelism.pipeline_parallel_microbatch_size) > 1:
-        return text + f"lower parallelism.pipeline_parallel_microbatch_size = {size}"
+        return text + f"parallelism.pipeline_parallel_microbatch_size below {size}"
     if (steps := config.gradient_accumulation_steps) > 1:
-        return text + f"training.local_batch_size = {n * steps} instead of {steps} gradient accumulation steps"
-    return text + "raise training.global_batch_size with training.local_batch_size, or have fewer pipeline ranks"
+        return text + f"training.local_batch_size = {n * steps} without accumulation"
+    return text + "raise training.global_batch_size, or have fewer ranks"
 
 
 def too_little_memory(plan: Plan) -> str:
@@ -81,10 +79,9 @@ def memory_to_spare(plan: Plan) -> list[str]:
     config, worst, training = plan.config, plan.worst, plan.config.training
     spare, peak = (plan.device.memory - worst.total) / (worst.total / worst.peak.total), worst.peak
     # A recomputed block has all its activations at once, among what its backward adds.
-    blocks = [
-        after.total - before.total for before, after in itertools.pairwise(worst.points) if ", layer" in after.label
-    ]
-    saved = config.model.n_layers * max(blocks, default=0)
+    pairs = itertools.pairwise(worst.points)
+    block = max((after.total - before.total for before, after in pairs if ", layer" in after.label), default=0)
+    saved = config.model.n_layers * block
     is_full = config.activation_checkpoint.mode == "full" and not plan.spans
     of_batch = peak.total - sum(map(peak.bytes.get, STATES)) - peak.bytes["gathered"]
     is_one = training.local_batch_size == 1 and config.gradient_accumulation_steps % 2 == 0 and not plan.spans
