@@ -5,8 +5,9 @@ docs/choose_a_layout.md.
 
 All layouts of a row train the same tokens per step in bfloat16, compiled, on H100 80 GB. Of a mesh, candidates of
 `titanlite advise` are planned until one fits without activation checkpointing (AC), or else with full AC; of a
-pipeline with one stage per rank and with two. Then `titanlite advise` searches. Every plan that was made is a line of
-benchmarks/logs/choose_a_layout.jsonl, and what stands there is not planned again. A test compares the page with it.
+pipeline with one stage per rank and with two, in microbatches of 1, 2 and 4 sequences. Then `titanlite advise`
+searches. Every plan that was made is a line of benchmarks/logs/choose_a_layout.jsonl, and what stands there is not
+planned again. A test compares the page with it.
 """
 
 import json
@@ -32,7 +33,7 @@ BEGIN, END = "<!-- benchmarks/choose_a_layout.py writes this table -->", "<!-- e
 TOKENS, MANY_TOKENS = 2**22, 2**24
 """Tokens of a step: of Llama 2 and 3 up to 70B, and of Llama 3 405B."""
 MOST_TRIES = 3
-"""Plans of a mesh, a mode of AC and a number of stages until one fits."""
+"""Plans of a mesh, a mode of AC, a number of stages and a microbatch until one fits."""
 DOUBT = 1.25
 """By which factor the estimate of memory may be too high: what it says needs more is not planned."""
 
@@ -112,17 +113,21 @@ def load_layout(row: Row, candidate: Candidate) -> LoadedConfig:
 
 def plan_mesh(name: str, row: Row, degrees: Mesh, log: Log) -> None:
     """Plan candidates of a mesh. Selective AC is left out: where blocks are compiled its plan is that of none."""
-    for stages in (1, 2) if degrees.pp > 1 else (1,):
-        if not plan_until_one_fits(name, row, degrees, "none", stages, log):
-            plan_until_one_fits(name, row, degrees, "full", stages, log)
+    task = task_of(row)
+    kinds = [(stages, size) for stages in (1, 2) for size in (1, 2, 4)] if degrees.pp > 1 else [(1, None)]
+    for stages, microbatch in kinds:
+        for checkpointing in ("none", "full"):
+            found = [each for each in of_mesh(task, degrees, checkpointing) if each.stages == stages]
+            if plan_until_one_fits(name, row, [x for x in found if microbatch in (None, x.microbatch)], log):
+                break
 
 
-def plan_until_one_fits(name: str, row: Row, degrees: Mesh, checkpointing: str, stages: int, log: Log) -> bool:
-    """Plan candidates of a mesh, a mode of AC and stages per rank; return whether one fits."""
+def plan_until_one_fits(name: str, row: Row, found: list[Candidate], log: Log) -> bool:
+    """Plan candidates, and return whether one fits."""
     task, tried = task_of(row), 0
-    for candidate in of_mesh(task, degrees, checkpointing):
-        if candidate.stages != stages or tried == MOST_TRIES:
-            continue
+    for candidate in found:
+        if tried == MOST_TRIES:
+            break
         if key_of(name, candidate) not in log:
             try:
                 config = load_layout(row, candidate)
@@ -198,7 +203,8 @@ def has_mesh(plan: dict[str, Any], degrees: Mesh) -> bool:
 def described(plan: dict[str, Any]) -> str:
     """Return a layout in words."""
     candidate = Candidate(Mesh(*plan["candidate"][0]), *plan["candidate"][1:])
-    return ", ".join([str(candidate.mesh), *filter(None, [candidate.pipeline]), f"AC {candidate.checkpointing}"])
+    pipeline = [candidate.pipeline, f"microbatch {candidate.microbatch}"] if candidate.mesh.pp > 1 else []
+    return ", ".join([str(candidate.mesh), *pipeline, f"AC {candidate.checkpointing}"])
 
 
 def numbers(plan: dict[str, Any]) -> str:
