@@ -96,7 +96,11 @@ def table_line(cells: Iterable[str]) -> str:
 
 def config_line(name: str) -> str:
     """Plan a config and return its line of the table."""
-    plan = planned(name)
+    return line_of(name, planned(name))
+
+
+def line_of(name: str, plan: Plan) -> str:
+    """Return the line of a config's plan."""
     checkpointing = plan.config.activation_checkpoint
     saved = f", {checkpointing.selective_ac_option}" if checkpointing.selective_ac_option != "op" else ""
     degrees, *experts = describe_mesh(plan.config).split(", ")

@@ -19,7 +19,7 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md"))]
 PROSE_COLUMNS, README_LINES = 100, 200
-MOST_PAGES, MOST_LINES = 17, 3815
+MOST_PAGES, MOST_LINES = 20, 4365
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -32,8 +32,8 @@ SHIPPED = re.compile(r"titanlite (?:train|plan|parity|config) ([\w./]+)")
 EXAMPLES = {"training.seqlen", "optimizer.amsgrad", "training.key"}
 """Options that do not exist: one in examples of error messages, one in the example of adding an option, and the
 placeholder in the usage of `titanlite eval`."""
-OTHER_PROJECTS = ("kempnerforge/", "litgpt/")
-"""Packages of other projects whose files docs/comparison.md names."""
+OTHER_PROJECTS = ("kempnerforge/", "litgpt/", "megatron/")
+"""Packages of other projects whose files docs/comparison.md and docs/coming_from_elsewhere.md name."""
 SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json", "safetensors"}
 """What follows `model.` or `plan.` in the name of a file."""
 
@@ -117,6 +117,8 @@ def unknown_options(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_option_exists(path: Path):
+    if path.name == "coming_from_elsewhere.md":
+        pytest.skip("it has keys of other programs; test_coming_from_elsewhere.py verifies the column of titanlite")
     assert set(unknown_options(path.read_text())) <= EXAMPLES
 
 

@@ -2,6 +2,7 @@
 
     python docs/images/make.py plan                 plan_70b.png, from configs/70b.toml: about a minute
     python docs/images/make.py experts              expert_parallel.png, from a router
+    python docs/images/make.py layout               choose_a_layout.png, the questions of docs/choose_a_layout.md
     python docs/images/make.py verify               verify_torchtitan.png, from benchmarks/logs/verify_torchtitan.log
     python docs/images/make.py tensorboard [LOGDIR] tensorboard.png, from the runs in outputs/ or LOGDIR
 
@@ -184,6 +185,62 @@ def make_experts_figure() -> None:
     save(rounded(stack([render(lambda: figure)])), "expert_parallel.png")
 
 
+QUESTIONS = (
+    ("1. Do weights, gradients and optimizer states\n(16 bytes per parameter) and activations\nfit one device?", "yes"),
+    ("2. Sharded over the devices of a node,\ndo they fit?", "yes"),
+    ("3. Has the global batch a sequence for each\ndevice, and does the network keep up?", "yes"),
+)
+ANSWERS = (
+    ("Replicate (DDP)", "data_parallel_replicate_degree"),
+    ("FSDP within the node", "data_parallel_shard_degree"),
+    ("FSDP over all devices, full AC if needed;\nHSDP over many nodes", "data_parallel_shard_degree"),
+    ("Tensor parallel within a node, pipeline across\nnodes (4 microbatches per rank), FSDP over the rest", ""),
+)
+"""Layouts with the option of [parallelism] that each needs most."""
+ADDITIONS = (
+    ("4. Sequences above about 32k tokens?", "Context parallel", "context_parallel_degree"),
+    ("A mixture of experts?", "Expert parallel within a node", "expert_parallel_degree"),
+)
+
+
+def make_layout_figure() -> None:
+    """Draw the questions that lead to a layout, from top to bottom, with the layouts on the right."""
+    figure = Figure((11, 6.4), layout="constrained")
+    axes = figure.add_subplot()
+
+    def box(x: float, y: float, text: str, color: str, option: str = "") -> None:
+        axes.add_patch(Rectangle((x, y), 4.4, 0.9, facecolor=color, edgecolor="black", linewidth=0.8))
+        shift = 0.14 if option else 0
+        axes.text(x + 2.2, y + 0.45 + shift, text, ha="center", va="center", fontsize=10)
+        axes.text(x + 2.2, y + 0.14, option, ha="center", va="center", fontsize=8.5, family="monospace")
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], text: str) -> None:
+        axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "-|>", "color": "black"})
+        middle = (start[0] + end[0]) / 2 + 0.08, (start[1] + end[1]) / 2 + 0.08
+        axes.text(*middle, text, fontsize=10, ha="left", va="bottom")
+
+    for number, (question, answer) in enumerate(QUESTIONS):
+        y = -1.5 * number
+        box(0, y, question, "#dbe9f6")
+        box(6, y, ANSWERS[number][0], "#e5f5e0", ANSWERS[number][1])
+        arrow((4.4, y + 0.45), (6, y + 0.45), answer)
+        if number:
+            arrow((2.2, y + 1.5), (2.2, y + 0.9), "no")
+    box(6, -4.5, ANSWERS[-1][0], "#e5f5e0")
+    axes.plot([2.2, 2.2], [-3.0, -4.05], color="black", linewidth=1)
+    axes.text(2.28, -3.4, "no", fontsize=10)
+    arrow((2.2, -4.05), (6, -4.05), "")
+    for number, (question, answer, option) in enumerate(ADDITIONS):
+        y = -5.9 - 1.2 * number
+        box(0, y, question, "#dbe9f6")
+        box(6, y, answer, "#fdd0a2", option)
+        arrow((4.4, y + 0.45), (6, y + 0.45), "yes: add")
+    axes.set_xlim(-0.1, 10.5)
+    axes.set_ylim(-7.2, 1)
+    axes.axis("off")
+    save(rounded(stack([render(lambda: figure)])), "choose_a_layout.png")
+
+
 def make_verify_figure() -> None:
     """Draw the ratios of torchtitan's gradients to those of titanlite in float64, by layout."""
     runs = (
@@ -322,6 +379,7 @@ if __name__ == "__main__":
     makers = {
         "plan": make_plan_figure,
         "experts": make_experts_figure,
+        "layout": make_layout_figure,
         "verify": make_verify_figure,
         "tensorboard": make_tensorboard_screenshot,
     }

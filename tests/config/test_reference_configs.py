@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_configs  # noqa: E402
 
+from titanlite.tools.plan.hints import hints  # noqa: E402
+from titanlite.tools.plan.result import Plan  # noqa: E402
+
 
 def numbers(line: str) -> list[float]:
     """Return the numbers of the columns after the layout."""
@@ -18,23 +21,34 @@ def numbers(line: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def planned_lines(request: pytest.FixtureRequest) -> dict[str, str]:
+def plans(request: pytest.FixtureRequest) -> dict[str, Plan]:
     """Plan the configs of the tests that run, two at a time: a plan with one kind of stage uses one core."""
-    tests = [item for item in request.session.items if "planned_lines" in item.fixturenames]
-    names = [item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")]
+    tests = [item for item in request.session.items if "plans" in item.fixturenames]
+    names = sorted({item.callspec.params["name"] for item in tests if not item.get_closest_marker("skip")})
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(reference_configs.config_line, names), strict=True))
+        return dict(zip(names, pool.map(reference_configs.planned, names), strict=True))
 
 
 @pytest.mark.timeout(1800)  # the first one waits for the plans of all
 @pytest.mark.parametrize("name", reference_configs.NAMES)
-def test_the_page_is_true(planned_lines, name):
+def test_the_page_is_true(plans, name):
     """Memory, speed and pipeline bubble agree to 2 %, by which versions of torch may differ, and all else exactly."""
-    planned, page = planned_lines[name], reference_configs.lines_of_the_page()[name]
+    planned, page = reference_configs.line_of(name, plans[name]), reference_configs.lines_of_the_page()[name]
     assert planned.split("|")[:5] == page.split("|")[:5]
     assert numbers(planned) == pytest.approx(numbers(page), rel=0.02, abs=0.3)
     spare = float(planned.split("|")[7])
     assert spare > 0
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+def test_a_config_with_hints_says_why(plans, name):
+    """A config whose plan prints a hint says in a comment why it is as it is."""
+    comments = "\n".join(line for line in (ROOT / "configs" / f"{name}.toml").read_text().splitlines() if "#" in line)
+    found = hints(plans[name])
+    assert ("hint to compile" in comments) == any("compile.enable" in hint for hint in found)
+    assert ("hint about few microbatches" in comments) == any("microbatches for" in hint for hint in found)
+    assert len(found) == comments.count("The plan's hint")
 
 
 def test_every_config_for_gpus_is_on_the_page():

@@ -48,6 +48,12 @@ def test_the_degrees_of_a_mesh_multiply_to_the_devices_and_every_sequence_has_a_
         assert 8 % mesh.tp == 0, "within a node"
 
 
+def test_no_rank_is_without_tokens():
+    """16,384 devices are more than a sequence of 8,192 tokens has tokens."""
+    meshes = list(search_space.meshes(task("llama3_405b", 2**13, 2**11, 2**14)))
+    assert max(mesh.cp * mesh.tp for mesh in meshes) == 2**13
+
+
 def test_all_meshes_of_four_devices():
     degrees = {(mesh.pp, mesh.dp, mesh.cp, mesh.tp) for mesh in search_space.meshes(task(n_devices=4, sequences=4))}
     assert degrees == {

@@ -166,7 +166,7 @@ def meshes(task: Task) -> Iterator[Mesh]:
         for pp in (pp for pp in _divisors(task.n_devices // tp) if pp <= task.model.n_layers):
             for cp in _divisors(task.n_devices // (tp * pp)):
                 dp = task.n_devices // (tp * pp * cp)
-                if task.sequences % dp:
+                if task.sequences % dp or cp * tp > task.seq_len:
                     continue
                 replicas = [1]
                 if dp * cp * tp >= 8 * per_node:

@@ -11,6 +11,7 @@ from rich.text import Text
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
 from titanlite.tools.plan.expert_load import expert_load
+from titanlite.tools.plan.hints import hints
 from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
 from titanlite.tools.plan.saving import saving
 from titanlite.tools.plan.segments import KINDS
@@ -63,7 +64,7 @@ def report(plan: Plan, file: str) -> Group:
     if plan.device.kind == "cpu" and measured and measured.ranks != plan.world_size:
         text = f"calibrated with {measured.ranks} ranks, which share the cores: calibrate with {plan.world_size}"
         parts.append(Text(text, style="bold red"))
-    return Group(*parts)
+    return Group(*parts, *(Text(f"hint: {hint}", style="yellow") for hint in hints(plan)))
 
 
 def empty_table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
