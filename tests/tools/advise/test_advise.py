@@ -153,6 +153,10 @@ FACTOR = 1.25
         (task("llama3_1b", 2048), candidate()),
         (task("llama3_8b", 4096), candidate((1, 1, 2, 2, 1, 2), mode="full")),
         (task("llama2_7b", 2048), candidate((2, 1, 4, 1, 1, 1), local=8)),
+        (task("llama2_13b", 4096), candidate((1, 1, 1, 1, 1, 8), mode="selective")),
+        (task("llama3_8b", 8192), candidate((1, 1, 2, 1, 1, 4), mode="none", compiled=False)),
+        (task("llama3_8b", 8192), candidate((1, 1, 2, 1, 1, 4), mode="selective", compiled=False)),
+        (task("llama3_8b", 8192), candidate((2, 1, 1, 1, 1, 4), "Interleaved1F1B", 4, 8, 1, "selective")),
         (task("qwen3_30b_a3b", 2048), candidate((1, 1, 8, 1, 1, 1, 8), compiled=False)),
         *(
             (task(flavor, 2048), candidate(mesh, local=local, mode=mode, compiled=False))

@@ -35,7 +35,8 @@ def estimate_bytes(task: Task, candidate: Candidate) -> float:
         messages = 2 * tokens * model.dim * n_microbatches * (2 if schedule == "1F1B" else 3.5 * candidate.stages)
         if schedule in SPLIT_BACKWARD:
             gathered += mesh.pp * n_layers / candidate.stages * between
-    logits = 10 * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
+    # Logits and their gradient take the same 2 bytes if compiled, else 2, and 8 of intermediate results.
+    logits = (2 if candidate.compiled else 10) * matrix / model.dim * tokens * mesh.tp / candidate.loss_chunks(task)
     total = own_weights * STATE_BYTES + gathered + in_flight * saved + max(working, logits) + messages
     degrees = [mesh.pp, mesh.dp_replicate, shards, mesh.tp, mesh.cp // mesh.ulysses, mesh.ulysses]
     degrees += [mesh.ep, shards * mesh.tp // mesh.ep, mesh.dp_replicate] if mesh.ep > 1 else []
@@ -85,20 +86,23 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     mesh, model = candidate.mesh, task.model
     tokens = candidate.microbatch * task.seq_len / (mesh.cp * mesh.tp)
     dim, q_dim, kv_dim = model.dim, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
+    dense, is_split = 1 - _share_with_experts(model), mesh.tp > 1
+    hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
+    norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
+    channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
+    # Values per token. Of a block's input and output, its norms and what is added to the residual stream, tensor
+    # parallelism gathers again what products read. A compiled block saves no sum, and computes pointwise results again.
+    if candidate.checkpointing == "full":
+        saved = dim
+    elif candidate.checkpointing == "selective":
+        saved = (1 if is_split else 2 if candidate.compiled else 3) * dim + hidden + channels
+        saved += 0 if candidate.compiled else unsharded  # what tensor parallelism sums
+    else:
+        saved = (2 if is_split else 4) * dim + hidden + (products if candidate.compiled else hidden) + channels
+        saved += norms + _expert_values(task, mesh)
+    results = 3 * dim + channels + hidden
+    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + _expert_values(task, mesh)
     full = candidate.checkpointing == "full"
-    # The plan takes a compiled block as one that recomputes pointwise results, as inductor's partitioner does.
-    recomputes = full or candidate.checkpointing == "selective" or candidate.compiled
-    # Values per token. Tensor parallelism gathers some activations in full. Saved are the block's input and the results
-    # of its matrix multiplications and of attention; eager, everything else too.
-    unsharded = 2 * mesh.tp * dim if mesh.tp > 1 else 0
-    dense = 1 - _share_with_experts(model)
-    hidden = dense * (2 if model.gated_ffn else 1) * model.ffn_dim
-    norms = 2 * dim if model.norm_placement == "both" else 0
-    results = 3 * dim + 2 * q_dim + kv_dim + hidden + unsharded
-    everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + unsharded
-    everything += (q_dim + kv_dim // 2) * bool(model.qk_norm)
-    everything += _expert_values(task, mesh)
-    saved = dim if full else results if recomputes else everything
-    working = everything if full else everything - results
+    working = (everything if full else everything - results) + unsharded
     between = everything if full else results / 2
     return 2 * tokens * saved, 2 * tokens * working, 2 * tokens * between
