@@ -39,11 +39,10 @@ def draw_data_parallel(axes: Axes, log: numbers.Records) -> None:
             found = ((n, log.get(f"data: {batch}, {name}, {n}")) for n in plans.BATCH_DEVICES[batch])
             points = [(n, numbers.efficiency(record, base)) for n, record in found if record and n > 1]
             draw_lines(axes, points, color=color, linestyle=line, label=f"{name}, {batch}")
-    runs = numbers.published()
-    pairs = [[runs[name] for name in names] for names in tables.PAIRS.values()]
+    pairs = numbers.published_pairs().values()
     shown = [(large["devices"], 100 * large["tokens/s"] / small["tokens/s"]) for small, large in pairs]
     shown.append((16384, 100 * tables.LLAMA_3[1] / tables.LLAMA_3[0]))
-    axes.plot(*zip(*shown, strict=True), "x", color="black", label="published, to a smaller run", linestyle="")
+    axes.plot(*zip(*shown, strict=True), "x", color="black", label="published, relative to a smaller run", linestyle="")
     axes.axhspan(90, 95, color="#bbbbbb", alpha=0.4, label="guides", linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(plans.DATA_DEVICES, [f"{n:,}" for n in plans.DATA_DEVICES])

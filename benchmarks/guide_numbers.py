@@ -91,6 +91,52 @@ def published() -> dict[str, Record]:
     return {each["name"]: each | runs[each["name"]] for each in map(json.loads, (x for x in lines if x[:1] == "{"))}
 
 
+PAIRS = {
+    "torchtitan, 8B, FSDP": ("8B, FSDP 8 (torchtitan 2024-12)", "8B, FSDP 128 (torchtitan 2024-12)"),
+    "torchtitan, 8B, FSDP, compiled": (
+        "8B, FSDP 8, compiled (torchtitan 2024-12)",
+        "8B, FSDP 128, compiled (torchtitan 2024-12)",
+    ),
+    "torchtitan, 8B, FSDP, float8": (
+        "8B, FSDP 8, float8 (torchtitan 2024-12)",
+        "8B, FSDP 128, float8 (torchtitan 2024-12)",
+    ),
+    "NeMo, 8B, cp 2": ("NeMo 24.09 Llama 3.1 8B BF16 8xH100 CP2", "NeMo 24.09 Llama 3.1 8B BF16 128xH100 CP2"),
+    "NeMo, 70B, tp 4 x pp 4 x cp 2": (
+        "NeMo 24.09 Llama 3.1 70B BF16 64xH100 TP4 PP4 CP2 VP5",
+        "NeMo 24.09 Llama 3.1 70B BF16 512xH100 TP4 PP4 CP2 VP5",
+    ),
+    "MaxText, 70B, FSDP": (
+        "MaxText Llama 3 70B BF16 128xH100 FSDP128",
+        "MaxText Llama 3 70B BF16 256xH100 FSDP256",
+    ),
+    "Crusoe, torchtitan, 8B, FSDP, H200": (
+        "Crusoe 8B, 32 h200, FSDP, batch 4",
+        "Crusoe 8B, 128 h200, FSDP, batch 4",
+    ),
+    "Trainy, torchtitan, 8B, FSDP, H200": ("8B, FSDP 32, H200 (Trainy 2025-06)", "8B, FSDP 64, H200 (Trainy 2025-06)"),
+    "KempnerForge, 13B, tp 4 x FSDP, H200": (
+        "KempnerForge weak scaling 13B, 32 H200, TP 4 x FSDP 8",
+        "KempnerForge weak scaling 13B, 128 H200, TP 4 x FSDP 32",
+    ),
+    "KempnerForge, 70B, tp 4 x FSDP, H200": (
+        "KempnerForge weak scaling 70B, 32 H200, TP 4 x FSDP 8",
+        "KempnerForge weak scaling 70B, 128 H200, TP 4 x FSDP 32",
+    ),
+    "KempnerForge, 8B, FSDP, H200": (
+        "8B, one H200, bfloat16 weights (KempnerForge 2026-04)",
+        "KempnerForge 7B, 4 H200, TP 1 x FSDP 4 (no 4)",
+    ),
+}
+"""Published runs that differ in the number of devices: the smaller and the larger one, by name."""
+
+
+def published_pairs() -> dict[str, tuple[Record, Record]]:
+    """Return the smaller and the larger run of each pair."""
+    runs = published()
+    return {label: (runs[small], runs[large]) for label, (small, large) in PAIRS.items()}
+
+
 KEMPNER = {
     1: "8B, one H200, bfloat16 weights (KempnerForge 2026-04)",
     2: "KempnerForge 7B, 2 H200, TP 2 x FSDP 1 (no 3)",

@@ -57,6 +57,7 @@ MODELS: dict[str, Case] = {
     "70B": Case("llama3_8b", {"model.flavor": "llama3_70b"}),
 }
 DEVICES = (4, 8, 64)
+FULL_AC = "ZeRO-3, full AC"
 
 
 def of_mode(model: str, mode: str, n: int, steps: int, **more: Any) -> Case:
@@ -75,6 +76,8 @@ def memory_cases() -> dict[str, Case]:
         for mode in MODES:
             for n in DEVICES if mode != "data parallel" else (8,):
                 cases[f"{model}, {mode}, {n}"] = of_mode(model, mode, n, 4)
+        for n in DEVICES:
+            cases[f"{model}, {FULL_AC}, {n}"] = of_mode(model, "ZeRO-3", n, 4, **{AC: "full"})
     guide = {**BFLOAT16_WEIGHTS, "optimizer.state_dtype": "float32", **REDUCED_IN_BFLOAT16}
     cases |= {f"7B, 12 bytes, {mode}, 4": of_mode("7B", mode, 4, 4, **guide) for mode in MODES}
     eight_bit = {**BFLOAT16_WEIGHTS, "optimizer.state_dtype": "int8", AC: "full", "training.seq_len": 4096}
@@ -143,12 +146,12 @@ TENSOR_MODELS = {"8B": "llama3_8b", "70B": "llama3_70b"}
 
 
 def tensor_cases() -> dict[str, Case]:
-    """Return the cases of tensor parallel alone, with one sequence of 8,192 tokens per device. Degree 16 needs 16 KV
-    heads, and all have them."""
+    """Return the cases of tensor parallel alone, with one sequence of 8,192 tokens per device and 8 gradient
+    accumulation steps, so that the update is a small part. Degree 16 needs 16 KV heads, and all have them."""
     return {
         f"{size}, tp {n}": Case(
             "llama3_8b",
-            {"model.flavor": flavor, "model.n_kv_heads": 16, TENSOR: n, SHARD: 1, LOCAL: n, GLOBAL: n},
+            {"model.flavor": flavor, "model.n_kv_heads": 16, TENSOR: n, SHARD: 1, LOCAL: n, GLOBAL: 8 * n},
         )
         for size, flavor in TENSOR_MODELS.items()
         for n in TENSOR_DEGREES
@@ -160,7 +163,7 @@ REPLICAS = {"FSDP": 0, "HSDP within 8": 8, "HSDP within 64": 64}
 """Ranks that weights are sharded over; 0: all."""
 BATCHES = {"2 x 8,192 tokens": (2, 8192), "4,096 tokens": (1, 4096)}
 """Tokens per device and step."""
-BATCH_DEVICES = {"2 x 8,192 tokens": (1, *DATA_DEVICES), "4,096 tokens": (8, 64, 512, 16384)}
+BATCH_DEVICES = {"2 x 8,192 tokens": (1, *DATA_DEVICES), "4,096 tokens": DATA_DEVICES}
 
 
 def data_cases() -> dict[str, Case]:

@@ -21,7 +21,7 @@ from guide_numbers import (
     fastest,
     gib,
     moved_bytes,
-    published,
+    published_pairs,
     published_tensor,
     sent_bytes,
     speed_range,
@@ -54,7 +54,7 @@ def components(log: Records) -> str:
     rows = []
     for model in plans.MODELS:
         rows.append([model, "one device", "1", *cells_of_components(log[f"memory: {model}, one device"])])
-        for mode in plans.MODES:
+        for mode in (*plans.MODES, plans.FULL_AC):
             replicates = mode == "data parallel"
             for n in (8,) if replicates else plans.DEVICES:
                 devices = "4, 8, 64" if replicates else str(n)
@@ -155,56 +155,17 @@ def data_parallel(log: Records) -> str:
     return table(f"per-device batch | devices | {' | '.join(plans.REPLICAS)} | FSDP: tokens/s per device", rows)
 
 
-PAIRS = {
-    "torchtitan, 8B, FSDP": ("8B, FSDP 8 (torchtitan 2024-12)", "8B, FSDP 128 (torchtitan 2024-12)"),
-    "torchtitan, 8B, FSDP, compiled": (
-        "8B, FSDP 8, compiled (torchtitan 2024-12)",
-        "8B, FSDP 128, compiled (torchtitan 2024-12)",
-    ),
-    "torchtitan, 8B, FSDP, float8": (
-        "8B, FSDP 8, float8 (torchtitan 2024-12)",
-        "8B, FSDP 128, float8 (torchtitan 2024-12)",
-    ),
-    "NeMo, 8B, cp 2": ("NeMo 24.09 Llama 3.1 8B BF16 8xH100 CP2", "NeMo 24.09 Llama 3.1 8B BF16 128xH100 CP2"),
-    "NeMo, 70B, tp 4 x pp 4 x cp 2": (
-        "NeMo 24.09 Llama 3.1 70B BF16 64xH100 TP4 PP4 CP2 VP5",
-        "NeMo 24.09 Llama 3.1 70B BF16 512xH100 TP4 PP4 CP2 VP5",
-    ),
-    "MaxText, 70B, FSDP": (
-        "MaxText Llama 3 70B BF16 128xH100 FSDP128",
-        "MaxText Llama 3 70B BF16 256xH100 FSDP256",
-    ),
-    "Crusoe, torchtitan, 8B, FSDP, H200": (
-        "Crusoe 8B, 32 h200, FSDP, batch 4",
-        "Crusoe 8B, 128 h200, FSDP, batch 4",
-    ),
-    "Trainy, torchtitan, 8B, FSDP, H200": ("8B, FSDP 32, H200 (Trainy 2025-06)", "8B, FSDP 64, H200 (Trainy 2025-06)"),
-    "KempnerForge, 13B, tp 4 x FSDP, H200": (
-        "KempnerForge weak scaling 13B, 32 H200, TP 4 x FSDP 8",
-        "KempnerForge weak scaling 13B, 128 H200, TP 4 x FSDP 32",
-    ),
-    "KempnerForge, 70B, tp 4 x FSDP, H200": (
-        "KempnerForge weak scaling 70B, 32 H200, TP 4 x FSDP 8",
-        "KempnerForge weak scaling 70B, 128 H200, TP 4 x FSDP 32",
-    ),
-    "FSDP, 7B, H200: 1 to 4": (
-        "8B, one H200, bfloat16 weights (KempnerForge 2026-04)",
-        "KempnerForge 7B, 4 H200, TP 1 x FSDP 4 (no 4)",
-    ),
-}
-"""Published runs that differ in the number of devices: the smaller and the larger one, by name."""
 LLAMA_3 = 430.0, 400.0
 """TFLOP/s of 405B on 8,192 and 16,384 H100, with the same global batch: arXiv:2407.21783, table 4."""
 
 
 def published_scaling(log: Records) -> str:
     """Return the efficiency of published runs beside that of their plans."""
-    runs, rows = published(), []
-    for label, names in PAIRS.items():
-        small, large = (runs[name] for name in names)
+    rows = []
+    for label, (small, large) in published_pairs().items():
         ratios = (f"{large[key] / small[key]:.1%}" for key in ("tokens/s", "planned"))
         devices = f"{small['devices']:,} to {large['devices']:,}"
-        rows.append([f"[{label.removesuffix(': 1 to 4')}]({large['url']})", devices, *ratios])
+        rows.append([f"[{label}]({large['url']})", devices, *ratios])
     small, large = (log[f"data: 405B, tp 8 x pp 16, {n}"] for n in (8192, 16384))
     label = "[Llama 3, 405B, tp 8 x pp 16, half the batch per pipeline](https://arxiv.org/abs/2407.21783)"
     planned = between(efficiency(large, small), "{:.1%}")
