@@ -110,6 +110,14 @@ BUBBLES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 MICROBATCHES = (4, 8, 16, 32, 64)
 
 
+EQUAL_STAGES = {
+    "model.n_layers": 30,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 2,
+}
+"""The output head of 8B is as much work as 2.4 layers: so the last of 4 stages has 6 of 30 layers, the others 8."""
+
+
 def schedule_cases() -> dict[str, Case]:
     """Return the cases of pipeline schedules, of 8B over 4 stages, eager and without AC, as a split backward needs."""
     options = {PIPELINE: 4, SHARD: 1, "training.seq_len": 4096, AC: "none", "compile.enable": False}
@@ -117,7 +125,9 @@ def schedule_cases() -> dict[str, Case]:
     for schedule, stages in SCHEDULES.items():
         for n in MICROBATCHES if schedule in BUBBLES else (16,):
             more = {SCHEDULE: schedule, "parallelism.pipeline_parallel_stages_per_rank": stages, LOCAL: n, GLOBAL: n}
-            cases[f"{schedule}, {n} microbatches"] = Case("llama3_8b", {**options, **more})
+            cases[f"{schedule}, {n} microbatches"] = Case("llama3_8b", {**options, **more, **EQUAL_STAGES})
+            if schedule == "1F1B":
+                cases[f"{schedule}, unequal stages, {n} microbatches"] = Case("llama3_8b", {**options, **more})
     return cases
 
 
@@ -142,16 +152,18 @@ SAVINGS: dict[str, dict[str, Any]] = {
 }
 """Options of configs/llama3_8b.toml, each changed alone."""
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
+TENSOR_STEPS = 8
+"""Gradient accumulation steps, so that the update is a small part of a step."""
 TENSOR_MODELS = {"8B": "llama3_8b", "70B": "llama3_70b"}
 
 
 def tensor_cases() -> dict[str, Case]:
-    """Return the cases of tensor parallel alone, with one sequence of 8,192 tokens per device and 8 gradient
-    accumulation steps, so that the update is a small part. Degree 16 needs 16 KV heads, and all have them."""
+    """Return the cases of tensor parallel alone, with one sequence of 8,192 tokens per device. Degree 16 needs 16 KV
+    heads, and all have them."""
     return {
         f"{size}, tp {n}": Case(
             "llama3_8b",
-            {"model.flavor": flavor, "model.n_kv_heads": 16, TENSOR: n, SHARD: 1, LOCAL: n, GLOBAL: 8 * n},
+            {"model.flavor": flavor, "model.n_kv_heads": 16, TENSOR: n, SHARD: 1, LOCAL: n, GLOBAL: TENSOR_STEPS * n},
         )
         for size, flavor in TENSOR_MODELS.items()
         for n in TENSOR_DEGREES

@@ -6,6 +6,9 @@ from guide_plans import Record
 
 from titanlite.metrics.devices import DEVICES
 
+N_LAYERS = 32
+"""Of Llama 3 8B."""
+
 
 def gb(size: float) -> str:
     """Return bytes in GB, as guides count."""
@@ -86,9 +89,14 @@ def guides_of_scaling(log: Records) -> str:
     tensor = {n: efficiency(log[f"tensor: 8B, tp {n}"], log["tensor: 8B, tp 1"]) for n in (2, 4, 8, 16)}
     measured = published_tensor()
     kept = [large["tokens/s"] / small["tokens/s"] for small, large in published_pairs().values()]
+    unequal = log["schedule: 1F1B, unequal stages, 16 microbatches"]["bubble"]
     bubble = {m: log[f"schedule: 1F1B, {m} microbatches"]["bubble"] for m in plans.MICROBATCHES}
     interleaved = log["schedule: Interleaved1F1B, 16 microbatches"]["bubble"]
     kinds = {name: count for axis, name, count, _ in log["tensor: 8B, tp 8"]["communication"] if axis == "tp"}
+
+    def per_layer(name: str) -> str:
+        return f"{kinds[name] / plans.TENSOR_STEPS / N_LAYERS:.0f}"
+
     return table(
         "guides say | planned | why they differ",
         [
@@ -106,16 +114,15 @@ def guides_of_scaling(log: Records) -> str:
             ],
             [
                 "tensor parallel has four all-reduces per layer",
-                f"{kinds['all_gather']} all-gathers, {kinds['reduce_scatter']} reduce-scatters for 32 layers, the "
-                "embedding and the head",
+                f"{per_layer('all_gather')} all-gathers and {per_layer('reduce_scatter')} reduce-scatters",
                 "with sequence parallel an all-reduce is a reduce-scatter and an all-gather: the same bytes. Selective "
-                "AC repeats some all-gathers",
+                "AC repeats two of the four all-gathers",
             ],
             [
                 "4 stages have a bubble of 19 % with 16 microbatches, and 9 % with 32",
                 f"{bubble[16]:.1%} and {bubble[32]:.1%} of the step",
-                "(p - 1) / m is the bubble relative to the work, not to the step. Stages are not equal either: the "
-                "last has the output head",
+                "(p - 1) / m is relative to the work, not to the step. Both assume equal stages: where the output head "
+                f"counts as one layer, {unequal:.1%} with 16 microbatches",
             ],
             [
                 "have at least 4 times as many microbatches as stages",

@@ -65,6 +65,8 @@ def test_the_efficiency_of_a_plan_by_hand():
     both = record(200, 2, 4.0, matmul=(0.0, 4.0), network=(0.0, 4.0))
     base = record(100, 1, 2.0, matmul=(0.0, 0.0), network=(0.0, 0.0))
     assert guide_numbers.efficiency(both, base) == pytest.approx((0.5, 0.5 - 0.25 * 2**0.5, 0.5))
+    above = record(100, 1, 2.0, matmul=(-0.5, 3.0)), record(200, 2, 4.0, matmul=(-2.0, 4.0))
+    assert guide_numbers.efficiency(*reversed(above)) == pytest.approx((0.5, 0.5, 0.75))
 
 
 def test_sent_bytes_by_hand():
