@@ -128,12 +128,13 @@ def guides_of_scaling(log: Records) -> str:
                 "have at least 4 times as many microbatches as stages",
                 f"bubble {bubble[16]:.1%}; with as many as stages {bubble[4]:.1%}, with 16 times as many "
                 f"{bubble[64]:.1%}",
-                "right: what more microbatches gain falls as their inverse",
+                "right, if stages are equal",
             ],
             [
                 "interleaved schedules divide the bubble by the stages per rank",
                 f"{bubble[16]:.1%} to {interleaved:.1%} with two stages per rank",
-                "each stage has its own sends, and 1F1B waits for them",
+                "that holds where stages are equal in the forward and in the backward. Here the last of 8 stages is the "
+                "output head alone, and chunked cross-entropy computes its gradients in the forward",
             ],
             [
                 "NVLink has 600 GB/s on H100",
