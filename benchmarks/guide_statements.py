@@ -133,8 +133,8 @@ def guides_of_scaling(log: Records) -> str:
             [
                 "interleaved schedules divide the bubble by the stages per rank",
                 f"{bubble[16]:.1%} to {interleaved:.1%} with two stages per rank",
-                "that holds where stages are equal in the forward and in the backward. Here the last of 8 stages is the "
-                "output head alone, and chunked cross-entropy computes its gradients in the forward",
+                "that holds where stages are equal in the forward and in the backward. Here the last of 8 stages is "
+                "the output head alone, and chunked cross-entropy computes its gradients in the forward",
             ],
             [
                 "NVLink has 600 GB/s on H100",
