@@ -1,13 +1,17 @@
 """Measure a device's rates, or plan the memory of a config; gpu_session.py runs each command in a process of its own.
 
     python benchmarks/gpu_measurements.py environment       versions of the libraries, and the device
-    python benchmarks/gpu_measurements.py rates [--small]   a bfloat16 matrix product and a copy on the device
+    python benchmarks/gpu_measurements.py rates [--small]   a bfloat16 matrix product, a copy, a choice of experts
     python benchmarks/gpu_measurements.py plan CONFIG.toml [--section.key=value ...]
+    python benchmarks/gpu_measurements.py parity N CONFIG.toml [--section.key=value ...]    N ranks that share a device
 
 The matrix product is of two square matrices of side 8192. They are random, because a GPU is faster on zeros. The copy
 is of 4 GiB, and its bandwidth counts the bytes read and those written. Both are the median of groups of ten, of which
-the first half is warm-up. --small takes sizes for a CPU. The plan is the planned peak of a step, in tensors, as the
-allocator's peak counts it: without CUDA context and fragmentation.
+the first half is warm-up. The choice is of 8 of 128 experts for 16384
+tokens: by a stable sort of all scores, as the router does, and by the top 8 of numbers that order score and place.
+--small takes sizes for a CPU. The plan is the planned peak of a step, in tensors, as the
+allocator's peak counts it: without CUDA context and fragmentation. The ranks of `titanlite parity` share a device: each
+is a node of its own to torchrun, and to NCCL, which rejects two ranks of a node on one device, by NCCL_HOSTID.
 
 Prints one JSON line. Without a GPU, all of them use the CPU.
 """
@@ -18,12 +22,15 @@ import json
 import os
 import platform
 import shutil
+import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 PACKAGES = ("torch", "triton", "torchao", "pydantic", "tomli-w", "numpy", "pytest", "nvidia-cudnn-cu13")
 GROUP, GROUPS = 10, 60
@@ -68,8 +75,21 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def top_8_by_sort(scores: Tensor) -> Tensor:
+    """Return the places of the 8 largest scores of each row, of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
+
+
+def top_8_by_keys(scores: Tensor) -> Tensor:
+    """Return the same of scores that are not negative, without a sort of all of them."""
+    last = scores.shape[1] - 1
+    places = torch.arange(last, -1, -1, device=scores.device)
+    keys = (scores.view(torch.int32).to(torch.int64) << 32) | places
+    return last - (keys.topk(8, dim=-1).values & 0xFFFFFFFF)
+
+
 def rates(small: bool) -> dict[str, float]:
-    """Return TFLOP/s of the matrix product and TB/s of the copy."""
+    """Return TFLOP/s of the matrix product, TB/s of the copy, and the milliseconds of both choices of experts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     side, size, groups = (256, 2**22, 4) if small else (8192, 2**32, GROUPS)
     one, other = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -78,7 +98,10 @@ def rates(small: bool) -> dict[str, float]:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = median_seconds(lambda: target.copy_(source), groups)
-    return {"matmul TFLOP/s": 2 * side**3 / matmul / 1e12, "copy TB/s": 2 * size / copy / 1e12}
+    scores = torch.randn(1024 if small else 16384, 128, device=device).softmax(-1)
+    choices = {"sort": lambda: top_8_by_sort(scores), "top-k": lambda: top_8_by_keys(scores)}
+    milliseconds = {f"experts by {name}, ms": 1e3 * median_seconds(call, groups) for name, call in choices.items()}
+    return {"matmul TFLOP/s": 2 * side**3 / matmul / 1e12, "copy TB/s": 2 * size / copy / 1e12, **milliseconds}
 
 
 def plan(arguments: list[str]) -> dict[str, float]:
@@ -90,13 +113,38 @@ def plan(arguments: list[str]) -> dict[str, float]:
     return {"planned GiB": planned.worst.peak.total / 2**30, "planned tokens/s": planned.tokens_per_second}
 
 
+def parity(n_ranks: int, arguments: list[str]) -> dict[str, str]:
+    """Compare a layout whose ranks share a device with one process. Return what the command says of it."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={n_ranks}", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=localhost", f"--master-port={port}"]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={rank}", "-m", "titanlite.tools.parity", *arguments],
+            env=os.environ | {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n_ranks)
+    ]
+    output = "".join(node.communicate()[0] for node in nodes)
+    print(output, flush=True)
+    verdicts = [line for line in output.splitlines() if line.startswith(("equal:", "different:"))]
+    if any(node.returncode for node in nodes) or len(verdicts) != 1:
+        raise SystemExit(f"error: the layout is not equal: {verdicts}")
+    return {"result": verdicts[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["environment", "rates", "plan"])
+    parser.add_argument("command", choices=["environment", "rates", "plan", "parity"])
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     arguments, config_arguments = parser.parse_known_args()
     if arguments.command == "plan":
         result = plan(config_arguments)
+    elif arguments.command == "parity":
+        result = parity(int(config_arguments[0]), config_arguments[1:])
     else:
         result = rates(arguments.small) if arguments.command == "rates" else environment()
     print(json.dumps(result), flush=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_session.py --out FOLDER [--seconds 540] [--steps '8b-*' ...] [--retry]
     python benchmarks/gpu_session.py --out FOLDER --dry-run    (on any machine: every step on a CPU, at toy size)
+    python benchmarks/gpu_session.py --out FOLDER --dry-run null-cuda    (training runs as they are, without a GPU)
     python benchmarks/gpu_session.py --list                    (the parts, of at most ten minutes, and their steps)
 
 gpu_steps.py has the steps, in order of worth; gpu_wheels.txt what to install where only torch is. Each step runs in a
@@ -14,6 +15,9 @@ A session may take several calls: a step that is done or has failed is not run a
 calls from another folder first. A step whose modules are missing is recorded as "not there" and tried again by the next
 call. Plans need no GPU: --steps 'plan-*' completes a session on another machine. --torchtitan-python names the Python
 of an environment with torchtitan 0.2.2, --text the text of a published curve (published_curves.py has its address).
+
+With `--dry-run null-cuda` torch's CUDA build runs on the null CUDA (tests/null_cuda/build.py), whose kernels compute
+nothing: sizes, compilation, memory and time limits are those of a session, speeds and losses mean nothing.
 
 Training runs take train.py through 10 steps of 32768 tokens, the first four of which are warm-up. The tables have
 
@@ -30,6 +34,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import gzip
+import importlib
 import importlib.util
 import json
 import math
@@ -58,6 +63,7 @@ PEAKS = ("memory/max_active(GiB)", "memory/max_reserved(GiB)")
 PART = 600  # seconds
 LAST_LINES = 15  # of the output of a step that failed, in the summary
 KERNELS = 25  # lines of the trace's table
+ON_NULL_CUDA = ("environment", "train", "plan")
 LAYERS = re.compile(r"(\d+) layers, dim (\d+),.*; ([\d,]+) parameters")
 Result = dict[str, Any]
 
@@ -76,7 +82,8 @@ class Session:
     """A session writes the results of its steps into a folder."""
 
     out: Path
-    dry_run: bool
+    dry_run: str
+    """"cpu", "null-cuda", or "" on a GPU."""
     torchtitan_python: str
     results: dict[str, Result]
     text: Path | None = None
@@ -94,8 +101,10 @@ class Session:
         """Run a command, append its output to session.log, and return it. Raise StepFailed if the command fails, or if
         it takes longer than the limit in seconds."""
         environment = with_python_path(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        if self.dry_run:
+        if self.dry_run == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif self.dry_run:
+            environment |= null_cuda().environment(self.out / "null_cuda")
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # as titanlite train sets it
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         with (self.out / "session.log").open("a+b") as log:
@@ -122,6 +131,12 @@ class Session:
         """Append lines to session.log."""
         with (self.out / "session.log").open("a") as log:
             log.write("".join(f"{line}\n" for line in lines))
+
+
+def null_cuda() -> Any:
+    """Return the module that builds the null CUDA."""
+    sys.path.insert(0, str(ROOT))  # tests are not installed
+    return importlib.import_module("tests.null_cuda.build")
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -169,7 +184,7 @@ def measure(session: Session, step: Step, command: str) -> Result:
     if command == "rates" and session.dry_run:
         arguments.append("--small")
     if command == "plan":
-        device = "cpu" if session.dry_run else "h200"
+        device = "cpu" if session.dry_run == "cpu" else "h200"
         arguments += [str(TOML), *arguments_of(step.options | {"plan.device": device})]
     return json.loads(session.run(arguments, step.limit).splitlines()[-1])
 
@@ -214,7 +229,7 @@ def trace(session: Session, step: Step, folder: Path) -> Result:
 
 def best_run(session: Session) -> Step | None:
     """Return the fastest run of Llama 3 8B that is done, or None."""
-    steps = [toy(step) if session.dry_run else step for step in all_steps() if step.group == "Llama 3 8B"]
+    steps = [toy(step) if session.dry_run == "cpu" else step for step in all_steps() if step.group == "Llama 3 8B"]
     ended = [step for step in steps if session.results.get(step.name, {}).get("status") == "done"]
     return max(ended, key=lambda step: session.results[step.name][THROUGHPUT], default=None)
 
@@ -273,6 +288,14 @@ def ring(session: Session, step: Step) -> Result:
     return {"lines": [line for line in output.splitlines() if not line.startswith("{")]}
 
 
+def parity(session: Session, step: Step) -> Result:
+    """Compare a layout whose ranks share the GPU with one process."""
+    options = step.options.copy()
+    n_ranks, config = options.pop("ranks"), ROOT / "configs" / f"{options.pop('config')}.toml"
+    command = [sys.executable, str(HERE / "gpu_measurements.py"), "parity", str(n_ranks), str(config)]
+    return json.loads(session.run([*command, *arguments_of(options)], step.limit).splitlines()[-1])
+
+
 def torchtitan(session: Session, step: Step, folder: Path) -> Result:
     """Run vs_torchtitan.py; a dry run only checks the options of both programs."""
     command = [sys.executable, str(HERE / "vs_torchtitan.py"), "--torchtitan-python", session.torchtitan_python]
@@ -307,6 +330,8 @@ def run_step(session: Session, step: Step) -> Result:
         return calibrate(session, step)
     if step.kind == "card":
         return card(session, step)
+    if step.kind == "parity":
+        return parity(session, step)
     return ring(session, step) if step.kind == "ring" else measure(session, step, step.kind)
 
 
@@ -315,6 +340,8 @@ def missing(session: Session, step: Step) -> str:
     modules = [name for name in step.needs if importlib.util.find_spec(name) is None]
     if modules:
         return f"no module {', '.join(modules)}"
+    if session.dry_run == "null-cuda" and step.kind not in ON_NULL_CUDA:
+        return "means nothing on the null CUDA"
     if step.kind == "trace" and best_run(session) is None:
         return "no run of Llama 3 8B is done"
     if step.kind == "card" and session.text is None:
@@ -345,7 +372,7 @@ def load_session(arguments: argparse.Namespace) -> Session:
     if state.exists():
         content = json.loads(state.read_text())
         if content["dry_run"] != arguments.dry_run:
-            kind = "a dry run" if content["dry_run"] else "a session on a GPU"
+            kind = f"a dry run ({content['dry_run']})" if content["dry_run"] else "a session on a GPU"
             sys.exit(f"error: {out} has the results of {kind}; name another folder with --out")
         results = content["steps"]
     text = arguments.text and arguments.text.resolve()
@@ -368,7 +395,7 @@ def parts(steps: list[Step]) -> list[str]:
 def run_session(session: Session, arguments: argparse.Namespace) -> list[str]:
     """Run the steps that are due and fit into the seconds; return the names of those that wait for another call."""
     begin, waiting = time.monotonic(), []
-    steps = [toy(step) if session.dry_run else step for step in all_steps()]
+    steps = [toy(step) if session.dry_run == "cpu" else step for step in all_steps()]
     for step in steps:
         earlier = session.results.get(step.name, {"status": "not run"})
         settled = ["done"] if arguments.retry else ["done", "failed"]
@@ -403,13 +430,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="start no step that its time limit could take past this")
     parser.add_argument("--steps", nargs="+", metavar="PATTERN", help="only the steps of these names (default: all)")
     parser.add_argument("--retry", action="store_true", help="also run steps that failed")
-    parser.add_argument("--dry-run", action="store_true", help="every step on a CPU, at toy size")
+    kinds = {"nargs": "?", "choices": ["cpu", "null-cuda"], "const": "cpu", "default": ""}
+    parser.add_argument("--dry-run", **kinds, help="without a GPU: every step on a CPU at toy size, or the null CUDA")
     parser.add_argument("--torchtitan-python", default=sys.executable, help="Python of torchtitan's environment")
     parser.add_argument("--text", type=Path, metavar="FILE", help="tinyshakespeare's input.txt, for published-card")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(parts(all_steps())))
         return
+    if arguments.dry_run == "null-cuda" and (why := null_cuda().why_not()):
+        sys.exit(f"error: no null CUDA: {why}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     session = load_session(arguments)
     waiting = run_session(session, arguments)

@@ -12,7 +12,7 @@ TOML = HERE / "gpu_session.toml"
 TOKENS = 32768
 Options = dict[str, str | int]
 NO_OPTIONS: Options = {}
-Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, torchtitan, card, plan
+Kind = str  # environment, rates, pytest, train, trace, calibrate, ring, parity, torchtitan, card, plan
 
 
 class Step(NamedTuple):
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     limit: int
     """Seconds."""
     options: Options = NO_OPTIONS
-    """Of the training run or of the plan's config."""
+    """Of the training run or of the config. Of a parity test "ranks" and "config", too."""
     needs: tuple[str, ...] = ("pydantic", "tomli_w")
     """Modules without which the step is recorded as not there."""
 
@@ -138,6 +138,20 @@ TESTS: dict[str, list[str]] = {
 }
 NEED_TORCHAO = ("tests-float8", "tests-optimizer")
 
+# Ranks that share the GPU, through NCCL.
+PARITY: dict[str, Options] = {
+    "parity-fsdp-2": {"ranks": 2, "config": "debug"},
+    "parity-tp-2": {"ranks": 2, "config": "debug_tp"},
+    "parity-experts-2-accumulation": {
+        "ranks": 2,
+        "config": "debug_moe",
+        "parallelism.expert_parallel_degree": 2,
+        "training.global_batch_size": 32,
+    },
+    "parity-pp-tp-4": {"ranks": 4, "config": "debug_pp", "parallelism.tensor_parallel_degree": 2},
+    "parity-ring-fsdp-4": {"ranks": 4, "config": "debug_cp"},
+}
+
 TOY_LIMIT = 600  # seconds, of a step of a dry run on a busy machine
 DEBUG: Options = {"model.flavor": "debug", "training.seq_len": 256, "training.local_batch_size": 16}
 
@@ -162,6 +176,7 @@ def all_steps() -> list[Step]:
     steps += other_tests
     steps += [Step(name, "Low precision", "train", 240, options, TORCHAO) for name, options in LOW_PRECISION.items()]
     steps.append(Step("ring-attention", "Attention backends", "ring", 120))
+    steps += [Step(name, "Several ranks on one GPU", "parity", 120, options) for name, options in PARITY.items()]
     steps.append(Step("published-card", "Published curve", "card", 240, needs=(*TORCHAO[:2], "tokenizers", "jinja2")))
     steps += [Step(name, "Memory", "train", 120, options) for name, options in MEMORY.items()]
     steps += [Step(name, "Other sizes", "train", 220, options) for name, options in OTHER_SIZES.items()]

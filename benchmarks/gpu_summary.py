@@ -6,7 +6,10 @@ from typing import Any
 from gpu_steps import PUBLISHED_CASE, Step
 
 THROUGHPUT, ACTIVE, RESERVED = "throughput(tps)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"
-DRY_RUN = "dry run on a CPU: toy sizes, no figure here is of a GPU"
+DRY_RUN = {
+    "cpu": "dry run on a CPU: toy sizes, no figure here is of a GPU",
+    "null-cuda": "dry run on the null CUDA: speeds mean nothing, and nothing here is measured on a GPU",
+}
 # KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md: experiment 1, "7B" of 8.03 billion parameters on one
 # H200: sequences of 4096, two of them and four gradient accumulation steps, full activation checkpointing, compiled,
 # weights and optimizer states in bfloat16. It writes GB for an H200 of 140, so its unit is GiB.
@@ -26,10 +29,10 @@ def one_line(result: Result) -> str:
     return "; ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
 
 
-def summary(steps: Iterable[Step], results: dict[str, Result], *, dry_run: bool) -> str:
+def summary(steps: Iterable[Step], results: dict[str, Result], *, dry_run: str) -> str:
     """Return the page: a table for each group of steps, and what its steps printed."""
     title = "# A session on one GPU\n"
-    parts = [title, f"**{DRY_RUN}**\n"] if dry_run else [title]
+    parts = [title, f"**{DRY_RUN[dry_run]}**\n"] if dry_run else [title]
     groups: dict[str, list[Step]] = {}
     for step in steps:
         groups.setdefault(step.group, []).append(step)

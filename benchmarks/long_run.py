@@ -1,4 +1,4 @@
-"""Watch what grows during a long run: memory, open files, threads, Python objects, time per step, files on disk.
+"""Watch what grows during a long run: memory, open files, threads, Python's blocks, time per step, files on disk.
 
     python benchmarks/long_run.py [--case "one rank"] [--steps 1000000] [--every 10000] [--kill-at 500000]
 
@@ -49,23 +49,21 @@ CASES = {
     "experts": {"model.moe.n_experts": 4, "model.moe.n_experts_per_token": 2, "model.moe.balance_bias": "true"},
 }
 """Options of each case, beside those of `options_of`."""
-COUNT_OBJECTS = """
-import collections, gc, json, os, signal, sys
+COUNT_BLOCKS = """
+import json, os, signal, sys
 
 def write_counts(number, frame):
-    objects = gc.get_objects()
-    types = collections.Counter(type(each).__name__ for each in objects).most_common(4)
-    counts = {"objects": len(objects), "blocks": sys.getallocatedblocks(), "types": dict(types)}
     path = os.environ["LONG_RUN_COUNTS"]
     with open(path + ".tmp", "w") as file:
-        json.dump(counts, file)
+        json.dump({"blocks": sys.getallocatedblocks()}, file)
     os.replace(path + ".tmp", path)
 
 if os.environ.get("RANK") == "0":
     signal.signal(signal.SIGRTMIN, write_counts)
 """
-"""What Python imports when it starts, as sitecustomize.py: rank 0 writes counts when it gets a signal. Objects are
-those that it has made since the loop began; blocks are all of its allocated ones."""
+"""What Python imports when it starts, as sitecustomize.py: rank 0 writes how many blocks of memory Python has allocated
+when it gets a signal. It must not list the objects (gc.get_objects): a tuple that another thread has not finished would
+have two references then, by which that thread fails."""
 
 
 def options_of(case: str, folder: Path, steps: int) -> list[str]:
@@ -105,7 +103,7 @@ class Run:
 
     def __init__(self, folder: Path, options: list[str]):
         self.folder = folder
-        (folder / "sitecustomize.py").write_text(COUNT_OBJECTS)
+        (folder / "sitecustomize.py").write_text(COUNT_BLOCKS)
         self.counts, self.output = folder / "counts.json", folder / "output"
         variables = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "LONG_RUN_COUNTS": str(self.counts)}
         with self.output.open("ab") as output:
@@ -274,7 +272,7 @@ def report(samples: list[dict[str, Any]]) -> None:
         n = max(len(part) // 5, 1)
         if len(part) < 2:
             continue
-        keys = "anonymous MiB", "rss MiB", "files", "threads", "objects", "blocks", "cpu ms", "wall ms"
+        keys = "anonymous MiB", "rss MiB", "files", "threads", "blocks", "cpu ms", "wall ms"
         pairs = {key: [statistics.median(each[key] for each in some) for some in (part[:n], part[-n:])] for key in keys}
         steps = f"{part[0]['step']:,} to {part[-1]['step']:,}"
         print(f"steps {steps}{', after SIGKILL' if resumed else ''}: medians of the first and of the last {n} lines")

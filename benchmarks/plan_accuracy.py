@@ -1,6 +1,6 @@
 """Measure how accurate plans are: memory against real runs on this machine, memory and speed against published runs.
 
-    python benchmarks/plan_accuracy.py [layouts] [experts] [published] [bubbles] [cost]          (default: all five)
+    python benchmarks/plan_accuracy.py [layouts] [experts] [published] [mixtures] [bubbles] [cost]  (default: all six)
 
 layouts: memory on a CPU. Real ranks over gloo take three training steps of a small model under each layout. The third
 step's peak is the memory of all tensors before it plus the growth of the process at its peak (resident_memory.py). The
@@ -12,9 +12,12 @@ published: throughput and memory that others reported (published_runs.toml), eac
 degrees, batch, precision and kind of device, and the range of its speed. Their memory is what the allocator reserved,
 so the plan adds fragmentation, but not the CUDA context.
 
+mixtures: the same, of mixtures of experts (published_moe_runs.toml), with three bounds on what another program may gain
+(moe_bounds.py). published_page.py writes their table in NOTEBOOK.md from the log.
+
 bubbles: the schedules of pipeline_bubble.py, simulated and measured. cost: what two plans cost to compute.
 
-Prints JSON lines, then a table for each of the five. The bound for memory on a CPU is 3 %.
+Prints JSON lines, then a table for each of the six. The bound for memory on a CPU is 3 %.
 """
 
 import argparse
@@ -30,6 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import moe_bounds
 import pipeline_bubble
 import psutil
 import torch
@@ -127,7 +131,7 @@ LAYOUTS_WITH_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 ALLOWED = 0.03
 
-PUBLISHED = HERE / "published_runs.toml"
+PUBLISHED, PUBLISHED_MIXTURES = HERE / "published_runs.toml", HERE / "published_moe_runs.toml"
 
 
 def config_of(options: dict[str, Any], ranks: int) -> tuple[Any, Config, Launch]:
@@ -194,19 +198,23 @@ def compare_with_real_runs(layouts: dict[str, tuple[int, dict[str, Any]]]) -> li
     return [f"{'peak memory, MiB':{width}} {'ranks':>5} {'measured':>10} {'planned':>10}", *lines]
 
 
-def compare_with_published_runs() -> list[str]:
+def compare_with_published_runs(path: Path) -> list[str]:
     """Return the lines of the table, and how far the plans are off in total."""
-    runs = read_toml(str(PUBLISHED))["run"]
+    runs = read_toml(str(path))["run"]
     width = max(len(run["name"]) for run in runs)
     head = f"{'tokens/s':>9} {'planned':>9} {'off':>7} {'from':>6} {'to':>6} {'GiB':>7} {'planned':>7} {'off':>7}"
     lines, speeds, memories, in_range = [f"{'':{width}} {'device':14} {'devices':>7} {head}"], [], [], 0
     for run in sorted(runs, key=lambda run: (run["device"], run["framework"], run["name"])):
-        plan = make_plan(load(arguments_of(run)), world_size=run["devices"])
+        loaded, devices = load(arguments_of(run)), run["devices"]
+        mixture = path == PUBLISHED_MIXTURES
+        plan, bounds = (
+            moe_bounds.plan_with_bounds(loaded, devices) if mixture else (make_plan(loaded, world_size=devices), {})
+        )
         published, planned = run["tokens_per_second"], plan.tokens_per_second
         slowest, fastest = (planned * plan.step_seconds / seconds for seconds in reversed(plan.step_range))
         memory, planned_memory = run["memory_gib"], plan.worst.peak.total * (1 + FRAGMENTATION) / 2**30
         result = {"name": run["name"], "tokens/s": published, "planned": planned, "range": [slowest, fastest]}
-        print(json.dumps(result | {"GiB": memory, "planned GiB": planned_memory}), flush=True)
+        print(json.dumps(result | {"GiB": memory, "planned GiB": planned_memory} | bounds), flush=True)
         speeds.append(planned / published - 1)
         in_range += slowest <= published <= fastest
         cells = f"{published:9,.0f} {planned:9,.0f} {speeds[-1]:+7.1%} "
@@ -266,7 +274,8 @@ def measure_planning() -> list[str]:
 TABLES = {
     "layouts": functools.partial(compare_with_real_runs, LAYOUTS),
     "experts": functools.partial(compare_with_real_runs, LAYOUTS_WITH_EXPERTS),
-    "published": compare_with_published_runs,
+    "published": functools.partial(compare_with_published_runs, PUBLISHED),
+    "mixtures": functools.partial(compare_with_published_runs, PUBLISHED_MIXTURES),
     "bubbles": compare_with_measured_bubbles,
     "cost": measure_planning,
 }

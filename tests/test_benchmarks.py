@@ -287,7 +287,7 @@ def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout
 
 # The session on one GPU -----------------------------------------------------------------------------------------------
 
-QUICK_STEPS = ("environment", "rates", "debug-eager", "trace", "torchtitan")
+QUICK_STEPS = ("environment", "rates", "debug-compiled", "trace", "torchtitan")
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def arguments(**changed: Any) -> argparse.Namespace:
 
 def test_a_gpu_session_starts_no_step_that_could_end_too_late(tmp_path, gpu_session):
     results = {"environment": {"status": "failed", "seconds": 1, "reason": "an old one"}}
-    session = gpu_session.Session(tmp_path, True, sys.executable, results)
+    session = gpu_session.Session(tmp_path, "cpu", sys.executable, results)
     chosen = ["environment", "rates", "tests-*"]
     waiting = gpu_session.run_session(session, arguments(seconds=1, steps=chosen))
     assert waiting == ["rates", *(step.name for step in gpu_session.all_steps() if step.kind == "pytest")]
@@ -351,7 +351,7 @@ def test_a_gpu_session_starts_no_step_that_could_end_too_late(tmp_path, gpu_sess
 
 
 def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
-    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
     with pytest.raises(gpu_session.StepFailed, match="time limit of 5 s"):
         session.run([sys.executable, "-c", code], 5)
@@ -360,15 +360,15 @@ def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu
 
 
 def test_a_gpu_session_says_why_a_step_failed(tmp_path, gpu_session):
-    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     with pytest.raises(gpu_session.StepFailed, match=r"^ValueError: no memory$"):
         session.run([sys.executable, "-c", "raise ValueError('no memory')"], 60)
     assert "ValueError: no memory" in (tmp_path / "session.log").read_text()
 
 
 def test_a_gpu_session_does_not_mix_with_a_dry_run(tmp_path, gpu_session):
-    (tmp_path / "state.json").write_text('{"dry_run": true, "steps": {}}')
-    options = argparse.Namespace(out=tmp_path, dry_run=False, resume_from=None, torchtitan_python=sys.executable)
+    (tmp_path / "state.json").write_text('{"dry_run": "cpu", "steps": {}}')
+    options = argparse.Namespace(out=tmp_path, dry_run="", resume_from=None, torchtitan_python=sys.executable)
     with pytest.raises(SystemExit, match="has the results of a dry run"):
         gpu_session.load_session(options)
 
@@ -389,7 +389,7 @@ def test_a_gpu_session_shows_the_published_figures_beside_its_own(gpu_session):
     results["8b-published"] = {"status": "done", "seconds": 90, **values}
     results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2}
     results["8b-b4-none"] = {"status": "failed", "seconds": 90, "reason": "out | of memory", "lines": ["the output"]}
-    lines = gpu_session.summary(gpu_session.all_steps(), results, dry_run=False).splitlines()
+    lines = gpu_session.summary(gpu_session.all_steps(), results, dry_run="").splitlines()
     assert "| 8b-published | done | 10,000 | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 70.00 | 72.00 | 70.00 |" in lines
     assert "| KempnerForge, one H200 | published | 10,471 | 523.5 |  |  |  |  | 80.7 |  |  |" in lines
     assert "| plan-8b-published | done | 67.20 | 70.00 | -4.0% |" in lines
@@ -541,7 +541,7 @@ def test_a_conversation_is_written_as_torchtitan_writes_it(published_sft, assets
 
 def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
     (step,) = (step for step in gpu_session.all_steps() if step.kind == "card")
-    session = gpu_session.Session(tmp_path, True, sys.executable, {})
+    session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     assert gpu_session.missing(session, step) == "no --text: tinyshakespeare's input.txt"
     session.text = tmp_path / "input.txt"
     assert not gpu_session.missing(session, step)

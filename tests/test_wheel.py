@@ -35,10 +35,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_every_package_and_config_is_in_the_wheel(site: Path):
-    expected = {path.relative_to(ROOT) for path in (ROOT / "titanlite").rglob("*.py")}
+def test_every_package_page_and_config_is_in_the_wheel(site: Path):
+    files = [path for suffix in (".py", ".html") for path in (ROOT / "titanlite").rglob(f"*{suffix}")]
+    expected = {path.relative_to(ROOT) for path in files}
     expected |= {"titanlite" / path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.toml")}
-    inside = {path.relative_to(site) for path in (site / "titanlite").rglob("*") if path.suffix in (".py", ".toml")}
+    suffixes = (".py", ".html", ".toml")
+    inside = {path.relative_to(site) for path in (site / "titanlite").rglob("*") if path.suffix in suffixes}
     assert inside == expected
 
 

@@ -23,6 +23,7 @@ LIBRARIES = {  # source: the library that it stands for, and the names that torc
     "cublaslt": ("libcublasLt.so", r"cublasLt\w+"),
     "cudnn": ("libcudnn.so", r"cudnn[A-Z]\w+"),
     "nvrtc": ("libnvrtc.so", r"nvrtc\w+"),
+    "nvml": ("libnvidia-ml.so", r"nvml\w+"),
 }
 NOT_SUPPORTED = 801  # cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -68,8 +69,8 @@ def _asked_for() -> tuple[set[str], dict[str, str]]:
     for path in sorted((PACKAGES / "torch").rglob("*.so")):
         symbols = subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True).stdout
         names |= {line.split()[-1].partition("@")[0] for line in symbols.splitlines() if line.strip()}
-        if path.name == "libc10_cuda.so":  # it looks functions of the driver up by their names
-            names |= {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", path.read_bytes())}
+        if path.name == "libc10_cuda.so":  # it looks functions of the driver and of NVML up by their names
+            names |= {name.decode() for name in re.findall(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)", path.read_bytes())}
         header = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
         for file in re.findall(r"\(NEEDED\).*\[(\S+)\]", header):
             files[re.sub(r"\.so\.\d+$", ".so", file)] = file
@@ -85,7 +86,7 @@ def _build(folder: Path, source: str, file: str, names: list[str]) -> None:
     others = folder / f"{source}.c"
     others.write_text("".join(f"int {name}(void) {{ return {result}; }}\n" for name in missing))
     versions = folder / f"{source}.map"
-    versions.write_text(f"{file} {{ global: *; }};\n")
+    versions.write_text(f"{file.replace('-', '_')} {{ global: *; }};\n")
     # NVIDIA's packages lack the headers crt/, which Triton's package has.
     folders = [SOURCES, *PACKAGES.glob("nvidia/*/include"), PACKAGES / "triton" / "backends" / "nvidia" / "include"]
     # Those of half precision would need headers of C++, which no package has.

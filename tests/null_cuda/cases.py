@@ -1,4 +1,5 @@
-"""The cases of the parity tests as CUDA runs them: in bfloat16, with the attention and the products of a GPU."""
+"""The cases of the parity tests as CUDA runs them: in bfloat16, with inductor and the attention and the products of a
+GPU."""
 
 from typing import Any
 
@@ -43,6 +44,7 @@ def layouts() -> dict[str, dict[str, Any]]:
 def case(layout: dict[str, Any], *, steps: int = 3) -> dict[str, Any]:
     """Return a case for the server."""
     options = ON_CUDA | with_batches(layout)
+    options.pop("compile__backend", None)
     options |= {key: max(value, options[key]) for key, value in LARGER.items() if key != "model__n_heads"}
     if "model__head_dim" in options:
         options["model__head_dim"] = 16

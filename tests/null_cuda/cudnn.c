@@ -1,16 +1,16 @@
-// cuDNN: descriptors of its graphs, which are run without doing anything. Its headers come with another package.
+// cuDNN: descriptors of its graphs, which are run without doing anything.
 #include "null_cuda.h"
+#include <cudnn_version.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 91400
 #define IS_A_DESCRIPTOR 15  // CUDNN_TYPE_BACKEND_DESCRIPTOR
 
-size_t cudnnGetVersion(void) { return VERSION; }
+size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 int cudnnGetProperty(int type, int *value) {
-    int parts[] = {VERSION / 10000, VERSION / 100 % 100, VERSION % 100};
+    int parts[] = {CUDNN_MAJOR, CUDNN_MINOR, CUDNN_PATCHLEVEL};
     *value = parts[type];
     return 0;
 }

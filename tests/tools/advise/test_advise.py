@@ -251,17 +251,15 @@ def test_the_last_round_changes_one_choice_of_the_fastest_layouts():
     result.planned[0] = result.planned[0]._replace(seconds=1.0)
     chosen = [layout for layout, _ in result.next_round(last=True)]
     assert len(chosen) == search.PLANS_PER_ROUND
-    # ZBVZeroBubble, not compiled, is estimated not to fit: three variations of the fast layout remain.
+    # ZBVZeroBubble, not compiled, is estimated not to fit.
     zero_bubble = candidate((2, 1, 16, 1, 1, 2), "ZBVZeroBubble", 2, 32, compiled=False)
     assert zero_bubble in search_space.candidates(TASKS[64])
     assert memory_bound.estimate_bytes(TASKS[64], zero_bubble) > H100.memory
-    assert [layout.mesh.pp for layout in chosen] == [2, 2, 2, 1]
     for layout in chosen:
-        base = fast if layout.mesh.pp == 2 else slow
-        assert (layout.mesh.cp, layout.mesh.tp) == (base.mesh.cp, base.mesh.tp)
-        changes = layout.mesh != base.mesh, layout.schedule != base.schedule or layout.stages != base.stages
-        assert sum([*changes, layout.checkpointing != base.checkpointing]) == 1
-        assert layout.checkpointing != "selective", "the same plan as none, if compiled"
+        assert (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp) == (fast.mesh.pp, fast.mesh.cp, fast.mesh.tp)
+        changes = layout.mesh != fast.mesh, layout.schedule != fast.schedule or layout.stages != fast.stages
+        assert sum([*changes, layout.checkpointing != fast.checkpointing]) == 1
+    assert {layout.checkpointing for layout in chosen} == {"none", "selective", "full"}
 
 
 def test_8b_on_a_node_needs_fsdp_alone():

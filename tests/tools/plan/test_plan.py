@@ -243,6 +243,13 @@ def test_what_a_layer_saves_for_its_backward(options, of_model, of_feed_forward,
     assert abs(saved[1] - saved[0]) == tokens * (2 * numbers + 4 * (model.n_heads + in_float32))
 
 
+def test_a_compiled_loss_saves_logits_in_bfloat16_instead_of_their_log_softmax():
+    """And the gradient takes their memory, as inductor's does."""
+    plan = make_plan(loaded("--plan.device=h100", COMPILED, "--training.loss_chunks=1"))
+    tokens = plan.config.training.local_batch_size * plan.config.training.seq_len
+    assert max(point.bytes["logits"] for point in plan.worst.points) == 2 * tokens * plan.config.model.vocab_size
+
+
 def test_offloaded_states_are_in_host_memory():
     off = make_plan(loaded("--training.enable_cpu_offload"))
     on = make_plan(loaded())

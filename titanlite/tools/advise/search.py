@@ -190,14 +190,12 @@ def _choices(candidate: Candidate) -> tuple:
 
 
 def _variations(fitting: list[PlannedLayout], order: list[Candidate]) -> list[Candidate]:
-    """Return the candidates that differ from a layout in one choice, those of the fastest first. Selective AC is no
-    choice where the compiler decides what is recomputed: its plan is the same as without AC."""
+    """Return the candidates that differ from a layout in one choice, those of the fastest first."""
 
     def varies(candidate: Candidate, layout: PlannedLayout) -> bool:
         pairs = zip(_choices(candidate), _choices(layout.candidate), strict=True)
         return _degrees(candidate) == _degrees(layout.candidate) and sum(one != other for one, other in pairs) == 1
 
-    order = [candidate for candidate in order if not (candidate.compiled and candidate.checkpointing == "selective")]
     return [candidate for layout in fitting for candidate in order if varies(candidate, layout)]
 
 

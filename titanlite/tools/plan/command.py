@@ -1,11 +1,14 @@
 """Plan a config without the hardware that it names.
 
-    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]
+    titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--explore FILE] [--against METRICS]
 
 Prints the memory, communication, time and cost of a training step on `plan.device`. --html also writes one HTML page
 with figures (memory over the step, pipeline schedule, step time). --against also compares the plan with what a run of
 the same config has measured: its metrics.jsonl. A config that cannot run is rejected with the same lines as by
 `titanlite train`.
+
+--explore also plans layouts around the config and writes an HTML page in which a reader changes degrees, batch,
+activation checkpointing and device. It takes minutes, and Ctrl-C ends it early: what is planned by then is written.
 
 Exit status: 0 it fits its device; 1 it does not, or the command was interrupted; 2 the config, or METRICS, is wrong.
 """
@@ -19,22 +22,30 @@ from titanlite.launch.arguments import Parser, new_file
 
 def main(argv: list[str]) -> int:
     """Run `titanlite plan`. Returns the exit status."""
-    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--against METRICS]"
+    usage = "titanlite plan CONFIG.toml [--section.key=value ...] [--html FILE] [--explore FILE] [--against METRICS]"
     parser = Parser(usage, __doc__)
-    parser.add_argument(
-        "--html", type=new_file, metavar="FILE", help="also write the plan with figures as an HTML page"
-    )
-    text = "also compare the plan with a run's metrics.jsonl"
-    parser.add_argument("--against", type=Path, metavar="METRICS", help=text)
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="also write the plan with figures as a page")
+    parser.add_argument("--against", type=Path, metavar="METRICS", help="also compare the plan with a metrics.jsonl")
+    parser.add_argument("--explore", type=new_file, metavar="FILE", help="also write a page of layouts around this one")
+    text = "values of an axis of --explore: tp, pp, cp, dp_replicate, batch, ac or device, as in device=h100,b200"
+    parser.add_argument("--grid", action="append", metavar="AXIS=VALUE,VALUE", help=text)
     begin = time.monotonic()
     arguments, config_arguments = parser.parse_known_args(argv)
+    if arguments.grid and not arguments.explore:
+        parser.error("--grid is an option of --explore")
     loaded = load(config_arguments)
     # Here, since it takes seconds to import torch, and --help and wrong options need none.
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict
 
+    if arguments.explore:
+        from titanlite.tools.plan.explore import make_axes, write_explorer  # here: matplotlib takes a second to import
+
+        axes = make_axes(loaded.config, arguments.grid or [])
+    planning = time.monotonic()
     plan = make_plan(loaded, show_progress=True)
+    seconds = time.monotonic() - planning
     tables = [comparison_table(plan, arguments.against)] if arguments.against else []
     if note := assumption(loaded.config, plan.world_size):
         print(note)
@@ -44,5 +55,6 @@ def main(argv: list[str]) -> int:
 
         write_html(plan, loaded.file, arguments.html)
         print(f"wrote {arguments.html}")
+    complete = not arguments.explore or write_explorer(plan, config_arguments, axes, seconds, arguments.explore)
     print(f"{time.monotonic() - begin:.0f} s")
-    return 0 if verdict(plan)[0] else 1
+    return 0 if verdict(plan)[0] and complete else 1

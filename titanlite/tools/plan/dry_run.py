@@ -169,16 +169,14 @@ def axes_of_groups(layout: mesh.Layout) -> dict[str, tuple[str, list[int]]]:
 
 def _fuse_compiled(segments: Sequence[Segment], components: Collection[str]) -> None:
     """Model what torch.compile does with the components that it compiles."""
-    # In a pipeline the backward of the loss begins that of the last stage. Without one it is in "layer head", too.
-    labels = {"model": ("layer F", "layer B"), "loss": ("layer head", Pass.BACKWARD)}
+    labels = {"model": ("layer F", "layer B"), "loss": ("layer head", "layer head B")}
     wanted = [label for component in components for label in labels[component]]
     for component in components:
         forward, backward = (
             {number for number, segment in enumerate(segments) if segment.mark[0] == label}
             for label in labels[component]
         )
-        if backward:
-            save_less(segments, forward, backward)
+        save_less(segments, forward, backward)
     compiled = [segment for segment in segments if segment.mark[0] in wanted]
     for segment, events in zip(compiled, fuse([segment.events for segment in compiled]), strict=True):
         segment.events[:] = events
@@ -289,7 +287,8 @@ def _persistent(
 
 
 def _mark_layers(trace: OpTrace, stage: Llama) -> None:
-    """Have each block mark the beginning of its forward and of its backward, and of the part with experts of each."""
+    """Have each block and the head mark the beginning of their forward and of their backward, and of the part with
+    experts of each."""
 
     def before_forward(layer: int, *_: object) -> None:
         trace.mark("layer F", layer)
@@ -313,6 +312,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
 
     if stage.norm is not None:
         stage.norm.register_forward_pre_hook(lambda *_: trace.mark("layer head", -1), prepend=True)
+        stage.register_forward_hook(functools.partial(after_forward, "layer head B", -1))
     for name, block in stage.layers.items():
         layer, last = int(name), "layer B"
         if hasattr(block.feed_forward, "experts"):

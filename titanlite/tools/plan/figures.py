@@ -29,6 +29,11 @@ KIND_COLOURS = {
     "parameters": "#332288", "optimizer": "#88ccee", "gradients": "#117733", "communication": "#ddcc77",
     "activations": "#cc6677", "gathered": "#44aa99", "logits": "#882255", "temporary": "#bbbbbb",
 }
+SHARE_COLOURS = {  # of time_shares
+    "matrix multiplication": "#4477aa", "attention": "#88ccee", "other operators (memory-bound)": "#117733",
+    "exposed communication": "#ddcc77", "waiting for other pipeline ranks": "#cccccc",
+    "optimizer step on the CPU": "#882255", "waiting for the host": "#aa4499",
+}
 # fmt: on
 ACTIONS = {
     Pass.FORWARD: ("#8fbce6", "forward"),
@@ -38,7 +43,6 @@ ACTIONS = {
 }
 UPDATE_COLOUR, LIMIT_COLOUR = "#555555", "#b00020"
 IDLE = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "/////", "linewidth": 0}
-SHARE_COLOURS = ("#4477aa", "#88ccee", "#117733", "#ddcc77", "#cccccc", "#aa4499")  # in the order of time_shares
 MAX_POINTS, MAX_POINTS_OF_RANK = 1000, 120  # of a memory curve: a figure has no room for more
 REPORT_WIDTH = 150  # columns, so that the names in the memory table are not truncated
 
@@ -184,8 +188,8 @@ def time_figure(plan: Plan) -> Figure:
     """Draw one bar of what the seconds of the busiest rank's step are spent on."""
     figure = Figure((WIDTH, 1.75), layout="constrained")
     axes, begin = figure.add_subplot(), 0.0
-    for (name, seconds), colour in zip(time_shares(plan).items(), SHARE_COLOURS, strict=False):
-        share = seconds / plan.step_seconds
+    for name, seconds in time_shares(plan).items():
+        share, colour = seconds / plan.step_seconds, SHARE_COLOURS[name]
         label = f"{name}: {seconds:.3g} s, {share:.1%}"
         axes.barh(0, seconds, left=begin, color=colour, edgecolor="white", linewidth=0.8, label=label)
         if share > 0.04:

@@ -99,7 +99,8 @@ class _Life:
 def save_less(segments: Sequence[Segment], forward: Collection[int], backward: Collection[int]) -> None:
     """Free in the forward what eager autograd saves and a compiled block does not. Two kinds of results are not saved
     (torch._functorch.partitioners.min_cut_rematerialization_partition): those that no backward reads, and pointwise
-    ones that only pointwise operators read there, if all that they are computed from is still there.
+    ones that only pointwise operators read there, if all that they are computed from is still there, or is smaller and
+    saved instead: logits in bfloat16, instead of their log-softmax in float32.
 
     `forward` and `backward` are the numbers of the compiled segments."""
     lives = _lives(segments)
@@ -110,7 +111,8 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
         return life is None or (allocation not in freed and (life.freed == -1 or life.freed >= number))
 
     def computed_from(allocation: Allocation, number: int) -> set[Allocation] | None:
-        """Return what a pointwise result can be computed from in a segment; None if it cannot."""
+        """Return what a pointwise result can be computed from in a segment, if it is saved until then; None if it
+        cannot."""
         life, found = lives[allocation], set()
         if not life.writers or not all(map(is_fusible, life.writers)):
             return None
@@ -118,10 +120,10 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
             if exists(source, number):
                 found.add(source)
                 continue
-            deeper = computed_from(source, number) if lives[source].born == life.born else None
-            if deeper is None:
+            if lives[source].born != life.born:
                 return None
-            found |= deeper
+            deeper = computed_from(source, number)
+            found |= {source} if deeper is None else deeper
         return found
 
     freed: set[Allocation] = set()
@@ -132,10 +134,16 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
             if life.uses and not any(map(is_fusible, life.writers)):
                 freed.add(allocation)
         elif all(number in backward and is_fusible(work) for number, work in life.later):
-            found = computed_from(allocation, life.later[0][0])
-            if found is not None:
-                freed.add(allocation)
-                sources[allocation] = found
+            number = life.later[0][0]
+            found = computed_from(allocation, number)
+            if found is None:
+                continue
+            instead = {source for source in found if not exists(source, number)}
+            if sum(source.largest for source in instead) < allocation.largest:
+                for source in instead:
+                    _free_late(segments, source, lives[source], allocation, life)
+                freed = freed - instead | {allocation}
+                sources = {key: value for key, value in sources.items() if key not in instead} | {allocation: found}
     for allocation in freed:
         _free_early(segments, allocation, lives[allocation])
     for number in backward:
@@ -168,7 +176,26 @@ def _lives(segments: Sequence[Segment]) -> dict[Allocation, _Life]:
 def _free_early(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> None:
     """Move the end of an allocation to after its last use in the segment that allocates it."""
     allocation.kind = "temporary"
-    late, early = segments[life.freed].events, segments[life.born].events
-    end = next(event for event in late if isinstance(event, Memory) and event.allocation is allocation)
-    late.remove(end)
+    early = segments[life.born].events
+    end = _take_end(segments, allocation, life)
     early.insert(next(index for index, event in enumerate(early) if event is life.uses[-1]) + 1, end)
+
+
+def _free_late(
+    segments: Sequence[Segment], source: Allocation, life: _Life, allocation: Allocation, its_life: _Life
+) -> None:
+    """Move the end of a source to that of the allocation that the backward computes from it."""
+    end = _take_end(segments, source, life)
+    life.freed, source.kind = its_life.freed, allocation.kind
+    late = segments[life.freed].events
+    late.insert(next(index for index, event in enumerate(late) if _ends(event, allocation)), end)
+
+
+def _take_end(segments: Sequence[Segment], allocation: Allocation, life: _Life) -> Event:
+    """Remove the event that frees an allocation, and return it."""
+    events = segments[life.freed].events
+    return events.pop(next(index for index, event in enumerate(events) if _ends(event, allocation)))
+
+
+def _ends(event: Event, allocation: Allocation) -> bool:
+    return isinstance(event, Memory) and event.allocation is allocation and event.change < 0

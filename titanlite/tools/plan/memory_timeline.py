@@ -51,7 +51,7 @@ class MemoryTimeline:
             name, *number = segment.mark
             where = label
             if name.startswith("layer"):
-                where += ", head and loss" if name == "layer head" else f", layer {number[0]}"
+                where += ", head and loss" if name.startswith("layer head") else f", layer {number[0]}"
             self.points.append(Point(where, {kind: self.current_bytes[kind] + at_peak[kind] for kind in KINDS}))
             self.current_bytes = {kind: self.current_bytes[kind] + net[kind] for kind in KINDS}
             self.points.append(Point(where, dict(self.current_bytes)))

@@ -45,7 +45,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
         world_size: number of ranks; None: what the degrees ask for, or, if one of them is -1, those of a node.
 
     Raises:
-        ConfigError: with the problems that train.py reports.
+        ConfigError: with the problems that train.py reports, or if the plan has no rates of its products in 8 bits.
     """
     device = find_device(loaded.config.plan.device)
     per_node = devices_per_node(loaded.config, device)
@@ -56,6 +56,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     except ConfigError as error:
         note = "" if world_size else assumption(loaded.config, world)
         raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
+    _check_products(config, device)
     if config.fault_tolerance.enable:  # of one replica group
         size = config.training.global_batch_size // config.fault_tolerance.n_groups
         config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
@@ -70,22 +71,26 @@ def assumption(config: Config, world: int) -> str:
 
 
 def make_plan(
-    loaded: LoadedConfig[Config], *, world_size: int | None = None, fold: bool = True, show_progress: bool = False
+    loaded: LoadedConfig[Config],
+    *,
+    world_size: int | None = None,
+    cache: dict[str, list[DryRun]] | None = None,
+    **options: bool,
 ) -> Plan:
-    """Plan a run. Raises ConfigError as `resolve` does, and if the plan has no rates of its products in 8 bits.
+    """Plan a run. Raises ConfigError as `resolve` does.
 
     Args:
         world_size: see `resolve`.
-        fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
-        show_progress: show progress on standard error.
+        cache: dry runs of other plans: those of configs that differ in the device alone are the same.
+        options: fold and show_progress of `_dry_run_stages`.
     """
     config, device, world = resolve(loaded, world_size)
-    _check_products(config, device)
     parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
     names = stage_modules(config) if degree > 1 else [module_names(config.model.n_layers)]
     schedule = parallelism.pipeline_parallel_schedule
     ranks = rank_of_stage(schedule, degree, len(names))
-    dry_runs = _dry_run_stages(config, names, ranks, fold=fold, show_progress=show_progress)
+    cache, key = {} if cache is None else cache, config.replace(plan__device=device.kind).toml()
+    dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, **options)
     actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
@@ -154,10 +159,11 @@ def config_for_dry_run(config: Config) -> Config:
 
 
 def _dry_run_stages(
-    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool, show_progress: bool
+    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
 ) -> list[DryRun]:
     """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
-    the process groups of a world until the process ends."""
+    the process groups of a world until the process ends. fold=False runs repeated layers, too, to test that this makes
+    no difference; show_progress is on standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
     kinds: dict[tuple, int] = {}

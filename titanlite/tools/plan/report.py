@@ -24,7 +24,8 @@ def verdict(plan: Plan) -> tuple[bool, str]:
     spare = (memory - worst.total) / GIB
     where = f"pipeline rank {worst.rank}" if len(plan.ranks) > 1 else "every rank"
     numbers = f"{worst.total / GIB:.1f} of {memory / GIB:.1f} GiB on {where}, peak in {worst.peak.label}"
-    return spare >= 0, (f"fits: {numbers}; {spare:.1f} GiB spare" if spare >= 0 else f"does NOT fit: {numbers}")
+    fits, distance = spare >= 0, f"{abs(spare):.1f} GiB"
+    return fits, f"fits: {numbers}; {distance} spare" if fits else f"does NOT fit: {numbers}; {distance} over"
 
 
 def report(plan: Plan, file: str) -> Group:

@@ -3,8 +3,8 @@ repeated layers.
 
 Marks split the trace into segments. (Pass, m) begins a pass of microbatch m. Within it ("layer F", n) and
 ("layer B", n) begin block n, ("layer experts F", n) and ("layer experts B", n) the part of a block with experts that
-torch.compile leaves alone, and ("layer head", -1) what follows the last block, together with the head's own backward
-where there is no pipeline. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
+torch.compile leaves alone, and ("layer head", -1) and ("layer head B", -1) what follows the last block; without a
+pipeline both belong to the forward. ("reduce",) begins the reduction of a pipeline's gradients and ("update",) the
 gradient norm, clipping and the optimizer.
 """
 
