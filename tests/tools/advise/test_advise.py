@@ -280,7 +280,7 @@ def test_8b_on_a_node_needs_fsdp_alone():
 
 def test_what_does_not_fit_is_not_recommended_and_plans_correct_the_estimates():
     first = run_search(8, fake_plan())
-    assert first.recommended().candidate.local_batch > 1
+    assert any(one.candidate.local_batch > 1 for one in first.fitting())
     result = run_search(8, fake_plan(sizes=1.3))
     assert all(one.bytes <= H100.memory for one in result.fitting())
     assert any(one.bytes > H100.memory for one in result.planned), "the estimate was wrong, and a plan said so"
