@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {  # of two accumulation steps each
     for name, batch, *options in (
         ("no AC", 2),
         ("not compiled", 2, "--compile.enable=false"),
+        ("unchunked cross-entropy", 4, "--training.loss_chunks=1"),
+        ("unchunked cross-entropy, not compiled", 4, "--training.loss_chunks=1", "--compile.enable=false"),
         ("full AC", 2, "--activation_checkpoint.mode=full"),
         ("full AC, batch 8", 8, "--activation_checkpoint.mode=full"),
         ("selective AC", 4, SELECTIVE),

@@ -90,8 +90,8 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     hidden, products = dense * (2 if model.gated_ffn else 1) * model.ffn_dim, dense * model.ffn_dim
     norms = (2 * dim if model.norm_placement == "both" else 0) + (q_dim + kv_dim // 2) * bool(model.qk_norm)
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
-    # Values per token. Of a block's input and output, its norms and what is added to the residual stream, tensor
-    # parallelism gathers again what products read. A compiled block saves no sum, and computes pointwise results again.
+    # Values per token. Under tensor parallelism products read gathered inputs instead of a rank's own, and without AC
+    # they are saved. A compiled block saves no sum, and computes pointwise results again.
     if candidate.checkpointing == "full":
         saved = dim
     elif candidate.checkpointing == "selective":
@@ -99,7 +99,7 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
         saved += 0 if candidate.compiled else unsharded  # what tensor parallelism sums
     else:
         saved = (2 if is_split else 4) * dim + hidden + (products if candidate.compiled else hidden) + channels
-        saved += norms + _expert_values(task, mesh)
+        saved += norms + _expert_values(task, mesh) + unsharded
     results = 3 * dim + channels + hidden
     everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + _expert_values(task, mesh)
     full = candidate.checkpointing == "full"
