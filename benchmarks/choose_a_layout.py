@@ -4,8 +4,8 @@ docs/choose_a_layout.md.
     python benchmarks/choose_a_layout.py            (about 20 minutes on two cores, without its log)
 
 All layouts of a row train the same tokens per step in bfloat16, compiled, on H100 80 GB. Of a mesh, candidates of
-`titanlite advise` are planned until one fits without activation checkpointing (AC), else with selective or full AC; of a
-pipeline with one stage per rank and with two, in microbatches of 1, 2 and 4 sequences. Then `titanlite advise`
+`titanlite advise` are planned until one fits without activation checkpointing (AC), else with selective or full AC;
+of a pipeline with one stage per rank and with two, in microbatches of 1, 2 and 4 sequences. Then `titanlite advise`
 searches. Every plan that was made is a line of benchmarks/logs/choose_a_layout.jsonl, and what stands there is not
 planned again. A test compares the page with it.
 """
