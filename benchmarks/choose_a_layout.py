@@ -4,7 +4,7 @@ docs/choose_a_layout.md.
     python benchmarks/choose_a_layout.py            (about 20 minutes on two cores, without its log)
 
 All layouts of a row train the same tokens per step in bfloat16, compiled, on H100 80 GB. Of a mesh, candidates of
-`titanlite advise` are planned until one fits without activation checkpointing (AC), else with selective or full AC;
+`titanlite advise` are planned until one fits, without activation checkpointing (AC), with selective and with full AC;
 of a pipeline with one stage per rank and with two, in microbatches of 1, 2 and 4 sequences. Then `titanlite advise`
 searches. Every plan that was made is a line of benchmarks/logs/choose_a_layout.jsonl, and what stands there is not
 planned again. A test compares the page with it.
@@ -112,18 +112,17 @@ def load_layout(row: Row, candidate: Candidate) -> LoadedConfig:
 
 
 def plan_mesh(name: str, row: Row, degrees: Mesh, log: Log) -> None:
-    """Plan candidates of a mesh, those without AC first."""
+    """Plan candidates of a mesh with each mode of AC."""
     task = task_of(row)
     kinds = [(stages, size) for stages in (1, 2) for size in (1, 2, 4)] if degrees.pp > 1 else [(1, None)]
     for stages, microbatch in kinds:
         for checkpointing in ("none", "selective", "full"):
             found = [each for each in of_mesh(task, degrees, checkpointing) if each.stages == stages]
-            if plan_until_one_fits(name, row, [x for x in found if microbatch in (None, x.microbatch)], log):
-                break
+            plan_until_one_fits(name, row, [x for x in found if microbatch in (None, x.microbatch)], log)
 
 
-def plan_until_one_fits(name: str, row: Row, found: list[Candidate], log: Log) -> bool:
-    """Plan candidates, and return whether one fits."""
+def plan_until_one_fits(name: str, row: Row, found: list[Candidate], log: Log) -> None:
+    """Plan candidates until one fits."""
     task, tried = task_of(row), 0
     for candidate in found:
         if tried == MOST_TRIES:
@@ -136,8 +135,7 @@ def plan_until_one_fits(name: str, row: Row, found: list[Candidate], log: Log) -
             add(name, plan_candidate(config, candidate, row.n_devices), log)
         tried += 1
         if log[key_of(name, candidate)]["bytes"] <= task.device.memory:
-            return True
-    return False
+            break
 
 
 def plan_config(name: str, row: Row, log: Log) -> None:

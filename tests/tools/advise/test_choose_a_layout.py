@@ -27,7 +27,7 @@ def test_the_page_has_the_table_of_the_log(log):
 
 def test_a_wrong_number_on_the_page_is_found(log):
     text = choose_a_layout.PAGE.read_text()
-    wrong = text.replace("2,489 (2,273 to 2,645)", "2,490 (2,273 to 2,645)")
+    wrong = text.replace("12,515 (11,528 to 13,230)", "12,516 (11,528 to 13,230)")
     assert text != wrong != choose_a_layout.page(wrong, log) == text
 
 
