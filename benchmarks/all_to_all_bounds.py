@@ -10,7 +10,8 @@ saves whose tokens go to 8 experts on at most 4 nodes, as DeepSeek-V3's, if each
 
 from collections.abc import Callable
 
-from reference_configs import planned, table_line
+from page_tables import table_line, table_lines
+from reference_configs import planned
 
 from titanlite.tools.plan.cost_model import CostModel
 
@@ -38,8 +39,8 @@ def with_share(share: float) -> Callable[..., float]:
 
 
 def main() -> None:
-    print("| config | experts | tokens/s per device, as it is | half of the bytes | no bytes |", flush=True)
-    print("| --- | --- | --- | --- | --- |")
+    head = ["config", "experts", "tokens/s per device, as it is", "half of the bytes", "no bytes"]
+    print(*table_lines(head, []), sep="\n", flush=True)
     for name, label, *options in CONFIGS:
         cells = [name, label]
         for share in (1.0, 0.5, 0.0):

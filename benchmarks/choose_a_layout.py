@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import page_tables
 import tomli_w
 import torch
 
@@ -29,7 +30,7 @@ from titanlite.tools.plan.result import range_of, spread_of_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG, PAGE = ROOT / "benchmarks" / "logs" / "choose_a_layout.jsonl", ROOT / "docs" / "choose_a_layout.md"
-BEGIN, END = "<!-- benchmarks/choose_a_layout.py writes this table -->", "<!-- end of the table -->"
+BEGIN, END = page_tables.markers("layouts")
 TOKENS, MANY_TOKENS = 2**22, 2**24
 """Tokens of a step: of Llama 2 and 3 up to 70B, and of Llama 3 405B."""
 MOST_TRIES = 3
@@ -226,36 +227,30 @@ def table_line(name: str, log: Log) -> str:
         cells.append(f"{described(least)}: does not fit, {least['bytes'] / GIB:.1f} GiB")
     best = next((plan for plan in fitting if plan["is_recommended"]), fitting[0] if fitting else None)
     if best is None:
-        return table_row([*cells, "nothing fits", ""])
+        return page_tables.table_line([*cells, "nothing fits", ""])
     if guides and guides[0]["seconds"] <= best["seconds"]:
-        return table_row([*cells, "the same", ""])
+        return page_tables.table_line([*cells, "the same", ""])
     cells.append(f"{described(best)}: {numbers(best)}")
     if not guides:
-        return table_row([*cells, ""])
+        return page_tables.table_line([*cells, ""])
     faster = guides[0]["seconds"] / best["seconds"] - 1
     doubt = spread_of_difference(guides[0]["spread"], best["spread"])[0] / best["seconds"]
-    return table_row([*cells, f"{faster:+.0%}, may be wrong by {doubt:.0%}"])
+    return page_tables.table_line([*cells, f"{faster:+.0%}, may be wrong by {doubt:.0%}"])
 
 
 def _bytes(plan: dict[str, Any]) -> int:
     return plan["bytes"]
 
 
-def table_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def table(log: Log) -> str:
     """Return the table of the page."""
     head = ["model", "devices", "sequence", "layout of guides", "layout by the plan", "faster by"]
-    rule = ["---"] * len(head)
-    return "\n".join(map(table_row, [head, rule])) + "\n" + "\n".join(table_line(name, log) for name in ROWS)
+    return "\n".join([*page_tables.table_lines(head, []), *(table_line(name, log) for name in ROWS)])
 
 
 def page(text: str, log: Log) -> str:
     """Return the page with its table."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(log)}\n\n{END}{rest.partition(END)[2]}"
+    return page_tables.with_table(text, "layouts", f"{table(log)}\n")
 
 
 def main() -> None:

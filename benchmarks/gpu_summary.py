@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from gpu_steps import PUBLISHED_CASE, Step
+from page_tables import table_lines
 
 THROUGHPUT, ACTIVE, RESERVED = "throughput(tps)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"
 DRY_RUN = {
@@ -51,12 +52,6 @@ def summary(steps: Iterable[Step], results: dict[str, Result], *, dry_run: str) 
     return "\n".join(parts)
 
 
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in [columns, ["---"] * len(columns), *rows]]
-    return [f"| {' | '.join(row)} |" for row in cells]
-
-
 def status_of(results: dict[str, Result], name: str) -> str:
     """Return the status of a step, with the reason if it is not done."""
     result = results.get(name, {"status": "not run"})
@@ -70,7 +65,7 @@ def plain_table(steps: list[Step], results: dict[str, Result]) -> list[str]:
         done = "status" in result and "reason" not in result
         line = one_line(result) if done else ""
         rows.append([step.name, status_of(results, step.name), f"{result['seconds']:.0f}", line])
-    return table(["step", "status", "seconds", "result"], rows)
+    return table_lines(["step", "status", "seconds", "result"], rows)
 
 
 def training_table(steps: list[Step], results: dict[str, Result], *, with_published: bool) -> list[str]:
@@ -85,7 +80,7 @@ def training_table(steps: list[Step], results: dict[str, Result], *, with_publis
             flops = f"{PUBLISHED[THROUGHPUT] * result['flops per token'] / 1e12:.1f}" if THROUGHPUT in result else ""
             speed, memory = f"{PUBLISHED[THROUGHPUT]:,}", f"{PUBLISHED[ACTIVE]}"
             rows.append(["KempnerForge, one H200", "published", speed, flops, *[""] * 4, memory, "", ""])
-    return table(["step", "status", *TRAINING], rows)
+    return table_lines(["step", "status", *TRAINING], rows)
 
 
 def figures(result: Result, matmul: float | None) -> list[str]:
@@ -106,4 +101,4 @@ def plan_table(steps: list[Step], results: dict[str, Result]) -> list[str]:
         cells = ["" if value is None else f"{value:.2f}" for value in (planned, allocated)]
         off = f"{planned / allocated - 1:+.1%}" if planned and allocated else ""
         rows.append([step.name, status_of(results, step.name), *cells, off])
-    return table(["step", "status", "planned GiB", "allocated GiB", "off"], rows)
+    return table_lines(["step", "status", "planned GiB", "allocated GiB", "off"], rows)

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 FILE = plans.ROOT / "docs" / "images" / "scaling.png"
 COLORS = {"FSDP": "#4477aa", "HSDP within 8": "#ee7733", "HSDP within 64": "#228833"}
 STYLES = {"2 x 8,192 tokens": "-", "4,096 tokens": "--"}
-GUIDES_OF_TENSOR = {2: (95, 98), 4: (90, 95), 8: (80, 90), 16: (60, 75)}
 
 
 def percent(values: tuple[float, float, float]) -> tuple[float, ...]:
@@ -57,8 +56,8 @@ def draw_tensor_parallel(axes: Axes, log: numbers.Records) -> None:
         draw_lines(axes, points, color=color, linestyle="-", label=f"layers of {size}")
     measured = [(n, 100 * ratio) for n, ratio in numbers.published_tensor().items()]
     axes.plot(*zip(*measured, strict=True), "x", color="black", label="published: KempnerForge, 7B, H200", linestyle="")
-    low, high = zip(*GUIDES_OF_TENSOR.values(), strict=True)
-    axes.fill_between([*GUIDES_OF_TENSOR], low, high, color="#bbbbbb", alpha=0.4, label="guides", linewidth=0)
+    low, high = zip(*numbers.GUIDES_OF_TENSOR.values(), strict=True)
+    axes.fill_between([*numbers.GUIDES_OF_TENSOR], low, high, color="#bbbbbb", alpha=0.4, label="guides", linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(plans.TENSOR_DEGREES, [str(n) for n in plans.TENSOR_DEGREES])
     axes.set_title("Tensor parallel, relative to one H100; 16 on two nodes")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import guide_plans as plans
 from guide_plans import ROOT, Record
+from page_tables import table_lines
 
 from titanlite.config.loader import read_toml
 from titanlite.tools.plan.result import range_of
@@ -19,8 +20,7 @@ Row = list[str]
 
 def table(head: str, rows: Iterable[Row]) -> str:
     """Return a Markdown table; the columns of the head are divided by |."""
-    columns = [column.strip() for column in head.split("|")]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
+    return "".join(f"{line}\n" for line in table_lines(head.split(" | "), rows))
 
 
 def speed(record: Record, seconds: float) -> float:
@@ -79,7 +79,7 @@ def between(values: tuple[float, float, float], form: str = "{:.0%}") -> str:
     return f"{expected} ({low} to {high})" if low != high else expected
 
 
-def none_to(record: Record, base: Record) -> str:
+def relative_speed(record: Record, base: Record) -> str:
     """Return the speed of a plan relative to another one."""
     return f"{efficiency(record, base)[0]:.0%}"
 
@@ -137,6 +137,8 @@ def published_pairs() -> dict[str, tuple[Record, Record]]:
     return {label: (runs[small], runs[large]) for label, (small, large) in PAIRS.items()}
 
 
+GUIDES_OF_TENSOR = {2: (95, 98), 4: (90, 95), 8: (80, 90), 16: (60, 75)}
+"""The efficiency of tensor parallel that guides give, in percent, by degree: from, to."""
 KEMPNER = {
     1: "8B, one H200, bfloat16 weights (KempnerForge 2026-04)",
     2: "KempnerForge 7B, 2 H200, TP 2 x FSDP 1 (no 3)",

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.config import load
+from titanlite.config.keys import AC_MODE as AC
+from titanlite.config.keys import BATCH as LOCAL
+from titanlite.config.keys import END_LAYERS, PIPELINE, REPLICATE, RESHARD, SCHEDULE, STAGES_PER_RANK, TENSOR
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.report import time_shares
 from titanlite.tools.plan.result import Plan, RankPlan
@@ -37,12 +40,8 @@ class Case(NamedTuple):
         return [f"configs/{self.config}.toml", *(f"--{key}={value}" for key, value in options.items())]
 
 
-REPLICATE, SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
-TENSOR, PIPELINE = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
-SCHEDULE = "parallelism.pipeline_parallel_schedule"
-LOCAL, GLOBAL = "training.local_batch_size", "training.global_batch_size"
-AC, SELECTIVE = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-RESHARD, REDUCE = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reduce_gradients"
+SHARD, REDUCE = "parallelism.data_parallel_shard_degree", "parallelism.fsdp_reduce_gradients"
+GLOBAL, SELECTIVE = "training.global_batch_size", "activation_checkpoint.selective_ac_option"
 LAST = {REDUCE: "last_accumulation_step"}
 MODES: dict[str, dict[str, str]] = {
     "data parallel": LAST,
@@ -89,15 +88,22 @@ SENT = (("bfloat16", 1), ("float32", 1), ("float32", 4))
 """Data types of the reduction, and gradient accumulation steps."""
 
 
+def name_of_sent(mode: str, dtype: str, steps: int) -> str:
+    """Return the name in the log of the plan whose communication is shown. Those of 4 accumulation steps in float32
+    are among the cases of memory."""
+    own = f"communication: 7B, {mode}, {dtype}, {steps} steps"
+    return f"memory: 7B, {mode}, 8" if (dtype, steps) == ("float32", 4) else own
+
+
 def communication_cases() -> dict[str, Case]:
     """Return the cases of the bytes that each mode sends, by data type of the reduction and accumulation steps."""
-    return {
-        f"7B, {mode}, {dtype}, {steps} steps": of_mode(
-            "7B", mode, 8, steps, **{"training.mixed_precision_reduce": dtype}
-        )
+    cases = {
+        name_of_sent(mode, dtype, steps): of_mode("7B", mode, 8, steps, **{"training.mixed_precision_reduce": dtype})
         for mode in MODES
         for dtype, steps in SENT
-        if (dtype, steps) != ("float32", 4)  # those are among the cases of memory
+    }
+    return {
+        name.removeprefix("communication: "): case for name, case in cases.items() if name.startswith("communication: ")
     }
 
 
@@ -110,11 +116,7 @@ BUBBLES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 MICROBATCHES = (4, 8, 16, 32, 64)
 
 
-EQUAL_STAGES = {
-    "model.n_layers": 28,
-    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 4,
-}
+EQUAL_STAGES = {"model.n_layers": 28, **dict(zip(END_LAYERS, (0, 4), strict=True))}
 """The output head and the loss of 8B take about as long as 4 layers: so the last of 4 stages has 4 of 28 layers, the
 others 8."""
 
@@ -125,7 +127,7 @@ def schedule_cases() -> dict[str, Case]:
     cases = {}
     for schedule, stages in SCHEDULES.items():
         for n in MICROBATCHES if schedule in BUBBLES else (16,):
-            more = {SCHEDULE: schedule, "parallelism.pipeline_parallel_stages_per_rank": stages, LOCAL: n, GLOBAL: n}
+            more = {SCHEDULE: schedule, STAGES_PER_RANK: stages, LOCAL: n, GLOBAL: n}
             cases[f"{schedule}, {n} microbatches"] = Case("llama3_8b", {**options, **more, **EQUAL_STAGES})
             if schedule == "1F1B":
                 cases[f"{schedule}, unequal stages, {n} microbatches"] = Case("llama3_8b", {**options, **more})

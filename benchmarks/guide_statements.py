@@ -1,7 +1,7 @@
 """The tables of what widely read guides say, beside plans: a part of docs/memory_tables.md and docs/scaling.md."""
 
 import guide_plans as plans
-from guide_numbers import Records, between, efficiency, gib, none_to, published_pairs, published_tensor, table
+from guide_numbers import Records, between, efficiency, gib, published_pairs, published_tensor, relative_speed, table
 from guide_plans import Record
 
 from titanlite.metrics.devices import DEVICES
@@ -67,7 +67,7 @@ def guides_of_memory(log: Records) -> str:
             ],
             [
                 "AC costs about 30 % more compute and keeps a fifth of the activations",
-                f"8B, full AC: {none_to(full, none)} of the speed without AC, {kept:.0%} of the activations",
+                f"8B, full AC: {relative_speed(full, none)} of the speed without AC, {kept:.0%} of the activations",
                 "a third of the matrix products is computed again, but the host, the optimizer and what is "
                 "memory-bound are not all repeated. Selective AC keeps more and costs little",
             ],

@@ -14,6 +14,7 @@ from pathlib import Path
 import guide_plans as plans
 from guide_numbers import (
     GIB,
+    GUIDES_OF_TENSOR,
     Records,
     Row,
     between,
@@ -29,6 +30,7 @@ from guide_numbers import (
 )
 from guide_plans import ROOT, Record
 from guide_statements import guides_of_memory, guides_of_scaling
+from page_tables import with_table
 
 from titanlite.metrics.devices import DEVICES
 
@@ -69,8 +71,7 @@ def communication(log: Records) -> str:
     for dtype, steps in plans.SENT:
         bases = {}
         for mode in plans.MODES:
-            name = f"communication: 7B, {mode}, {dtype}, {steps} steps"
-            record = log[name if (dtype, steps) != ("float32", 4) else f"memory: 7B, {mode}, 8"]
+            record = log[plans.name_of_sent(mode, dtype, steps)]
             bases[mode] = sent_bytes(record)
             kinds = [gib(moved_bytes(record, kind)) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
             ratio = f"{bases[mode] / bases['data parallel']:.2f}"
@@ -121,7 +122,7 @@ def savings(log: Records) -> str:
 
 def tensor_parallel(log: Records) -> str:
     """Return the efficiency of tensor parallel by degree."""
-    guides = {1: "-", 2: "95 to 98%", 4: "90 to 95%", 8: "80 to 90%", 16: "60 to 75%"}
+    guides = {n: f"{low} to {high}%" for n, (low, high) in GUIDES_OF_TENSOR.items()}
     measured = {n: f"{ratio:.0%}" for n, ratio in published_tensor().items()}
     rows = []
     for n in plans.TENSOR_DEGREES:
@@ -130,7 +131,7 @@ def tensor_parallel(log: Records) -> str:
         for size in plans.TENSOR_MODELS:
             record, base = (log[f"tensor: {size}, tp {degree}"] for degree in (n, 1))
             cells += [f"{speed_range(record)[0]:,.0f}", between(efficiency(record, base)) if n > 1 else "100%"]
-        rows.append([*cells, measured.get(n, "-"), guides[n]])
+        rows.append([*cells, measured.get(n, "-"), guides.get(n, "-")])
     head = "tp | where | 8B: tokens/s per device | 8B: efficiency (range) | 70B: tokens/s per device"
     return table(f"{head} | 70B: efficiency (range) | KempnerForge 7B, H200, published | guides", rows)
 
@@ -261,12 +262,7 @@ TABLES: dict[Path, dict[str, Callable[[Records], str]]] = {
 def with_tables(text: str, tables: Mapping[str, str]) -> str:
     """Return a page with the text between the markers of each table replaced."""
     for name, content in tables.items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"the page lacks the markers of {name}")
-        text = f"{before}{begin}\n{content}\n{end}{after}"
+        text = with_table(text, name, content)
     return text
 
 

@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from page_tables import table_lines, with_table
 from python_path import ROOT
 
 from titanlite.config.loader import read_toml
@@ -19,7 +20,6 @@ from titanlite.config.loader import read_toml
 LOG = ROOT / "benchmarks" / "logs" / "plan_accuracy_mixtures.log"
 RUNS = ROOT / "benchmarks" / "published_moe_runs.toml"
 NOTEBOOK, PAGE = ROOT / "benchmarks" / "NOTEBOOK.md", ROOT / "docs" / "plan.md"
-BEGIN, END = "<!-- mixtures: begin -->", "<!-- mixtures: end -->"
 ROW = "| **speed of "  # how the line of docs/plan.md begins, up to the number of runs
 
 
@@ -53,8 +53,7 @@ def compared_runs() -> list[Compared]:
 
 def table_of_groups(all_runs: list[Compared]) -> list[str]:
     """Return the lines of the table that has a line for each group."""
-    lines = ["| runs | number | error of the speed | sent once per node | no all-to-all | in the plan's range |"]
-    lines.append("|" + " --- |" * 6)
+    rows = []
     for group in dict.fromkeys(each.run["group"] for each in all_runs):
         own = [each for each in all_runs if each.run["group"] == group]
         spans = []
@@ -62,15 +61,15 @@ def table_of_groups(all_runs: list[Compared]) -> list[str]:
             errors = sorted(each.planned[key] / each.planned["tokens/s"] - 1 for each in own)
             spans.append(" to ".join(dict.fromkeys(f"{error:+.0%}" for error in (errors[0], errors[-1]))))
         n_in_range = sum(each.in_range for each in own)
-        lines.append(f"| {group} | {len(own)} | {spans[0]} | {spans[1]} | {spans[2]} | {n_in_range} |")
-    return lines
+        rows.append([group, str(len(own)), *spans, str(n_in_range)])
+    head = ("runs", "number", "error of the speed", "sent once per node", "no all-to-all", "in the plan's range")
+    return table_lines(head, rows)
 
 
 def table_of_runs(all_runs: list[Compared]) -> list[str]:
     """Return the lines of the table that has a line for each run."""
     head = ("run", "program", "batch", "AC", "published", "planned", "error", "range", "sent once per node")
-    lines = [f"| {' | '.join(head)} | no all-to-all | no launches | what the program does that this one does not |"]
-    lines.append("|" + " --- |" * (len(head) + 3))
+    rows, more = [], ("no all-to-all", "no launches", "what the program does that this one does not")
     for each in all_runs:
         run, planned, options = each.run, each.planned, each.run["options"]
         whole = options.get("training.global_batch_size")
@@ -80,8 +79,8 @@ def table_of_runs(all_runs: list[Compared]) -> list[str]:
         cells += [f"{planned['tokens/s']:,.0f}", f"{planned['planned']:,.0f}", f"{each.off:+.1%}"]
         cells.append(" to ".join(map(each.against, planned["range"])))
         cells += [each.against(planned[key]) for key in ("once per node", "no all-to-all", "no launches")]
-        lines.append(f"| {' | '.join([*cells, run['differs']])} |")
-    return lines
+        rows.append([*cells, run["differs"]])
+    return table_lines([*head, *more], rows)
 
 
 def summary(all_runs: list[Compared]) -> str:
@@ -108,9 +107,7 @@ def line_of_the_page(all_runs: list[Compared]) -> str:
 
 def pages(all_runs: list[Compared]) -> dict[Path, str]:
     """Return the text of both pages as it should be."""
-    before, _, rest = NOTEBOOK.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    notebook = f"{before}{BEGIN}\n\n{text_of_the_notebook(all_runs)}\n\n{END}{after}"
+    notebook = with_table(NOTEBOOK.read_text(), "mixtures", f"{text_of_the_notebook(all_runs)}\n")
     line = re.compile(rf"^{re.escape(ROW)}\d+ published runs\*\* of mixtures.*$", re.MULTILINE)
     return {NOTEBOOK: notebook, PAGE: line.sub(lambda _: line_of_the_page(all_runs), PAGE.read_text())}
 

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from page_tables import table_line
+
 from titanlite.config import load
 from titanlite.metrics.summary import describe_mesh
 from titanlite.tools.plan.planner import make_plan
@@ -87,11 +89,6 @@ def results(plan: Plan) -> list[str]:
         f"{plan.mfu:.1%}",
         f"{plan.pipeline_bubble:.1%}" if plan.spans else "-",
     ]
-
-
-def table_line(cells: Iterable[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def config_line(name: str) -> str:

@@ -292,7 +292,8 @@ def page() -> str:
             "What nobody thought of is not in a table of cases. A generator draws options of all axes (1 to 16 ranks), "
             "schedules, families, experts, precisions, optimizers and data, until titanlite accepts them; the layout "
             "takes two steps and is compared with the reference, and what fails is shrunk to the smallest config. "
-            "Every option of the schema is drawn, or listed with the reason why not. Nightly runs draw 30 new ones. "
+            "Every option of the schema is drawn, or listed with the reason why not. Nightly runs draw 30 new ones "
+            "([last](../benchmarks/logs/random_layouts_nightly.log)). "
             "No wrong number was found in 500; found were an error that odd widths of latent attention ended in, and "
             "two errors of `titanlite parity` itself. Each is mended, with a test."
         ),
