@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def plan_of(*options: str, **changes: Any) -> Plan:
     return dataclasses.replace(base_plan(options), **changes)
 
 
+def with_41_and_40_gib(*options: str) -> tuple[Callable[[], Plan], ...]:
+    """Return functions that make plans with more activations than fit beside the states, and with as many as fit."""
+    return tuple(functools.partial(_with_activations, options, size) for size in (41.0, 40.0))
+
+
+def _with_activations(options: tuple[str, ...], size: float) -> Plan:
+    return with_memory(plan_of(*options), {"activations": size})
+
+
 def exposed(plan: Plan, seconds: float) -> Plan:
     """Return a plan with seconds of exposed communication besides those of tensor parallel."""
     return dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, elapsed=8.9 + 2.0 + seconds))
@@ -140,18 +150,15 @@ CASES = {
         "19.0 GiB too much: shard instead of replicating: parallelism.data_parallel_replicate_degree = 1",
     ),
     "does not fit, activations": (
-        lambda: with_memory(plan_of(COMPILE), {"activations": 41.0}),
-        lambda: with_memory(plan_of(COMPILE), {"activations": 40.0}),
+        *with_41_and_40_gib(COMPILE),
         '1.0 GiB too much: activation_checkpoint.mode = "full"',
     ),
     "does not fit, batch": (
-        lambda: with_memory(plan_of(COMPILE, FULL, f"{LOCAL}=4"), {"activations": 41.0}),
-        lambda: with_memory(plan_of(COMPILE, FULL, f"{LOCAL}=4"), {"activations": 40.0}),
+        *with_41_and_40_gib(COMPILE, FULL, f"{LOCAL}=4"),
         "1.0 GiB too much: training.local_batch_size = 2",
     ),
     "does not fit, weights": (
-        lambda: with_memory(plan_of(COMPILE, FULL, f"{LOCAL}=1", f"{GLOBAL}=8"), {"activations": 41.0}),
-        lambda: with_memory(plan_of(COMPILE, FULL, f"{LOCAL}=1", f"{GLOBAL}=8"), {"activations": 40.0}),
+        *with_41_and_40_gib(COMPILE, FULL, f"{LOCAL}=1", f"{GLOBAL}=8"),
         "1.0 GiB too much: parallelism.data_parallel_shard_degree",
     ),
     "needless full AC": (  # six layers save at most six times what the backward of one adds

@@ -92,7 +92,8 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
     channels, unsharded = 2 * q_dim + kv_dim, 2 * mesh.tp * dim if is_split else 0
     # Values per token. Under tensor parallelism products read gathered inputs instead of a rank's own, and without AC
     # they are saved. A compiled block saves no sum, and computes pointwise results again.
-    if candidate.checkpointing == "full":
+    full = candidate.checkpointing == "full"
+    if full:
         saved = dim
     elif candidate.checkpointing == "selective":
         saved = (1 if is_split else 2 if candidate.compiled else 3) * dim + hidden + channels
@@ -102,7 +103,6 @@ def _layer_bytes(task: Task, candidate: Candidate) -> tuple[float, float, float]
         saved += norms + _expert_values(task, mesh) + unsharded
     results = 3 * dim + channels + hidden
     everything = 9 * dim + 3 * q_dim + 3 * kv_dim + 2 * hidden + norms + _expert_values(task, mesh)
-    full = candidate.checkpointing == "full"
     working = (everything if full else everything - results) + unsharded
     between = everything if full else results / 2
     return 2 * tokens * saved, 2 * tokens * working, 2 * tokens * between

@@ -142,8 +142,10 @@ def save_less(segments: Sequence[Segment], forward: Collection[int], backward: C
             if sum(source.largest for source in instead) < allocation.largest:
                 for source in instead:
                     _free_late(segments, source, lives[source], allocation, life)
-                freed = freed - instead | {allocation}
-                sources = {key: value for key, value in sources.items() if key not in instead} | {allocation: found}
+                    freed.discard(source)
+                    sources.pop(source, None)
+                freed.add(allocation)
+                sources[allocation] = found
     for allocation in freed:
         _free_early(segments, allocation, lives[allocation])
     for number in backward:

@@ -87,12 +87,11 @@ def memory_to_spare(plan: Plan) -> list[str]:
     is_one = training.local_batch_size == 1 and config.gradient_accumulation_steps % 2 == 0 and not plan.spans
     busy = ("matmul", "attention", "memory", "host", "optimizer", "communication: tp")
     exposed = (plan.cost.elapsed - sum(plan.cost.seconds[name] for name in busy)) / plan.step_seconds
-    is_one = is_one and exposed > SMALL
     batch = f"{exposed:.0%} of the step is communication that more tokens would overlap, and two sequences fit: "
     offloaded, section = sum(worst.offloaded.values()), "training" if training.enable_cpu_offload else "optimizer"
     checkpoint = f"saving all activations takes at most {saved / GIB:.1f} GiB more, which is there: "
     return [
         checkpoint + 'activation_checkpoint.mode = "none"' if is_full and saved <= spare else "",
-        batch + "training.local_batch_size = 2" if is_one and of_batch <= spare else "",
+        batch + "training.local_batch_size = 2" if is_one and exposed > SMALL and of_batch <= spare else "",
         f"fits without offload: {section}.enable_cpu_offload = false" if 0 < offloaded <= spare else "",
     ]
