@@ -164,11 +164,11 @@ def test_each_script_is_named_by_a_page_or_used_by_a_script(path):
 
 
 def test_these_checks_can_fail(load_script):
-    names = vars(load_script(BENCHMARKS / "metrics_overhead.py"))
-    assert [*unknown_names_and_arguments("metrics.NoSuchMeter()", names)]
-    assert [*unknown_names_and_arguments("metrics.PeakFlops(device, dtype, no_such_argument=1)", names)]
-    assert [*unknown_names_and_arguments("metrics.PeakFlops()", names)]
-    assert not [*unknown_names_and_arguments("metrics.PeakFlops(device, dtype)", names | vars(builtins))]
+    names = vars(load_script(BENCHMARKS / "wide_run.py"))
+    assert [*unknown_names_and_arguments("mesh.no_such_function()", names)]
+    assert [*unknown_names_and_arguments("mesh.build_layout(parallelism, device, no_such_argument=1)", names)]
+    assert [*unknown_names_and_arguments("mesh.build_layout()", names)]
+    assert not [*unknown_names_and_arguments("mesh.build_layout(parallelism, device)", names | vars(builtins))]
     assert [*unknown_options('{"training.no_such_option": 1}')] == ["training.no_such_option"]
     assert [*unknown_options('["--model.no_such_option=2"]')] == ["model.no_such_option"]
     assert not [*unknown_options('["--training.seq_len=2", "torch.float32"]')]
@@ -552,28 +552,6 @@ def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     grouped = [name for step in gpu_session.all_steps(140) if step.kind == "pytest" for name in step.options]
     assert sorted(grouped) == sorted(names)
-
-
-MIB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("changes", "expandable", "segments"),
-    [
-        ([(1, 100)], 2 * MIB, 2 * MIB),
-        ([(1, 3 * MIB)], 20 * MIB, 20 * MIB),
-        ([(1, 11 * MIB + 1)], 20 * MIB, 12 * MIB),
-        ([(1, 12 * MIB), (2, 12 * MIB)], 40 * MIB, 24 * MIB),  # an expandable segment uses its rest, and grows
-        ([(1, 12 * MIB), (1, -12 * MIB), (2, 30 * MIB)], 40 * MIB, 42 * MIB),
-        ([(1, 8 * MIB), (2, 8 * MIB), (1, -8 * MIB), (2, -8 * MIB), (3, 20 * MIB)], 20 * MIB, 20 * MIB),  # merged
-        ([(1, 8 * MIB), (2, 8 * MIB), (1, -8 * MIB), (3, 9 * MIB)], 40 * MIB, 40 * MIB),  # neither gap is large enough
-        ([(1, 8 * MIB), (1, -4 * MIB), (1, 4 * MIB)], 20 * MIB, 20 * MIB),
-    ],
-)
-def test_the_model_of_the_allocator_by_hand_computed_cases(load_script, changes, expandable, segments):
-    replay = load_script(BENCHMARKS / "allocator_segments.py").replay
-    assert replay(changes, expandable=True)[1] == expandable
-    assert replay(changes, expandable=False)[1] == segments
 
 
 # Curves that others have published ------------------------------------------------------------------------------------
