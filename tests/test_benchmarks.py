@@ -268,6 +268,7 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance, figur
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", ["CP 2"], steps=2, interval=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance, figure):
     layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
@@ -308,6 +309,7 @@ def rows_of(summary: str) -> list[str]:
     return [row for row in rows if row not in ("step", "---")]
 
 
+@pytest.mark.nightly
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)
@@ -328,6 +330,7 @@ def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     assert {file.name: file.read_bytes() for file in second.iterdir()} == before
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     dry_run(tmp_path)
@@ -353,6 +356,7 @@ def test_a_gpu_session_starts_no_step_that_could_end_too_late(tmp_path, gpu_sess
     assert waiting[0] == "environment"
 
 
+@pytest.mark.nightly
 def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
@@ -550,6 +554,7 @@ def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
     assert not gpu_session.missing(session, step)
 
 
+@pytest.mark.nightly
 def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
     rows = curves.train(
@@ -563,6 +568,7 @@ def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     assert validation < 3
 
 
+@pytest.mark.nightly
 def test_the_figure_of_published_curves_is_drawn_from_the_logs(curves, tmp_path):
     pytest.importorskip("matplotlib")
     curves.plot(argparse.Namespace(file=tmp_path / "figure.png"))

@@ -104,7 +104,7 @@ class Reference:
 
 
 @needs_torchft
-@pytest.mark.parametrize("deaths", [1, 3])
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_synchronization_is_that_of_the_groups_that_trained(tmp_path, lighthouse, deaths):
     """Groups join, die in a step, die in the sums of a synchronization, fully and in part, and return. In float64
     weights agree to 1e-11 after every synchronization with those of one process, and are bit for bit the same in both
@@ -165,6 +165,7 @@ def assert_as_one_process(groups: Groups) -> set[tuple[tuple[int, ...], tuple[in
     return seen
 
 
+@pytest.mark.nightly
 @needs_torchft
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
 def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
@@ -255,6 +256,7 @@ def train(folder: Path, ranks: int, *options: str) -> str:
     return run.stdout
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
     """The checkpoint of step 7 is two steps after a synchronization. A run that resumes from it has the same bits after
@@ -284,6 +286,7 @@ def test_a_run_resumes_between_two_synchronizations(tmp_path, lighthouse):
     assert compared > 30
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     """kill -9 of a group: the other goes on. The group, started again, gets the weights and the outer state; both save
@@ -322,6 +325,7 @@ def test_a_killed_group_returns_and_both_stop(tmp_path, lighthouse):
     assert any(name[1].endswith("exp_avg") for name in one.keys() - same)
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_steps_that_are_lost_are_not_in_the_metrics(tmp_path, lighthouse):
     """A group that was killed resumes between two synchronizations, while the other has gone on: at the next one it
