@@ -270,6 +270,7 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance, figur
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", ["CP 2"], steps=2, interval=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance, figure):
     layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
@@ -310,6 +311,7 @@ def rows_of(summary: str) -> list[str]:
     return [row for row in rows if row not in ("step", "---")]
 
 
+@pytest.mark.nightly
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)
@@ -338,6 +340,7 @@ def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     dry_run(tmp_path)
@@ -484,6 +487,7 @@ def test_a_gpu_session_says_what_does_not_fit(tmp_path, gpu_session, monkeypatch
     assert session.results[step.name]["status"] == "does not fit"
 
 
+@pytest.mark.nightly
 def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
@@ -667,6 +671,7 @@ def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
     assert not gpu_session.missing(session, step)
 
 
+@pytest.mark.nightly
 def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
     rows = curves.train(
@@ -680,6 +685,7 @@ def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     assert validation < 3
 
 
+@pytest.mark.nightly
 def test_the_figure_of_published_curves_is_drawn_from_the_logs(curves, tmp_path):
     pytest.importorskip("matplotlib")
     curves.plot(argparse.Namespace(file=tmp_path / "figure.png"))

@@ -206,7 +206,7 @@ class Groups:
 
 
 @needs_torchft
-@pytest.mark.parametrize("deaths", [1, 3])
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(tmp_path, lighthouse, deaths):
     """Both groups die once, one of them twice, in the middle of a step and between two, fully and in part, and
     return. In float64 weights agree to 1e-11 after every step, and are bit for bit the same in both groups. A sum that
@@ -248,6 +248,7 @@ def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(t
         assert_equal(first[step], {name: value for name, value in second[step].items() if "weight" in name}, 0.0)
 
 
+@pytest.mark.nightly
 @needs_torchft
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
 def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
@@ -284,6 +285,7 @@ def problem_of_first_step(address: str, config: Config, identity: int = 7) -> st
     return ""
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_groups_that_must_not_train_together_say_so(tmp_path, lighthouse):
     """Two groups of one rank: with different options, with the same number, with different weights."""
@@ -401,6 +403,7 @@ def checkpoint_of(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor
     return tensors
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_a_killed_group_does_not_stop_the_others_and_returns(tmp_path, lighthouse):
     """kill -9 of all processes of a group: the other goes on within seconds. The group, started again, gets the other's
@@ -449,6 +452,7 @@ START
 """
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_groups_that_die_in_turns_have_the_metrics_of_their_weights(tmp_path, lighthouse):
     """Each trains alone while the other is dead. Then the one that is behind gets the state of the other, and the steps
@@ -481,6 +485,7 @@ STARTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("start", STARTS)
 def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_path, start):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
@@ -503,6 +508,7 @@ def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_pa
     )
 
 
+@pytest.mark.nightly
 def test_plan_and_parity_are_of_one_group(tmp_path):
     """A plan divides the global batch by the groups, and says so; parity compares the layout of one group."""
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
