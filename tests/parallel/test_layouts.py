@@ -592,7 +592,7 @@ def test_recomputed_operators(ranks, tmp_path, options, products, attentions, si
 
 def test_which_products_every_second_mm_saves():
     """The first, the third and so on, as torchtitan 0.2.2, and the same ones when the block is computed again."""
-    with mock.patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", lambda policy: policy):
+    with mock.patch.object(activation_checkpoint, "selective_contexts", lambda policy: policy):
         policy = activation_checkpoint._every_second_mm()
     for is_recompute in (False, True):
         context = SelectiveCheckpointContext(is_recompute=is_recompute)
