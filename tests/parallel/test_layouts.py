@@ -74,7 +74,9 @@ def product(*names: str) -> dict[str, Any]:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # One axis
+    # One rank, and one axis
+    "one rank": {},
+    "one rank, tied embeddings, reduced once": TIED | {"fsdp_reduce_gradients": "last_accumulation_step"},
     **{f"{name} 2": layout for name, layout in AXES.items()},
     **{f"{name} 4": {k: 4 if k.endswith("degree") else v for k, v in layout.items()} for name, layout in AXES.items()},
     "pp 4": PP | {"pipeline_parallel_degree": 4, "model__n_layers": 5, "training__local_batch_size": 4},
