@@ -1,9 +1,9 @@
 """The summary of gpu_session.py in Markdown: a row for every step, also for those that did not run."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_steps import PUBLISHED_CASE, Step
+from gpu_steps import LLAMA_8B, PUBLISHED_CASE, Step
 from page_tables import table_lines
 
 THROUGHPUT, ACTIVE, RESERVED = "throughput(tps)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"
@@ -16,39 +16,46 @@ DRY_RUN = {
 # weights and optimizer states in bfloat16. It writes GB for an H200 of 140, so its unit is GiB.
 PUBLISHED = {THROUGHPUT: 10_471, ACTIVE: 80.7}
 Result = dict[str, Any]
-TRAINING = ["tokens/s", "TFLOP/s", "MFU %", "causal", "of matmul %", "causal", "GiB", "reserved", "B/param"]
+SPEED = ["tokens/s", "of base", "TFLOP/s", "MFU %", "causal MFU %", "of matmul %", "causal of matmul %"]
+PLANNED = ["planned tokens/s", "planned / measured"]
+MEMORY = ["GiB", "planned GiB", "reserved", "B/param"]
 
 
 def one_line(result: Result) -> str:
     """Return what a step's line on the console and in a plain table says."""
-    if "reason" in result:
-        return result["reason"]
+    reason = result.get("reason", "")
     if THROUGHPUT in result:
         speed, mfu = result[THROUGHPUT], result["mfu(%)"]
-        return f"{speed:,.0f} tokens/s, MFU {mfu:.1f} %, {result[ACTIVE]:.1f} GiB, {result[RESERVED]:.1f} reserved"
+        figures = f"{speed:,.0f} tokens/s, MFU {mfu:.1f} %, {result[ACTIVE]:.1f} GiB, {result[RESERVED]:.1f} reserved"
+        return f"{figures}; {reason}" if reason else figures
+    if reason:
+        return reason
     values = [(key, value) for key, value in result.items() if key not in ("status", "seconds", "lines")]
     return "; ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
 
 
-def summary(steps: Iterable[Step], results: dict[str, Result], *, dry_run: str) -> str:
-    """Return the page: a table for each group of steps, and what its steps printed."""
-    title = "# A session on one GPU\n"
-    parts = [title, f"**{DRY_RUN[dry_run]}**\n"] if dry_run else [title]
-    groups: dict[str, list[Step]] = {}
-    for step in steps:
-        groups.setdefault(step.group, []).append(step)
-    for group, members in groups.items():
-        parts.append(f"## {group}\n")
-        if members[0].kind == "plan":
-            parts += plan_table(members, results)
-        elif all(step.kind == "train" for step in members):
-            parts += training_table(members, results, with_published=not dry_run)
-        else:
-            parts += plain_table(members, results)
-        for step in members:
-            if lines := results.get(step.name, {}).get("lines"):
-                parts += ["", f"{step.name}:", "", "```text", *lines, "```"]
-        parts.append("")
+def summary(cards: Mapping[str, tuple[Sequence[Step], dict[str, Result]]], *, dry_run: str) -> str:
+    """Return the page: for each card a table of each group of its steps, what they printed, and what they took."""
+    parts = ["# A session on one GPU\n"]
+    parts += [f"**{DRY_RUN[dry_run]}**\n"] if dry_run else []
+    for card, (steps, results) in cards.items():
+        parts.append(f"# {card}\n")
+        groups: dict[str, list[Step]] = {}
+        for step in steps:
+            groups.setdefault(step.group, []).append(step)
+        for group, members in groups.items():
+            parts.append(f"## {group}\n")
+            if all(step.kind == "train" for step in members):
+                parts += training_table(members, results, with_published=not dry_run)
+            else:
+                parts += plain_table(members, results)
+            for step in members:
+                if lines := results.get(step.name, {}).get("lines"):
+                    parts += ["", f"{step.name}:", "", "```text", *lines, "```"]
+            parts.append("")
+        taken = [step for step in steps if results.get(step.name, {}).get("seconds")]
+        rows = [[step.name, str(step.seconds), f"{results[step.name]['seconds']:.0f}"] for step in taken]
+        parts += ["## Seconds\n", *table_lines(["step", "expected", "took"], rows), ""]
     return "\n".join(parts)
 
 
@@ -69,36 +76,37 @@ def plain_table(steps: list[Step], results: dict[str, Result]) -> list[str]:
 
 
 def training_table(steps: list[Step], results: dict[str, Result], *, with_published: bool) -> list[str]:
-    """Return a table of training runs, with the published figures beside the run of the same configuration."""
+    """Return a table of training runs, with the published figures beside the run of the same configuration. The base
+    is the first run of Llama 3 8B, so only its group has ratios to it."""
     matmul = results.get("rates", {}).get("matmul TFLOP/s")
-    rows = []
+    base = results.get(steps[0].name, {}).get(THROUGHPUT) if steps[0].group == LLAMA_8B else None
+    columns, rows = [*SPEED, *PLANNED, *MEMORY], []
     for step in steps:
-        result = results.get(step.name, {})
-        cells = figures(result, matmul) if THROUGHPUT in result else [""] * len(TRAINING)
-        rows.append([step.name, status_of(results, step.name), *cells])
+        result, plan = results.get(step.name, {}), results.get(f"plan-{step.name}", {})
+        cells = figures(result, plan, matmul, base) if THROUGHPUT in result else dict.fromkeys(columns, "")
+        rows.append([step.name, status_of(results, step.name), *(cells[column] for column in columns)])
         if step.name == PUBLISHED_CASE and with_published:
-            flops = f"{PUBLISHED[THROUGHPUT] * result['flops per token'] / 1e12:.1f}" if THROUGHPUT in result else ""
-            speed, memory = f"{PUBLISHED[THROUGHPUT]:,}", f"{PUBLISHED[ACTIVE]}"
-            rows.append(["KempnerForge, one H200", "published", speed, flops, *[""] * 4, memory, "", ""])
-    return table_lines(["step", "status", *TRAINING], rows)
+            published = dict.fromkeys(columns, "") | {SPEED[0]: f"{PUBLISHED[THROUGHPUT]:,}"}
+            published["GiB"] = f"{PUBLISHED[ACTIVE]}"
+            if THROUGHPUT in result:
+                published["TFLOP/s"] = f"{PUBLISHED[THROUGHPUT] * result['flops per token'] / 1e12:.1f}"
+            rows.append(["KempnerForge, one H200", "published", *published.values()])
+    return table_lines(["step", "status", *columns], rows)
 
 
-def figures(result: Result, matmul: float | None) -> list[str]:
-    """Return the cells of a training run. `matmul` is the measured rate of the matrix product in TFLOP/s."""
-    tflops, mfu, causal = result["tflops"], result["mfu(%)"], result["causal"]
-    of_matmul = [f"{100 * tflops / matmul:.1f}", f"{100 * tflops / matmul * causal:.1f}"] if matmul else ["", ""]
-    cells = [f"{result[THROUGHPUT]:,.0f}", f"{tflops:.1f}", f"{mfu:.1f}", f"{mfu * causal:.1f}", *of_matmul]
-    memory = result[ACTIVE]
-    return [*cells, f"{memory:.2f}", f"{result[RESERVED]:.2f}", f"{memory * 2**30 / result['parameters']:.2f}"]
-
-
-def plan_table(steps: list[Step], results: dict[str, Result]) -> list[str]:
-    """Return planned beside allocated memory: the peak of a step in tensors, of the run with the same config."""
-    rows = []
-    for step in steps:
-        planned = results.get(step.name, {}).get("planned GiB")
-        allocated = results.get(step.name.removeprefix("plan-"), {}).get(ACTIVE)
-        cells = ["" if value is None else f"{value:.2f}" for value in (planned, allocated)]
-        off = f"{planned / allocated - 1:+.1%}" if planned and allocated else ""
-        rows.append([step.name, status_of(results, step.name), *cells, off])
-    return table_lines(["step", "status", "planned GiB", "allocated GiB", "off"], rows)
+def figures(result: Result, plan: Result, matmul: float | None, base: float | None) -> dict[str, str]:
+    """Return the cells of a training run by their columns. `matmul` is the measured rate of the matrix product in
+    TFLOP/s, `base` the tokens/s of the run that others are compared with."""
+    speed, tflops, mfu, memory = result[THROUGHPUT], result["tflops"], result["mfu(%)"], result[ACTIVE]
+    cells = [f"{speed:,.0f}", f"{speed / base:.3f}" if base else "", f"{tflops:.1f}", f"{mfu:.1f}"]
+    cells.append(f"{mfu * result['causal']:.1f}")
+    cells += [f"{100 * tflops / matmul * factor:.1f}" if matmul else "" for factor in (1, result["causal"])]
+    if "planned tokens/s" in plan:
+        planned = plan["planned tokens/s"]
+        cells += [f"{planned:,.0f}", f"{planned / speed:.3f}"]
+    else:
+        cells += ["", ""]
+    planned_memory = f"{plan['planned GiB']:.2f}" if "planned GiB" in plan else ""
+    cells += [f"{memory:.2f}", planned_memory, f"{result[RESERVED]:.2f}"]
+    cells.append(f"{memory * 2**30 / result['parameters']:.2f}")
+    return dict(zip([*SPEED, *PLANNED, *MEMORY], cells, strict=True))

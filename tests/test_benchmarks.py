@@ -15,6 +15,8 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import time
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from titanlite.config import Config, Launch, check, load
 from titanlite.config.loader import LoadedConfig, read_toml
@@ -287,7 +289,7 @@ def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout
 
 # The session on one GPU -----------------------------------------------------------------------------------------------
 
-QUICK_STEPS = ("environment", "rates", "debug-compiled", "trace", "torchtitan")
+QUICK_STEPS = ("environment", "rates", "debug-compiled", "recorded-step", "trace", "torchtitan")
 
 
 @pytest.fixture
@@ -311,52 +313,181 @@ def rows_of(summary: str) -> list[str]:
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)
-    results = json.loads((first / "state.json").read_text())["steps"]
+    ((card, results),) = json.loads((first / "state.json").read_text())["cards"].items()
+    assert card.startswith("CPU")
     assert {name: result["status"] for name, result in results.items()} == {
-        **dict.fromkeys(QUICK_STEPS[:3], "done"),
+        **dict.fromkeys(QUICK_STEPS[:4], "done"),
         "trace": "not there",
         "torchtitan": "not there",
     }
     summary = (first / "summary.md").read_text()
     assert "dry run on a CPU: toy sizes, no figure here is of a GPU" in summary
     groups: dict[str, list[str]] = {}
-    for step in gpu_session.all_steps():
+    for step in gpu_session.all_steps(140):
         groups.setdefault(step.group, []).append(step.name)
-    assert rows_of(summary) == [name for names in groups.values() for name in names]  # and no published figure
+    in_tables = rows_of(summary.partition("## Seconds")[0])
+    assert in_tables == [name for names in groups.values() for name in names]  # and no published figure
     before = {file.name: file.read_bytes() for file in first.iterdir()}
     assert "done" in dry_run(second, f"--resume-from={first}", "--steps", *QUICK_STEPS)
-    assert {file.name: file.read_bytes() for file in second.iterdir()} == before
+    after = {file.name: file.read_bytes() for file in second.iterdir()}
+    assert after.keys() == before.keys()
+    assert after["recorded.tar"] == before["recorded.tar"]
+    results.pop("environment")  # every call asks for the card
+    assert results == {
+        name: result for name, result in json.loads(after["state.json"])["cards"][card].items() if name != "environment"
+    }
 
 
 @pytest.mark.timeout(3000)
 def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     dry_run(tmp_path)
-    results = json.loads((tmp_path / "state.json").read_text())["steps"]
-    statuses = {step.name: results[step.name]["status"] for step in gpu_session.all_steps()}
-    assert statuses.pop("torchtitan") in ("done", "not there")
+    (results,) = json.loads((tmp_path / "state.json").read_text())["cards"].values()
+    statuses = {step.name: results[step.name]["status"] for step in gpu_session.all_steps(140)}
+    for name in ("torchtitan", "torchtitan-compiled"):
+        assert statuses.pop(name) in ("done", "not there")
     assert statuses.pop("published-card") == "not there"  # without --text
     assert {name: status for name, status in statuses.items() if status != "done"} == {}
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+
+
+def test_a_step_that_a_gpu_has_recorded_is_judged_elsewhere(tmp_path, gpu_session):
+    session = gpu_session.Session(tmp_path, "cpu", sys.executable, {"CPU": {}}, card="CPU")
+    (step,) = (step for step in session.steps("CPU") if step.kind == "recorded")
+    gpu_session.take(session, step, 120)
+    assert session.results[step.name]["status"] == "done"
+    with tarfile.open(tmp_path / "recorded.tar") as archive:
+        archive.extractall(tmp_path, filter="data")
+    command = [sys.executable, "-m", "titanlite", "parity", "--against", str(tmp_path / "recorded")]
+    judge = subprocess.run(command, capture_output=True, text=True)
+    assert judge.returncode == 0
+    assert "bfloat16" in (tmp_path / "recorded" / "step.json").read_text()
+    gradients = load_file(tmp_path / "recorded" / "gradients.safetensors")
+    gradients["layers.1.attention.wv.weight"] *= 2
+    save_file(gradients, tmp_path / "recorded" / "gradients.safetensors")
+    judge = subprocess.run(command, capture_output=True, text=True)
+    assert judge.returncode == 1
+    assert "gradient layers.1.attention.wv.weight is 2.0 x too large" in judge.stdout
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"retry": False, "steps": None, "seconds": None} | changed)
 
 
-def test_a_gpu_session_starts_no_step_that_could_end_too_late(tmp_path, gpu_session):
-    results = {"environment": {"status": "failed", "seconds": 1, "reason": "an old one"}}
-    session = gpu_session.Session(tmp_path, "cpu", sys.executable, results)
-    chosen = ["environment", "rates", "tests-*"]
-    waiting = gpu_session.run_session(session, arguments(seconds=1, steps=chosen))
-    assert waiting == ["rates", *(step.name for step in gpu_session.all_steps() if step.kind == "pytest")]
-    waiting = gpu_session.run_session(session, arguments(seconds=1, steps=chosen, retry=True))
-    assert waiting[0] == "environment"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+@pytest.fixture
+def session(tmp_path, gpu_session, monkeypatch):
+    """A session on an H200, whose steps take no time: each result has the limit that the step was given."""
+    environments = {H100: {"memory GiB": 79.2}, H200: {"memory GiB": 139.8}}
+    cards = {card: {"environment": {"status": "done", "seconds": 6, **values}} for card, values in environments.items()}
+    session = gpu_session.Session(tmp_path, "", sys.executable, cards, card=H200)
+    monkeypatch.setattr(gpu_session, "missing", lambda session, step: "")
+    monkeypatch.setattr(gpu_session, "run_step", lambda session, step, limit: {"limit": limit})
+    return session
+
+
+def test_a_gpu_session_starts_the_steps_that_are_expected_to_end_in_time(gpu_session, session):
+    base = "8b-b4-selective"
+    chosen = arguments(seconds=80, steps=["rates", base, "tests-*"])
+    waiting = gpu_session.run_session(session, chosen, time.monotonic() - 10)
+    # 65 seconds are left, and nothing here takes any of them.
+    assert session.results["rates"]["limit"] == 60
+    assert session.results[base]["limit"] == pytest.approx(65, abs=1)  # not 240
+    assert session.results["tests-attention"]["limit"] == pytest.approx(65, abs=1)
+    assert waiting == []
+    waiting = gpu_session.run_session(session, arguments(seconds=80, steps=["8b-*"]), time.monotonic() - 20)
+    assert f"{base}-rowwise" in waiting
+    assert "8b-published" in waiting
+    assert base not in waiting
+
+
+def test_a_gpu_session_lists_what_fits(gpu_session):
+    _, *lines = gpu_session.listed(gpu_session.all_steps(79.2), 100)
+    assert [line.split() for line in lines[:5]] == [
+        ["environment", "6", "6", "fits"],
+        ["rates", "14", "20", "fits"],
+        ["debug-compiled", "30", "50", "fits"],
+        ["8b-b2-attention", "60", "110"],
+        ["tests-attention", "45", "155", "fits"],
+    ]
+    assert not any("fits" in line for line in gpu_session.listed(gpu_session.all_steps(79.2), math.inf))
+    assert [line.partition(" ")[0] for line in lines] == [step.name for step in gpu_session.all_steps(79.2)]
+
+
+def test_results_of_a_gpu_session_belong_to_a_card(gpu_session, session):
+    """What is right on one card is right; speed, memory and what did not fit are measured on each card anew."""
+    done, no = {"status": "done", "seconds": 9}, {"status": "does not fit", "seconds": 9, "reason": "out of memory"}
+    session.cards[H100] |= {"tests-attention": done, "rates": done, "8b-published": no, "torchtitan": done}
+    session.cards[H200] |= {"debug-compiled": no}
+    due = [step.name for step in gpu_session.due(session, arguments())]
+    assert {"rates", "8b-published", "torchtitan", "tests-reference"} <= {*due}
+    assert not {"environment", "tests-attention", "debug-compiled"} & {*due}
+    assert not any(name.startswith("plan-") for name in due)  # a GPU has more to do
+    assert "debug-compiled" in [step.name for step in gpu_session.due(session, arguments(retry=True))]
+    session.card = H100
+    assert "tests-reference" in [step.name for step in gpu_session.due(session, arguments())]
+    plans = [step.name for step in gpu_session.due(session, arguments(steps=["plan-*"]))]
+    assert "plan-8b-b2-attention" in plans
+    assert "plan-8b-b4-selective" not in plans
+
+
+def test_the_sizes_of_a_gpu_session_are_those_of_the_card(gpu_session):
+    large, small = ({step.name: step for step in gpu_session.all_steps(memory)} for memory in (139.8, 79.2))
+    bases = [next(step for step in steps.values() if step.group == "Llama 3 8B") for steps in (large, small)]
+    assert [step.options["training.local_batch_size"] for step in bases] == [4, 2]
+    assert bases[1].options["activation_checkpoint.selective_ac_option"] == "attention"
+    for base, steps in zip(bases, (large, small), strict=True):
+        rowwise = steps[f"{base.name}-rowwise"]
+        changed = {"float8.enable": "true", "float8.recipe": "rowwise", "training.steps": 30}
+        assert rowwise.options == base.options | changed
+    assert small["3b-4096"].options["training.local_batch_size"] == 2
+
+
+def test_a_training_run_that_is_killed_at_its_limit_counts_as_far_as_it_came(tmp_path, gpu_session, monkeypatch):
+    session = gpu_session.Session(tmp_path, "", sys.executable, {H200: {}}, card=H200)
+    (step,) = (step for step in session.steps(H200) if step.name == "debug-compiled")
+    row = {"loss_metrics/global_avg_loss": 5.0, "tflops": 100.0, "mfu(%)": 10.0, "time_metrics/end_to_end(s)": 1.0}
+    row |= {"memory/max_active(GiB)": 1.0, "memory/max_reserved(GiB)": 2.0, "time_metrics/data_loading(%)": 0.0}
+    rows = [row | {"step": n, "throughput(tps)": 1000.0 * n} for n in range(1, 8)]
+
+    def killed(command: list[str], limit: float, **_: Any) -> str:
+        folder = Path(next(each for each in command if each.startswith("--job.dump_folder")).partition("=")[2])
+        lines = [json.dumps(row) for row in rows]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"loss_metr')
+        summary = "model debug: 6 layers, dim 256, 16 heads, 8 KV heads; 4,861,184 parameters"
+        raise gpu_session.TimeLimit(f"time limit of {limit:.0f} s", summary)
+
+    monkeypatch.setattr(session, "run", killed)
+    gpu_session.take(session, step, 50)
+    result = session.results[step.name]
+    assert (result["status"], result["reason"]) == ("stopped", "time limit of 50 s, after 7 steps")
+    assert result["throughput(tps)"] == 6000.0  # the median of steps 5 to 7
+    del rows[4:]
+    gpu_session.take(session, step, 50)
+    assert session.results[step.name]["status"] == "failed"
+    rows[2] |= {"loss_metrics/global_avg_loss": math.nan}
+    rows += rows
+    gpu_session.take(session, step, 50)
+    assert session.results[step.name]["reason"] == "loss nan in step 3"
+
+
+def test_a_gpu_session_says_what_does_not_fit(tmp_path, gpu_session, monkeypatch):
+    session = gpu_session.Session(tmp_path, "", sys.executable, {H200: {}}, card=H200)
+    step = session.steps(H200)[2]
+
+    def run(*_: Any) -> Any:
+        raise gpu_session.StepFailed("error: out of memory in step 1: ...")
+
+    monkeypatch.setattr(gpu_session, "run_step", run)
+    gpu_session.take(session, step, 50)
+    assert session.results[step.name]["status"] == "does not fit"
 
 
 def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
-    with pytest.raises(gpu_session.StepFailed, match="time limit of 5 s"):
+    with pytest.raises(gpu_session.TimeLimit, match="time limit of 5 s"):
         session.run([sys.executable, "-c", code], 5)
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert b"sleep\x0086399\x00" not in commands
@@ -370,34 +501,42 @@ def test_a_gpu_session_says_why_a_step_failed(tmp_path, gpu_session):
 
 
 def test_a_gpu_session_does_not_mix_with_a_dry_run(tmp_path, gpu_session):
-    (tmp_path / "state.json").write_text('{"dry_run": "cpu", "steps": {}}')
+    (tmp_path / "state.json").write_text('{"dry_run": "cpu", "cards": {}}')
     options = argparse.Namespace(out=tmp_path, dry_run="", resume_from=None, torchtitan_python=sys.executable)
     with pytest.raises(SystemExit, match="has the results of a dry run"):
         gpu_session.load_session(options)
 
 
-def test_configs_of_a_gpu_session_are_valid_and_their_runs_have_names(gpu_session):
-    steps = [step for step in gpu_session.all_steps() if step.kind in ("train", "plan")]
-    assert len({step.name for step in gpu_session.all_steps()}) == len(gpu_session.all_steps())
-    for step in steps:
+@pytest.mark.parametrize("memory_gib", [79.2, 139.8])
+def test_configs_of_a_gpu_session_are_valid_and_their_runs_have_names(gpu_session, memory_gib):
+    steps = gpu_session.all_steps(memory_gib)
+    assert len({step.name for step in steps}) == len(steps)
+    for step in (step for step in steps if step.kind in ("train", "plan")):
         check(load([str(gpu_session.TOML), *gpu_session.arguments_of(step.options)]), Launch(0, 0, 1, 1, n_devices=1))
         options = gpu_session.arguments_of(gpu_session.toy(step).options)
         check(load([str(gpu_session.TOML), *options]), Launch(0, 0, 1, 1, n_devices=0))
 
 
-def test_a_gpu_session_shows_the_published_figures_beside_its_own(gpu_session):
+def test_a_gpu_session_shows_planned_and_published_figures_beside_its_own(gpu_session):
     values = {"tflops": 500.0, "mfu(%)": 50.6, "causal": 0.9, "parameters": 2**30, "flops per token": 5e10}
     values |= {"throughput(tps)": 10_000.0, "memory/max_active(GiB)": 70.0, "memory/max_reserved(GiB)": 72.0}
     results = {"rates": {"status": "done", "seconds": 9, "matmul TFLOP/s": 800.0}}
     results["8b-published"] = {"status": "done", "seconds": 90, **values}
-    results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2}
-    results["8b-b4-none"] = {"status": "failed", "seconds": 90, "reason": "out | of memory", "lines": ["the output"]}
-    lines = gpu_session.summary(gpu_session.all_steps(), results, dry_run="").splitlines()
-    assert "| 8b-published | done | 10,000 | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 70.00 | 72.00 | 70.00 |" in lines
-    assert "| KempnerForge, one H200 | published | 10,471 | 523.5 |  |  |  |  | 80.7 |  |  |" in lines
-    assert "| plan-8b-published | done | 67.20 | 70.00 | -4.0% |" in lines
-    assert any(line.startswith("| 8b-b4-none | failed: out \\| of memory |") for line in lines)
+    results["plan-8b-published"] = {"status": "done", "seconds": 9, "planned GiB": 67.2, "planned tokens/s": 11_000.0}
+    results["8b-b4-selective"] = {"status": "done", "seconds": 70, **values}
+    results["8b-b4-selective-rowwise"] = {"status": "done", "seconds": 70, **values, "throughput(tps)": 12_500.0}
+    results["8b-b4-none"] = {"status": "does not fit", "seconds": 90, "reason": "out | of", "lines": ["the output"]}
+    cards = {H200: (gpu_session.all_steps(139.8), results), H100: (gpu_session.all_steps(79.2), {})}
+    page = gpu_session.summary(cards, dry_run="")
+    lines = page.splitlines()
+    own = "10,000 |  | 500.0 | 50.6 | 45.5 | 62.5 | 56.2 | 11,000 | 1.100 | 70.00 | 67.20 | 72.00 | 70.00 |"
+    assert f"| 8b-published | done | {own}" in lines
+    assert any(line.startswith("| KempnerForge, one H200 | published | 10,471 |  | 523.5 |") for line in lines)
+    assert any(line.startswith("| 8b-b4-selective-rowwise | done | 12,500 | 1.250 |") for line in lines)
+    assert any(line.startswith("| 8b-b4-none | does not fit: out \\| of |") for line in lines)
     assert "the output" in lines
+    assert "| 8b-b4-selective-rowwise | 105 | 70 |" in lines
+    assert "12,500" not in page.partition(f"# {H100}")[2]
 
 
 def test_kernels_of_a_trace_are_summed(gpu_session):
@@ -411,7 +550,7 @@ def test_kernels_of_a_trace_are_summed(gpu_session):
 def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
     tree = ast.parse((ROOT / "tests" / "test_gpu.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    grouped = [name for step in gpu_session.all_steps() if step.kind == "pytest" for name in step.options]
+    grouped = [name for step in gpu_session.all_steps(140) if step.kind == "pytest" for name in step.options]
     assert sorted(grouped) == sorted(names)
 
 
@@ -543,7 +682,7 @@ def test_a_conversation_is_written_as_torchtitan_writes_it(published_sft, assets
 
 
 def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
-    (step,) = (step for step in gpu_session.all_steps() if step.kind == "card")
+    (step,) = (step for step in gpu_session.all_steps(140) if step.kind == "card")
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     assert gpu_session.missing(session, step) == "no --text: tinyshakespeare's input.txt"
     session.text = tmp_path / "input.txt"

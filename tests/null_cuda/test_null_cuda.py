@@ -7,6 +7,7 @@ Nothing here is measured on a GPU.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -221,14 +222,24 @@ def test_out_of_memory_is_one_line(libraries: Path, tmp_path: Path):
     assert "out of memory" in line
 
 
-def test_a_gpu_session_has_the_sizes_and_time_limits_that_it_needs(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("card", "mib", "base", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", 81559, "8b-b2-attention", 69.99),
+        ("NVIDIA H200", 143771, "8b-b4-selective", 112.2),
+    ],
+)
+def test_a_gpu_session_has_the_sizes_and_time_limits_that_it_needs(tmp_path: Path, card, mib, base, gib):
     """`--dry-run null-cuda` takes all training runs; here some of them."""
-    steps = ["environment", "debug-compiled", "8b-b4-selective", "8b-float8-rowwise", "memory-1b"]
+    steps = ["debug-compiled", base, f"{base}-rowwise", "recorded-step"]
     command = [sys.executable, "benchmarks/gpu_session.py", f"--out={tmp_path}", "--dry-run", "null-cuda"]
-    subprocess.run([*command, "--steps", *steps], cwd=ROOT, check=True)
-    results = json.loads((tmp_path / "state.json").read_text())["steps"]
-    assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(steps, "done")
-    assert results["8b-b4-selective"]["memory/max_active(GiB)"] == pytest.approx(112.2, rel=0.01)  # of NOTEBOOK.md
+    variables = os.environ | {"NULL_CUDA_MIB": str(mib), "NULL_CUDA_NAME": card}
+    subprocess.run([*command, "--steps", *steps], cwd=ROOT, check=True, env=variables)
+    results = json.loads((tmp_path / "state.json").read_text())["cards"][card]
+    assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(
+        ["environment", *steps], "done"
+    )
+    assert results[base]["memory/max_active(GiB)"] == pytest.approx(gib, rel=0.01)  # of NOTEBOOK.md
 
 
 @pytest.mark.parametrize("name", CASES)

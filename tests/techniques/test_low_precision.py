@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from tests.parallel.test_layouts import INT8_PRODUCTS, MODEL, MXFP8, PRODUCT_ERROR, SELECTIVE
 from tests.parallel.test_parity import CPU, CountCalls, forward_backward, resolve
@@ -191,6 +192,14 @@ def test_a_pipeline_stage_may_have_no_layer_that_is_converted(tmp_path, recipe):
         else:
             convert_linear_layers(stage, filtered.float8, filtered.int8, **settings)
             assert {type(module) for module in stage.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+
+
+def test_compiled_products_with_a_scale_per_row_round_casts_as_eager_does(tmp_path, monkeypatch):
+    """Without it compiled backwards have had NaN (pytorch 150859). No machine without a GPU shows them."""
+    for recipe, expected in (("rowwise", True), ("tensorwise", False), ("rowwise_with_gw_hp", True)):
+        monkeypatch.setattr(inductor_config, "emulate_precision_casts", not expected)
+        convert(resolve(tmp_path, 1, MODEL | MXFP8 | {"float8__recipe": recipe}))
+        assert inductor_config.emulate_precision_casts is expected
 
 
 def test_a_gpu_before_blackwell_is_rejected(tmp_path, monkeypatch):
