@@ -353,6 +353,7 @@ def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.nightly
 def test_a_step_that_a_gpu_has_recorded_is_judged_elsewhere(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {"CPU": {}}, card="CPU")
     (step,) = (step for step in session.steps("CPU") if step.kind == "recorded")

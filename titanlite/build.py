@@ -31,6 +31,7 @@ from titanlite.metrics import provenance
 from titanlite.metrics.flops import flops_per_token
 from titanlite.model import Llama
 from titanlite.optimizer import build_adam, parameter_groups
+from titanlite.parallel.fsdp import use_in_place
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
 from titanlite.step_guard import StepGuard
@@ -131,6 +132,8 @@ def build_train_step(
     """Return the forward, backward and update of this rank's optimizer steps, for what `build_model` and `build_groups`
     returned. `groups`: None for one group."""
     parallelism, training = config.parallelism, config.training
+    for stage in stages.values():
+        use_in_place(stage, parallelism, training)
     runner: Runner = SingleStageRunner(model)
     if parallelism.pipeline_parallel_degree > 1:
         from titanlite.parallel.pipeline import PipelineRunner

@@ -123,8 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, n_chunks: int, chunk_loss: ChunkLoss
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of chunks of tokens, and the losses. Save the gradients of the sum, computed
-        here, for backward."""
+        """Return the sum of the losses of all chunks, and the losses. Save the gradients of the sum for backward."""
         weight_VD = weight_VD.detach().requires_grad_()
         losses, grads_x, grad_weight_VD = [], [], None
         for x, targets in zip(x_ND.tensor_split(n_chunks), targets_N.tensor_split(n_chunks), strict=True):

@@ -36,6 +36,8 @@ def layouts() -> dict[str, dict[str, Any]]:
     for name, layout in test_layouts.LOW_PRECISION.items():
         real = layout.get("float8__recipe") != "mxfp8"  # which only Blackwell has
         cases[name] = {key: value for key, value in layout.items() if not (real and key == "float8__emulate")}
+    for name in ("one rank", "tp 2", "replicate 2", "ZBVZeroBubble 2", "Interleaved1F1B 2"):
+        cases[f"bfloat16, {name}"] = test_layouts.LAYOUTS[name] | {"training__dtype": "bfloat16"}
     cases = {name: layout for name, layout in cases.items() if world_size(layout) <= MOST_RANKS}
     cases = {name: layout for name, layout in cases.items() if not name.endswith(NOT_ON_CUDA)}
     return dict(sorted(cases.items(), key=lambda case: world_size(case[1])))

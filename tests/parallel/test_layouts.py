@@ -75,7 +75,9 @@ def product(*names: str) -> dict[str, Any]:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # One axis
+    # One rank, and one axis
+    "one rank": Case({}, always=True),
+    "one rank, tied embeddings, reduced once": TIED | {"fsdp_reduce_gradients": "last_accumulation_step"},
     **{f"{name} 2": Case(layout, always=layout is TP) for name, layout in AXES.items()},
     **{f"{name} 4": {k: 4 if k.endswith("degree") else v for k, v in layout.items()} for name, layout in AXES.items()},
     "pp 4": PP | {"pipeline_parallel_degree": 4, "model__n_layers": 5, "training__local_batch_size": 4},
@@ -608,7 +610,7 @@ def test_recomputed_operators(ranks, tmp_path, options, products, attentions, si
 
 def test_which_products_every_second_mm_saves():
     """The first, the third and so on, as torchtitan 0.2.2, and the same ones when the block is computed again."""
-    with mock.patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", lambda policy: policy):
+    with mock.patch.object(activation_checkpoint, "selective_contexts", lambda policy: policy):
         policy = activation_checkpoint._every_second_mm()
     for is_recompute in (False, True):
         context = SelectiveCheckpointContext(is_recompute=is_recompute)

@@ -28,8 +28,9 @@ from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.data.loader import Batch
 from titanlite.loss import chunked_cross_entropy
 from titanlite.optimizer import clip_factor, clipped_step, gradient_norm, set_lr
-from titanlite.parallel import mesh
-from titanlite.parallel.fsdp import NothingToReduce
+from titanlite.parallel import fsdp, mesh
+from titanlite.parallel.fsdp import NothingToReduce, prepare_accumulation_step
+from titanlite.parallel.shards import local_shard
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.techniques.low_bit_adam import LowBitAdam, _float32
 from titanlite.tools.plan.op_trace import Work, fake_world, recording
@@ -41,7 +42,7 @@ DEBUG = "configs/debug.toml"
 def resolve(*overrides: str, world_size: int = 1) -> config.Config:
     """Return the debug config as it is for a GPU: computation in bfloat16."""
     arguments = [DEBUG, "--training.mixed_precision_param=bfloat16", *overrides]
-    return config.check(config.load(arguments), config.Launch(0, 0, 1, world_size, n_devices=0))
+    return config.check(config.load(arguments), config.Launch(0, 0, world_size, world_size, n_devices=0))
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def alone() -> Iterator[None]:
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def bytes_of_fsdp(job: config.Config) -> float:
-    """Return the bytes per parameter that copies of a forward and backward read and write. With only four tokens, these
-    are copies of weights and gradients."""
+def bytes_of_fsdp(job: config.Config, n_accumulation_steps: int = 1) -> float:
+    """Return the bytes per parameter that copies and sums of a step's forwards and backwards read and write. With only
+    four tokens, these are copies of weights and gradients."""
     layout = mesh.build_layout(job.parallelism, CPU)
     model = build.build_stage(job, layout, None, CPU)
     with recording() as trace:
@@ -64,10 +65,12 @@ def bytes_of_fsdp(job: config.Config) -> float:
         step = build.build_train_step(job, layout, model, {0: model}, CPU)
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         trace.mark("step")
-        loss = step.runner.forward(Batch(tokens, tokens, tokens))
-        loss.backward()
+        for accumulation_step in range(1, n_accumulation_steps + 1):
+            prepare_accumulation_step(model, job.parallelism, last=accumulation_step == n_accumulation_steps)
+            step.runner.forward(Batch(tokens, tokens, tokens)).backward()
     copies = [event for event in trace.segments[-1].events if isinstance(event, Work) and is_copy(event.name)]
-    return sum(work.read + work.written for work in copies) / sum(parameter.numel() for parameter in model.parameters())
+    n_elements = sum(local_shard(parameter).numel() for parameter in model.parameters())
+    return sum(work.read + work.written for work in copies) / n_elements
 
 
 def is_copy(name: str) -> bool:
@@ -87,10 +90,71 @@ def test_one_rank_pays_for_no_sharding(alone, reshard, expected):
     assert bytes_of_fsdp(job) == pytest.approx(expected, rel=0.03)
 
 
-def test_one_rank_in_one_type_does_not_keep_a_second_copy(alone):
-    job = resolve("--training.dtype=bfloat16", "--training.mixed_precision_reduce=bfloat16", "--training.seq_len=16")
-    assert job.parallelism.fsdp_reshard_after_forward == "always"
-    assert bytes_of_fsdp(job) == pytest.approx(3 * (2 + 2), rel=0.03)
+IN_BFLOAT16 = ("--training.dtype=bfloat16", "--training.seq_len=16", "--model.n_layers=2")
+REDUCED_ONCE = "--parallelism.fsdp_reduce_gradients=last_accumulation_step"
+IN_PLACE = {
+    "reduced in bfloat16": ["--training.mixed_precision_reduce=bfloat16"],
+    "reduced in bfloat16, once": ["--training.mixed_precision_reduce=bfloat16", REDUCED_ONCE],
+    "reduced in float32": [],
+    "always resharded": ["--parallelism.fsdp_reshard_after_forward=always"],
+}
+
+
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+def test_one_rank_in_one_type_copies_nothing(alone, options):
+    """Later accumulation steps add to the gradients (2 + 2 bytes read, 2 written). It was 12 bytes in the first step:
+    gathered twice and copied into a buffer (4 each); reduced in float32, 20."""
+    assert bytes_of_fsdp(resolve(*IN_BFLOAT16, *options), 3) == pytest.approx(2 * 6, rel=0.05)
+
+
+def test_a_sum_over_accumulation_steps_in_a_wider_type_is_kept(alone):
+    """The first gradient is cast (2 + 4), the others are added (2 + 4 + 4), and the sum is copied into a buffer (4 + 4)
+    and cast back (4 + 2)."""
+    assert bytes_of_fsdp(resolve(*IN_BFLOAT16, REDUCED_ONCE), 3) == pytest.approx(6 + 2 * 10 + 8 + 6, rel=0.03)
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel", "data_parallel_replicate"])
+def test_several_ranks_use_the_weights_of_one_shard_where_they_are(axis):
+    """What is left is copies of gradients into a buffer (2 + 4), two passes over those of replicas, and their cast."""
+    with fake_world(0, 2):
+        job = resolve(*IN_BFLOAT16, f"--parallelism.{axis}_degree=2", world_size=2)
+        passes = {"tensor_parallel": 6 + 6, "data_parallel_replicate": 6 + 2 * 8 + 6}[axis]
+        assert bytes_of_fsdp(job) == pytest.approx(passes, rel=0.03)
+    mesh.forget_layouts()
+
+
+SMALL = [f"--model.{key}" for key in ("dim=32", "n_heads=2", "n_kv_heads=1", "ffn_dim=64")]
+EXACT = {
+    **IN_PLACE,
+    "reduced in float32, once": [REDUCED_ONCE],
+    "float32, reduced in bfloat16": [
+        *("--training.dtype=float32", "--training.mixed_precision_param=float32"),
+        "--training.mixed_precision_reduce=bfloat16",
+    ],
+}
+
+
+@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
+def test_weights_and_gradients_in_place_are_those_of_copies(alone, monkeypatch, options):
+    """Bit for bit, over two steps of three accumulation steps."""
+    job, results = resolve(*IN_BFLOAT16, *SMALL, *options), []
+    for use_in_place in (fsdp.use_in_place, lambda model, parallelism, training: None):
+        monkeypatch.setattr(build, "use_in_place", use_in_place)
+        layout = mesh.build_layout(job.parallelism, CPU)
+        model, stages = build.build_model(job, layout, CPU)
+        optimizer = build.build_optimizer(job, model)
+        step = build.build_train_step(job, layout, model, stages, CPU)
+        generator = torch.Generator().manual_seed(0)
+        tensors = []
+        for _ in range(2):
+            tokens = torch.randint(272, (3, 1, 16), generator=generator)
+            step.forward_backward([Batch(each, each, torch.arange(16)[None]) for each in tokens])
+            tensors += [local_shard(parameter.grad).clone() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*tensors, *(local_shard(parameter) for parameter in model.parameters())])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert all(tensor.count_nonzero() for tensor in results[0])
 
 
 def test_the_allocator_knows_which_stream_reads_the_gradients_of_one_rank(monkeypatch):

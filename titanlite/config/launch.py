@@ -175,10 +175,10 @@ def _reshard_after_forward(config: Config, shard_degree: int, param: str) -> str
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "default":
         return parallelism.fsdp_reshard_after_forward
-    # On one shard, gathered weights are a cast of the weights. Without one, they are a second copy.
+    # On one shard, gathered weights are the weights, or their cast; but experts may be sharded.
     one_shard = shard_degree * parallelism.context_parallel_degree == 1 and not training.enable_cpu_offload
-    keeps = parallelism.pipeline_parallel_degree > 1 or (one_shard and param != training.dtype)
-    return "never" if keeps else "always"
+    keeps = one_shard and (parallelism.expert_parallel_degree == 1 or param != training.dtype)
+    return "never" if keeps or parallelism.pipeline_parallel_degree > 1 else "always"
 
 
 def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:

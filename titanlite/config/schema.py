@@ -598,8 +598,7 @@ class Parallelism(Section):
     ] = "default"
     """always: free the gathered weights after a layer's forward and gather them again for its backward (ZeRO-3); never:
     gather them once per step (ZeRO-1, ZeRO-2); N: keep them sharded over groups of N ranks in between. default: always,
-    but never in a pipeline, where every microbatch would gather them again, nor on a single shard that computes in
-    another type than the weights', where what is kept is their cast."""
+    but never in a pipeline, where every microbatch would gather them again, and where there is only a single shard."""
     fsdp_reduce_gradients: Literal["every_accumulation_step", "last_accumulation_step"] = "every_accumulation_step"
     """When gradients are reduced: in every gradient accumulation step (ZeRO-2, ZeRO-3: gradients are sharded), or in
     the last only (ZeRO-1, replicate: less communication, but gradients are unsharded)."""

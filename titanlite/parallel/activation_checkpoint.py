@@ -9,12 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.model import Llama
@@ -47,7 +43,7 @@ def _every_second_mm() -> Any:
         skipped = operator in PRODUCTS and counts[context.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if operator in saved and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return selective_contexts(policy)
 
 
 def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationCheckpoint) -> None:
@@ -63,7 +59,7 @@ def apply_activation_checkpoint(model: Llama, activation_checkpoint: ActivationC
     recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     by_operator = mode == "selective" and not isinstance(option, int)
     if by_operator:
-        save = functools.partial(create_selective_checkpoint_contexts, _saved_operators(option))
+        save = functools.partial(selective_contexts, _saved_operators(option))
         recompute = functools.partial(recompute, context_fn={"every_second_mm": _every_second_mm}.get(option, save))
     for number, block in model.layers.items():
         if by_operator and hasattr(block.feed_forward, "experts"):

@@ -140,15 +140,7 @@ def _flash_packed_forward(
 
 
 def _flash_packed_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    longest: int,
-    window: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, longest: int, window: int
 ) -> Grads:
     random, lengths = q.new_empty(0, dtype=torch.uint64), (bounds, bounds, longest, longest)
     backward = aten._flash_attention_backward

@@ -1,10 +1,9 @@
 """Data parallelism, all of it through fully_shard (FSDP2, arXiv:2304.11277): DDP, ZeRO-1 to ZeRO-3, HSDP.
 
-docs/parallelism.md has the table from those names to the options. One rank takes the same path, which also carries
-the mixed precision.
+docs/parallelism.md has the options of each. One rank takes the same path, which also carries the mixed precision.
 """
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.mesh import Layout
+
+ShardBlock = Callable[..., dict[nn.Module, DeviceMesh]]  # type of `fully_shard_block`
 
 
 def fully_shard_block(block: nn.Module, **settings: Any) -> dict[nn.Module, DeviceMesh]:
@@ -25,11 +27,7 @@ def fully_shard_block(block: nn.Module, **settings: Any) -> dict[nn.Module, Devi
 
 
 def apply_fsdp(
-    model: Llama,
-    layout: Layout,
-    parallelism: Parallelism,
-    training: Training,
-    shard_block: Callable[..., dict[nn.Module, DeviceMesh]] = fully_shard_block,
+    model: Llama, layout: Layout, parallelism: Parallelism, training: Training, shard_block: ShardBlock
 ) -> None:
     """Shard every parameter of a model or a pipeline stage over the mesh's axis fsdp and replicate it over
     dp_replicate, one block at a time, by `shard_block`. The sections are of a resolved config."""
@@ -42,20 +40,15 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
     }
-    option = parallelism.fsdp_reshard_after_forward
-    reshard = option if isinstance(option, int) else option == "always"
-    blocks = list(model.layers.values())
-    units: list[list[nn.Module]] = []
-    mesh_of = {}
+    reshard = {"always": True, "never": False}.get(option := parallelism.fsdp_reshard_after_forward, option)
+    blocks, units, mesh_of = list(model.layers.values()), list[list[nn.Module]](), dict[nn.Module, DeviceMesh]()
     for block in blocks:
         own = shard_block(block, reshard_after_forward=reshard, **settings)
         units.append([*own, block])
         mesh_of |= own
     # The backward of the last unit comes at once, so resharding it would gather its weights twice and save no memory.
-    head = [module for module in (model.norm, model.output) if module is not None]
-    if model.tied:
-        head.insert(0, model.tok_embeddings)
-    elif model.tok_embeddings is not None:
+    head = [module for module in (model.tok_embeddings if model.tied else None, model.norm, model.output) if module]
+    if model.tok_embeddings and not model.tied:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **settings)
     if head:
         fully_shard(head, reshard_after_forward=False, **settings)
@@ -63,11 +56,10 @@ def apply_fsdp(
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch  # 0: FSDP's default
     for index, block in enumerate(blocks):
         later, earlier = units[index + 1 : index + 1 + forward], units[max(index - backward, 0) : index][::-1]
-        block.set_modules_to_forward_prefetch([*itertools.chain(*later)])
-        block.set_modules_to_backward_prefetch([*itertools.chain(*earlier)])
+        block.set_modules_to_forward_prefetch([module for unit in later for module in unit])
+        block.set_modules_to_backward_prefetch([module for unit in earlier for module in unit])
     for module in _units(model):
-        # The loss is divided by the global number of tokens before the backward, so gradients are only summed. Plain
-        # sums, since gloo lacks NCCL's pre-multiplied ones.
+        # The loss is divided by the global number of tokens, and gradients are only summed: gloo lacks scaled sums.
         module.set_force_sum_reduction_for_comms(True)
         if mesh_of.get(module, settings["mesh"]).size() > 1:
             module.set_gradient_divide_factor(1.0)
@@ -76,9 +68,41 @@ def apply_fsdp(
 
 
 def axes_of(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return the axes that weights are sharded over and replicated over: one, or two for hybrid sharding (HSDP), of
-    which the second may be of size 1."""
+    """Return the axis that weights are sharded over, after the one that they are replicated over, if any (HSDP)."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+
+
+def use_in_place(model: nn.Module, parallelism: Parallelism, training: Training) -> None:
+    """Have fully_shard compute with the weights of a single shard where they are, not with copies, if computation has
+    their type, and on one rank give the gradients to the shards. Call it before the first forward. fully_shard asks a
+    local tensor with these two methods what to gather, here nothing, and for the gathered weight, as it asks float8's
+    subclasses. Private: `_local_tensor` (tried on torch 2.11 and 2.13)."""
+    if training.mixed_precision_param != training.dtype or training.enable_cpu_offload:
+        return
+    shards = list(model.parameters())
+    nothing = (shards[0]._local_tensor.new_empty(0),)
+    for shard in shards:
+        local, axes = shard._local_tensor, zip(shard.device_mesh.mesh_dim_names, shard.device_mesh.shape, strict=True)
+        if not hasattr(local, "fsdp_pre_all_gather") and all(n == 1 for name, n in axes if name.endswith("fsdp")):
+            local.fsdp_pre_all_gather = lambda mesh: (nothing, None)
+            local.fsdp_post_all_gather = lambda *_, out=None, own=local: (own, ()) if out is None else None
+    # A reduction in a wider type rounds nothing in an accumulation step; over several, it is a sum in that type.
+    param_dtype, reduce_dtype = (getattr(torch, name) for name in (training.dtype, training.mixed_precision_reduce))
+    widest = reduce_dtype if parallelism.fsdp_reduce_gradients == "every_accumulation_step" else param_dtype
+    if parallelism.world_size == 1 and reduce_dtype == torch.promote_types(param_dtype, widest):
+        for module in _units(model):
+            module.unshard()
+        for shard, weight in zip(shards, model.parameters(), strict=True):
+            weight.register_post_accumulate_grad_hook(functools.partial(_move_gradient, shard))
+        reshard(model)
+
+
+def _move_gradient(shard: nn.Parameter, weight: nn.Parameter) -> None:
+    if shard.grad is None:
+        shard.grad = DTensor.from_local(weight.grad, shard.device_mesh, shard.placements, run_check=False)
+    else:
+        shard.grad.to_local().add_(weight.grad)
+    weight.grad = None
 
 
 class NothingToReduce:
@@ -87,7 +111,7 @@ class NothingToReduce:
 
     fully_shard asks for the input on the compute stream, whose allocator then owns the buffer, and for the output on
     the reduce-scatter stream. It lets go of the buffer before that stream has read it (torch 2.11 and 2.13), so the
-    allocator is told of that stream, or the compute stream could overwrite gradients that are still to be accumulated.
+    allocator is told of that stream, or the compute stream could overwrite gradients before they are accumulated.
     """
 
     buffer: Tensor | None = None
@@ -103,12 +127,8 @@ class NothingToReduce:
 
 
 def prepare_accumulation_step(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Tell FSDP what the backward of this gradient accumulation step does with gradients and weights. (DDP has
-    `no_sync` for it.)
-
-    fsdp_reduce_gradients says when gradients are reduced; fsdp_reshard_after_forward = "never" also keeps the weights
-    gathered between gradient accumulation steps. `last` is the last one of the optimizer step.
-    """
+    """Tell FSDP what the backward of this gradient accumulation step, the `last` or not, does with gradients and with
+    weights. Under fsdp_reshard_after_forward = "never", weights stay gathered between gradient accumulation steps."""
     reduces = last or parallelism.fsdp_reduce_gradients == "every_accumulation_step"
     reshards = last or parallelism.fsdp_reshard_after_forward != "never"
     for module in _units(model):

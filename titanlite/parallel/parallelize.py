@@ -1,16 +1,14 @@
 """The one place that states the order in which parallelisms are applied to a model."""
 
 import functools
-from collections.abc import Callable
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlite.model import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp, fully_shard_block
+from titanlite.parallel.fsdp import ShardBlock, apply_fsdp, fully_shard_block
 from titanlite.parallel.mesh import Layout
 
 
@@ -53,7 +51,7 @@ def parallelize(
 
             enable_async_tensor_parallel(tensor_mesh.get_group())
         apply_compile(stage, compile)
-    shard_block: Callable[..., dict[nn.Module, DeviceMesh]] = fully_shard_block
+    shard_block: ShardBlock = fully_shard_block
     if any(hasattr(block.feed_forward, "experts") for block in stage.layers.values()):
         from titanlite.techniques.moe.fsdp import shard_block_with_experts
 
@@ -71,20 +69,18 @@ def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: Dev
         from titanlite.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(stage, tensor_mesh)
-    if tensor_mesh and any(hasattr(block.attention, "wkv_a") for block in blocks):
-        from titanlite.techniques.latent_attention_tensor import shard_latent_attention
+    for block in blocks if tensor_mesh else ():
+        if hasattr(block.attention, "wkv_a"):
+            from titanlite.techniques.latent_attention_tensor import shard_latent_attention
 
-        for block in blocks:
             shard_latent_attention(block.attention, tensor_mesh)
-    if tensor_mesh and any(getattr(block.attention, "norms_all_heads", False) for block in blocks):
-        from titanlite.techniques.norm_over_heads import shard_norms
+        if getattr(block.attention, "norms_all_heads", False):
+            from titanlite.techniques.norm_over_heads import shard_norms
 
-        for block in blocks:
             shard_norms(block.attention, tensor_mesh)
-    if tensor_mesh and any(hasattr(block.attention.inner_attention, "sinks") for block in blocks):
-        from titanlite.techniques.attention_sinks import shard_sinks
+        if hasattr(block.attention.inner_attention, "sinks"):
+            from titanlite.techniques.attention_sinks import shard_sinks
 
-        for block in blocks:
             shard_sinks(block.attention.inner_attention, tensor_mesh)
     if expert_mesh or (tensor_mesh and any(hasattr(block.feed_forward, "experts") for block in blocks)):
         from titanlite.techniques.moe.parallel import apply_expert_parallel

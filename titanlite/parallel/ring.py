@@ -15,11 +15,11 @@ from torch import Tensor
 from titanlite.parallel.attention import ATTENTION_BACKENDS, float32_or_better
 from titanlite.parallel.tiles import Tile, chunks_of, ring_steps, tiles_of_step
 
-Ring = dist.ProcessGroup | None  # None: this rank only
+Group = dist.ProcessGroup | None  # None: this rank only
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: Ring, backend: str, window: int
+    q: Tensor, k: Tensor, v: Tensor, document_positions: Tensor | None, ring: Group, backend: str, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, S, H, K] in q's dtype, and the log-sum-exp over all keys, [B, H, S]."""
     out = lse_BSH = None
@@ -39,7 +39,7 @@ def ring_forward(
 
 
 def ring_backward(
-    saved: list[Tensor], document_positions: Tensor | None, ring: Ring, backend: str, window: int
+    saved: list[Tensor], document_positions: Tensor | None, ring: Group, backend: str, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v in their dtypes, from (grad_out, q, k, v, out, lse_BHS)."""
     grad_out, q, k, v, out, lse_BHS = saved
@@ -73,7 +73,7 @@ def ring_backward(
 
 
 def _keys_of_steps(
-    k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Ring, window: int
+    k_BSGK: Tensor, v_BSGK: Tensor, document_positions_BS: Tensor | None, ring: Group, window: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Iterator[Tile]]]:
     """Yield the keys and values of each ring rank, this one's first, and the tiles to compute as they are sent on; and
     before them, by how many ring ranks they were sent on since the previous ones."""

@@ -11,13 +11,12 @@ heads, G KV heads, N heads of q, k and v, K head_dim. Where S stands, heads are 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.model import Documents
 from titanlite.parallel.attention import PACKED_ATTENTION, float32_or_better
-from titanlite.parallel.ring import ring_backward, ring_forward
+from titanlite.parallel.ring import Group, ring_backward, ring_forward
 from titanlite.parallel.shards import local_shard
 from titanlite.parallel.sinks import gradient_of_sinks, with_sinks
 from titanlite.parallel.ulysses import heads_to_sequence, sequence_to_heads
@@ -33,12 +32,7 @@ class TiledAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        ring_group: dist.ProcessGroup | None,
-        ulysses_group: dist.ProcessGroup | None,
-        backend: str,
-        window: int = 0,
-        sinks: nn.Parameter | None = None,
+        self, ring_group: Group, ulysses_group: Group, backend: str, window: int = 0, sinks: nn.Parameter | None = None
     ):
         super().__init__()
         self.ring, self.ulysses, self.backend = _register(ring_group), _register(ulysses_group), backend
@@ -71,10 +65,10 @@ class TiledAttention(nn.Module):
 
 
 # By name, since arguments of operators are tensors, numbers and strings.
-_GROUPS: dict[str, dist.ProcessGroup | None] = {"": None}
+_GROUPS: dict[str, Group] = {"": None}
 
 
-def _register(group: dist.ProcessGroup | None) -> str:
+def _register(group: Group) -> str:
     """Return the name by which operators find a process group; "" for this rank only."""
     if group is None or group.size() == 1:
         return ""

@@ -128,6 +128,7 @@ def dry_run(
         if config.model.moe.n_experts:
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
         stage.materialize(CPU)
+        fsdp.use_in_place(stage, parallelism, config.training)
         optimizer = build.build_optimizer(config, stage, [stage])
         create_states(optimizer)
         balance = build.build_balance(config, stage, CPU)
