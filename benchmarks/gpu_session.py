@@ -447,11 +447,11 @@ def listed(steps: list[Step], seconds: float) -> list[str]:
 
 def due(session: Session, arguments: argparse.Namespace) -> Iterator[Step]:
     """Yield the steps that this call is asked for and that have no result yet. Plans are made when asked for by name,
-    or in a dry run: they need no GPU."""
+    or in a dry run on a CPU: they need no GPU."""
     settled = {"done", "stopped"} | (set() if arguments.retry else {"failed", "does not fit"})
     for step in session.steps(session.card):
         chosen = not arguments.steps or any(fnmatch.fnmatch(step.name, pattern) for pattern in arguments.steps)
-        if not chosen or (step.kind == "plan" and not (arguments.steps or session.dry_run)):
+        if not chosen or (step.kind == "plan" and not (arguments.steps or session.dry_run == "cpu")):
             continue
         places = session.cards.values() if step.kind in CORRECTNESS else [session.results]
         statuses = [results[step.name]["status"] for results in places if step.name in results]
