@@ -340,8 +340,9 @@ def recorded(session: Session, step: Step, limit: float, folder: Path) -> Result
 
 def torchtitan(session: Session, step: Step, limit: float, folder: Path) -> Result:
     """Run torchtitan's configuration of Llama 3 8B; a dry run on a CPU only checks its options."""
-    options = {"job.config_file": str(TORCHTITAN_TOML), **step.options, "job.dump_folder": str(folder)}
-    command = [session.torchtitan_python, str(HERE / "torchtitan_cpu.py"), *arguments_of(options)]
+    flags = [f"--{name}" for name in step.options]  # torchtitan's booleans take no value
+    options = arguments_of({"job.config_file": str(TORCHTITAN_TOML), "job.dump_folder": str(folder)})
+    command = [session.torchtitan_python, str(HERE / "torchtitan_cpu.py"), *options, *flags]
     if session.dry_run == "cpu":
         command[1:2] = ["-m", "torchtitan.config.manager"]
     output = session.run(command, limit, folder=folder)

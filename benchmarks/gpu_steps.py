@@ -162,7 +162,6 @@ TESTS: dict[str, list[str]] = {
     "tests-muon-and-offload": [
         "test_muon_trains",
         "test_optimizer_states_in_host_memory_train_as_on_the_device",
-        "test_the_outer_step_of_diloco_is_that_of_a_cpu",
     ],
 }
 NEED_TORCHAO = ("tests-float8", "tests-optimizer")

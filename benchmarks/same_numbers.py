@@ -114,7 +114,6 @@ COMPILE = {"compile.enable": True, "compile.backend": "aot_eager"}
 INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B", "model.n_layers": 4}
 GROUPS = {"fault_tolerance.enable": True, "fault_tolerance.group_size": 2, "fault_tolerance.min_replica_size": 2}
 GROUPS |= {"training.global_batch_size": 8}
-DILOCO = {"fault_tolerance.semi_sync_method": "diloco", "fault_tolerance.sync_steps": 2}
 CONVERSATIONS = {
     "training.dataset": "json",
     "training.dataset_format": "messages",
@@ -213,7 +212,6 @@ RUNS = {
     "shard 2 x tp 2": Run(4, {TP: 2}),
     "pp 2 x tp 2, compiled": Run(4, COMPILE | {PP: 2, TP: 2}),
     "replica groups": Run(1, GROUPS, groups=2),
-    "replica groups, DiLoCo": Run(1, GROUPS | DILOCO, groups=2),
 }
 
 

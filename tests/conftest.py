@@ -1,10 +1,8 @@
 """Pools of ranks: real processes on gloo, started once per world size, which run many test cases."""
 
-import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,21 +14,7 @@ from titanlite.launch.process import forkserver
 from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])  # how a mutant fails is not shrunk
-NIGHTLY = Path(__file__).parent / "nightly.txt"
 MAX_CALLS_PER_POOL, MAX_CALLS_OF_AN_IDLE_POOL = 30, 10
-
-
-def patterns(text: str) -> list[tuple[bool, re.Pattern[str]]]:
-    """Return the lines of nightly.txt: whether what they match is nightly, and what they match. A * stands for any
-    text, and a ! before a line for tests that run every time."""
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    regexes = [re.escape(line.removeprefix("!")).replace(r"\*", ".*") for line in lines]
-    return [(not line.startswith("!"), re.compile(regex)) for line, regex in zip(lines, regexes, strict=True)]
-
-
-def is_nightly(name: str, lines: list[tuple[bool, re.Pattern[str]]]) -> bool:
-    """Return what the last line that matches a test says."""
-    return next((nightly for nightly, pattern in reversed(lines) if pattern.fullmatch(name)), False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,19 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, not failed, where there is none; those that nightly.txt names run when asked
-    for."""
-    lines, names = patterns(NIGHTLY.read_text()), [item.nodeid for item in items]
-    for item in items:
-        if is_nightly(item.nodeid, lines):
-            item.add_marker(pytest.mark.nightly)
-    if len({name.partition("::")[0] for name in names}) == len(list(NIGHTLY.parent.rglob("test_*.py"))):  # all of them
-        unknown = [pattern.pattern for _, pattern in lines if not any(map(pattern.fullmatch, names))]
-        if unknown:
-            raise pytest.UsageError(f"{NIGHTLY}: no such tests: {unknown}")
+    """Tests marked `gpu` are skipped, not failed, where there is none; those marked `nightly` run when asked for."""
     skips = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if "nightly" not in config.getoption("markexpr"):
-        skips["nightly"] = "in tests/nightly.txt: pytest -m nightly"
+        skips["nightly"] = "nightly: pytest -m nightly"
     for item in items:
         for mark, reason in skips.items():
             if item.get_closest_marker(mark):

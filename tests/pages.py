@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from tests import test_architecture, test_families, test_families_by_options
-from tests.conftest import NIGHTLY, is_nightly, patterns
+from tests.cases import Case, marks_for
 from tests.parallel import test_layouts, test_parity
 from tests.techniques import test_gpt_oss, test_mla, test_qk_clip
 from tests.techniques.moe import test_moe
@@ -193,28 +193,27 @@ def support_rows(cases: Cases, nightly: set[str]) -> list[list[str]]:
 
 def tables() -> dict[str, tuple[Cases, set[str]]]:
     """Return for each section of the page its test cases, and the ids of those that are nightly."""
-    lines, parity = patterns(NIGHTLY.read_text()), {str(case.id): case.values[1] for case in test_parity.TEST_CASES}
-    matches, resume = "test_layout_matches_reference", "test_resume_under_another_layout"
+    parity = {name: options for name, (_, options) in test_parity.TEST_CASES.items()}
     by_options = test_families_by_options
-    families = {f"{family}, {name}": by_options.LAYOUTS[name] for family, name in by_options.CASES}
+    families = {
+        ", ".join(case): Case(by_options.LAYOUTS[case[1]], always=case in by_options.ALWAYS)
+        for case in by_options.CASES
+    }
     sections: dict[str, tuple[Cases, set[str]]] = {}
-    for title, module, function, cases in (
-        ("Data parallel", test_parity, matches, parity),
-        ("All layouts", test_layouts, matches, test_layouts.LAYOUTS),
-        ("Low precision", test_layouts, "test_low_precision_layout_matches_reference", test_layouts.LOW_PRECISION),
-        ("Mixture of experts", test_moe, matches, test_moe.LAYOUTS),
-        ("Latent attention", test_mla, matches, test_mla.LAYOUTS),
-        ("Biases, norms, head_dim and a window together", test_families, matches, test_families.LAYOUTS),
-        ("Families by options", test_families_by_options, matches, families),
-        ("gpt-oss", test_gpt_oss, matches, test_gpt_oss.LAYOUTS),
-        ("QK-clip", test_qk_clip, matches, test_qk_clip.LAYOUTS),
-        ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", test_layouts, resume, test_layouts.TO),
+    for title, module, cases in (
+        ("Data parallel", test_parity, parity),
+        ("All layouts", test_layouts, test_layouts.LAYOUTS),
+        ("Low precision", test_layouts, test_layouts.LOW_PRECISION),
+        ("Mixture of experts", test_moe, test_moe.LAYOUTS),
+        ("Latent attention", test_mla, test_mla.LAYOUTS),
+        ("Biases, norms, head_dim and a window together", test_families, test_families.LAYOUTS),
+        ("Families by options", by_options, families),
+        ("gpt-oss", test_gpt_oss, test_gpt_oss.LAYOUTS),
+        ("QK-clip", test_qk_clip, test_qk_clip.LAYOUTS),
+        ("Resume of a checkpoint of pp 2 x shard 2 x cp 2", test_layouts, test_layouts.TO),
     ):
-        file = Path(module.__file__).relative_to(ROOT)
-        variant = "-3 accumulation steps" if module is test_parity else ""
-        tests = {name: f"{file}::{function}[{name}{variant}]" for name in cases}
-        nightly = {name for name, test in tests.items() if is_nightly(test, lines)}
-        sections[f"{title} ({file})"] = cases, nightly
+        nightly = {name for name, options in cases.items() if marks_for(options)}
+        sections[f"{title} ({Path(module.__file__).relative_to(ROOT)})"] = cases, nightly
     return sections
 
 

@@ -295,6 +295,7 @@ def test_the_core_imports_no_technique_and_no_tool():
     assert choosing == CHOOSE_TECHNIQUES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "n_ranks"),
     [

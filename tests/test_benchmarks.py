@@ -164,11 +164,11 @@ def test_each_script_is_named_by_a_page_or_used_by_a_script(path):
 
 
 def test_these_checks_can_fail(load_script):
-    names = vars(load_script(BENCHMARKS / "metrics_overhead.py"))
-    assert [*unknown_names_and_arguments("metrics.NoSuchMeter()", names)]
-    assert [*unknown_names_and_arguments("metrics.PeakFlops(device, dtype, no_such_argument=1)", names)]
-    assert [*unknown_names_and_arguments("metrics.PeakFlops()", names)]
-    assert not [*unknown_names_and_arguments("metrics.PeakFlops(device, dtype)", names | vars(builtins))]
+    names = vars(load_script(BENCHMARKS / "wide_run.py"))
+    assert [*unknown_names_and_arguments("mesh.no_such_function()", names)]
+    assert [*unknown_names_and_arguments("mesh.build_layout(parallelism, device, no_such_argument=1)", names)]
+    assert [*unknown_names_and_arguments("mesh.build_layout()", names)]
+    assert not [*unknown_names_and_arguments("mesh.build_layout(parallelism, device)", names | vars(builtins))]
     assert [*unknown_options('{"training.no_such_option": 1}')] == ["training.no_such_option"]
     assert [*unknown_options('["--model.no_such_option=2"]')] == ["model.no_such_option"]
     assert not [*unknown_options('["--training.seq_len=2", "torch.float32"]')]
@@ -270,6 +270,7 @@ def test_a_log_of_distances_is_written_and_read(tmp_path, layout_distance, figur
         layout_distance.write_kind(io.StringIO(), tmp_path, "a, kind", ["CP 2"], steps=2, interval=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_layouts_and_a_killed_run_are_compared_with_one_process(tmp_path, layout_distance, figure):
     layouts = {name: layout_distance.LAYOUTS[name] for name in ("FSDP 2", "PP 2 (GPipe)")}
@@ -310,6 +311,7 @@ def rows_of(summary: str) -> list[str]:
     return [row for row in rows if row not in ("step", "---")]
 
 
+@pytest.mark.nightly
 def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     first, second = tmp_path / "first", tmp_path / "second"
     dry_run(first, "--steps", *QUICK_STEPS)
@@ -338,6 +340,7 @@ def test_dry_run_of_a_gpu_session_is_resumed(tmp_path, gpu_session):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     dry_run(tmp_path)
@@ -350,6 +353,7 @@ def test_full_dry_run_of_a_gpu_session(tmp_path, gpu_session):
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.nightly
 def test_a_step_that_a_gpu_has_recorded_is_judged_elsewhere(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {"CPU": {}}, card="CPU")
     (step,) = (step for step in session.steps("CPU") if step.kind == "recorded")
@@ -484,6 +488,7 @@ def test_a_gpu_session_says_what_does_not_fit(tmp_path, gpu_session, monkeypatch
     assert session.results[step.name]["status"] == "does not fit"
 
 
+@pytest.mark.nightly
 def test_a_gpu_session_kills_what_a_step_started_at_its_time_limit(tmp_path, gpu_session):
     session = gpu_session.Session(tmp_path, "cpu", sys.executable, {})
     code = "import subprocess; subprocess.run(['sleep', '86399'], start_new_session=True)"
@@ -552,28 +557,6 @@ def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     grouped = [name for step in gpu_session.all_steps(140) if step.kind == "pytest" for name in step.options]
     assert sorted(grouped) == sorted(names)
-
-
-MIB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("changes", "expandable", "segments"),
-    [
-        ([(1, 100)], 2 * MIB, 2 * MIB),
-        ([(1, 3 * MIB)], 20 * MIB, 20 * MIB),
-        ([(1, 11 * MIB + 1)], 20 * MIB, 12 * MIB),
-        ([(1, 12 * MIB), (2, 12 * MIB)], 40 * MIB, 24 * MIB),  # an expandable segment uses its rest, and grows
-        ([(1, 12 * MIB), (1, -12 * MIB), (2, 30 * MIB)], 40 * MIB, 42 * MIB),
-        ([(1, 8 * MIB), (2, 8 * MIB), (1, -8 * MIB), (2, -8 * MIB), (3, 20 * MIB)], 20 * MIB, 20 * MIB),  # merged
-        ([(1, 8 * MIB), (2, 8 * MIB), (1, -8 * MIB), (3, 9 * MIB)], 40 * MIB, 40 * MIB),  # neither gap is large enough
-        ([(1, 8 * MIB), (1, -4 * MIB), (1, 4 * MIB)], 20 * MIB, 20 * MIB),
-    ],
-)
-def test_the_model_of_the_allocator_by_hand_computed_cases(load_script, changes, expandable, segments):
-    replay = load_script(BENCHMARKS / "allocator_segments.py").replay
-    assert replay(changes, expandable=True)[1] == expandable
-    assert replay(changes, expandable=False)[1] == segments
 
 
 # Curves that others have published ------------------------------------------------------------------------------------
@@ -689,6 +672,7 @@ def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
     assert not gpu_session.missing(session, step)
 
 
+@pytest.mark.nightly
 def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
     rows = curves.train(
@@ -702,6 +686,7 @@ def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     assert validation < 3
 
 
+@pytest.mark.nightly
 def test_the_figure_of_published_curves_is_drawn_from_the_logs(curves, tmp_path):
     pytest.importorskip("matplotlib")
     curves.plot(argparse.Namespace(file=tmp_path / "figure.png"))

@@ -39,6 +39,7 @@ def assert_no_problems(campaign: Campaign) -> None:
     assert not found, table(campaign.records)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_aimed_faults(campaign):
     for moment, fault in BY_DAY:
@@ -50,6 +51,7 @@ def test_aimed_faults(campaign):
     assert outcomes[-1] == "completed"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * 3600)
 def test_many_faults(campaign):
     while sum(bool(record.seconds) for record in campaign.records) < FAULTS_BY_NIGHT:
@@ -58,6 +60,7 @@ def test_many_faults(campaign):
     assert_no_problems(campaign)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_64_ranks(tmp_path):
     campaign = Campaign(tmp_path, seed=0, scale=MANY_RANKS)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.cases import cases
 from tests.hf_helpers import CPU, draw_biases, draw_weights, empty_model, theirs, weights
 from tests.parallel import test_parity
 from tests.parallel.test_layouts import CP, DOCUMENTS, PP, SHARD, TP, USP, schedule, with_batches, world_size
@@ -100,6 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """By the beginning of transformers' class and, behind a comma, what is special: options besides those of SMALL."""
+OF_CLASSES = [family for family in FAMILIES if ", " not in family]
 TOLERANCE = 1e-12
 """Of the relative difference in float64. A product of 96 terms is off by up to 1e-14, and a gradient has some 100 such
 products behind it, whose errors add up; norms behind layers, and factors, scale them up."""
@@ -177,7 +179,7 @@ def test_logits_and_gradients_equal_transformers(family: str):
     assert {name: d for name, d in differences.items() if not d < TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, always=OF_CLASSES)
 def test_unchanged_transformers_in_float32(family: str):
     """Compare with transformers as it is: TOLERANCE for the 2^29 times larger rounding of float32."""
     size = {**SMALL, **FAMILIES[family]}
@@ -212,7 +214,7 @@ class InMemory:
         return self.tensors[name].clone()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, always=OF_CLASSES)
 def test_weights_come_in_and_go_out_bit_for_bit(family: str, tmp_path: Path):
     """A folder that transformers has written is loaded and exported again. With it, transformers computes the same."""
     from transformers import AutoModelForCausalLM
@@ -234,7 +236,7 @@ def test_weights_come_in_and_go_out_bit_for_bit(family: str, tmp_path: Path):
     assert torch.equal(again(tokens).logits, written(tokens).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, always=["olmo3", "gpt2", "gemma3"])
 def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path):
     """Texts in which the largest two logits are too close for float32's rounding are left out. Of LongRoPE, all are
     longer than its original length: transformers has the short factors until a text is."""
@@ -271,9 +273,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [(family, name) for family in FAMILIES for name in LAYOUTS]
 LAYOUTS["ep, shard x tp"] = SHARD | TP | {"expert_parallel_degree": 4}
 CASES += [(family, "ep, shard x tp") for family in FAMILIES if "moe" in FAMILIES[family]]
+ALWAYS = [(family, "tp x pp x cp") for family in ("olmo3", "gpt2", "gemma3")]
+ALWAYS += [("smollm3", "cp, documents"), ("granite", "shard x tp"), ("phi3, long", "ring 2 x ulysses 2")]
+ALWAYS += [("glm4moe", "ep, shard x tp")]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}, {name}" for family, name in CASES])
+@cases(("family", "name"), CASES, always=ALWAYS, ids=[f"{family}, {name}" for family, name in CASES])
 def test_layout_matches_reference(ranks, family: str, name: str, tmp_path: Path):
     layout = LAYOUTS[name]
     options = {**with_batches(layout), "model__n_kv_heads": 4}

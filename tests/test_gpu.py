@@ -11,17 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite import config
-from titanlite.config.schema import FaultTolerance
 from titanlite.metrics.logger import PeakFlops
 from titanlite.model import Documents
 from titanlite.parallel import mesh
 from titanlite.parallel.attention import ATTENTION_BACKENDS, PACKED_ATTENTION
 from titanlite.parallel.tiled_attention import TiledAttention
 from titanlite.techniques.low_precision import PRODUCTS
-from titanlite.techniques.replicas.diloco import OuterOptimizer
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, differences
 from titanlite.tools.parity.reference import run_reference
 from titanlite.tools.parity.training_run import TrainingRun, run_layout
@@ -171,22 +169,6 @@ def test_optimizer_states_in_host_memory_train_as_on_the_device(folder):
 def test_muon_trains(folder):
     steps = train(folder, "run", "--optimizer.name=Muon")
     assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
-
-
-def test_the_outer_step_of_diloco_is_that_of_a_cpu():
-    torch.manual_seed(0)
-    weights, found = [torch.randn(30, 20), torch.randn(7)], []
-    for device in (torch.device("cpu"), DEVICE):
-        parameters = {str(number): nn.Parameter(weight.to(device, copy=True)) for number, weight in enumerate(weights)}
-        outer = OuterOptimizer(parameters, FaultTolerance())
-        outer.begin()
-        for change in (0.1, -0.2):
-            for parameter in parameters.values():
-                parameter.data += change
-            outer.step(outer.gradients())
-        found.append([parameter.detach().cpu() for parameter in parameters.values()])
-    assert all(map(torch.equal, *found))
-    assert not any(map(torch.equal, found[0], weights))
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8", "int4", "float8"])

@@ -35,6 +35,7 @@ def test_the_log_has_the_cases():
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PLANNED_AGAIN)
 def test_the_log_is_true(name: str):
@@ -85,6 +86,7 @@ def test_what_the_page_says_of_communication(mode: str, dtype: str, ratio: float
     assert guide_numbers.sent_bytes(own) / guide_numbers.sent_bytes(base) == pytest.approx(ratio, abs=0.02)
 
 
+@pytest.mark.nightly
 def test_the_figure_is_drawn_from_the_log(tmp_path: Path):
     pytest.importorskip("matplotlib")
     import guide_figure

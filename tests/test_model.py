@@ -432,6 +432,7 @@ def test_a_compiled_block_has_no_complex_numbers():
     assert dtypes == {torch.bfloat16, torch.float32, torch.int64}  # the last: which channels are the second of a pair
 
 
+@pytest.mark.nightly
 def test_inductor_has_kernels_for_all_of_a_block_but_attention():
     """An operator without one is a pass of its own over activations, as rotation in complex numbers was."""
     llama = build(torch.bfloat16)

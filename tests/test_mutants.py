@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import NIGHTLY, is_nightly, patterns
 from tests.mutants import public_bugs
 from tests.mutants.__main__ import ROOT, TABLE, known, mutated, table
 from tests.mutants.public_bugs import PUBLIC_BUGS
@@ -44,10 +43,9 @@ def test_every_mutant_that_was_run_is_noticed_or_explained():
     assert [name for name, each in results.items() if not (each["noticed by"] or by_name[name].survives)] == []
 
 
-def test_what_notices_a_mutant_runs_every_time():
-    lines = patterns(NIGHTLY.read_text())
-    assert [name for name in (each["noticed by"] for each in known().values()) if is_nightly(name, lines)] == []
-    assert is_nightly("tests/test_chaos.py::test_many_faults", lines)
+def test_what_notices_a_mutant_runs_every_time(request):
+    nightly = {item.nodeid for item in request.session.items if item.get_closest_marker("nightly")}
+    assert nightly & {each["noticed by"] for each in known().values()} == set()
 
 
 # Public bugs ---------------------------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ def test_public_bugs_are_named_once_and_have_a_row_each():
 def test_what_catches_a_public_bug_exists(request):
     options, names = request.config.option, {item.nodeid for item in request.session.items}
     files = {name.partition("::")[0] for name in names}
-    is_full_run = len(files) == len(list(NIGHTLY.parent.rglob("test_*.py"))) and not (
+    is_full_run = len(files) == len(list((ROOT / "tests").rglob("test_*.py"))) and not (
         options.keyword or options.markexpr
     )
     for bug in PUBLIC_BUGS:
@@ -72,11 +70,13 @@ def test_what_catches_a_public_bug_exists(request):
         assert bug.test in names or not is_full_run
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_without_the_mistakes_of_public_bugs_their_tests_pass():
     assert public_bugs.error_without(PUBLIC_BUGS) == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mutant", OF_PUBLIC_BUGS, ids=lambda mutant: mutant.what)
 def test_the_mistake_of_a_public_bug_fails(mutant: Mutant):

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import cases
 from tests.data_helpers import some_texts, write
 from tests.parallel.test_parity import resolve
 from tests.test_train import computed, folder, read_metrics, run_train, runs  # noqa: F401
@@ -82,7 +82,11 @@ OBSERVED = {
 }
 
 
-@pytest.mark.parametrize("name", OBSERVED)
+@cases(
+    "name",
+    OBSERVED,
+    always=["mixture with the loss of each dataset", "fingerprints, compiled pipeline with a repeated step"],
+)
 def test_a_run_with_observers_has_the_numbers_of_one_without(runs, folder, name: str):  # noqa: F811
     n, options = OBSERVED[name]
     files = {key: write(folder / f"{key}.jsonl", some_texts(400)) for key in ("a", "b")}

@@ -11,8 +11,7 @@ from tests.parallel import test_layouts, test_parity
 ROOT = Path(__file__).parents[1]
 PAGE = pages.SUPPORT_PAGE.read_text()
 NAMING_TESTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "benchmarks" / "NOTEBOOK.md"]
-IDS = {str(case.id) for case in test_parity.TEST_CASES} | {*test_layouts.LAYOUTS}
-IDS |= {*test_layouts.LOW_PRECISION, *test_layouts.TO}
+IDS = {*test_parity.TEST_CASES, *test_layouts.LAYOUTS, *test_layouts.LOW_PRECISION, *test_layouts.TO}
 
 
 def entries(page: str, title: str) -> list[tuple[str, str, bool]]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.cases import cases
 from tests.checkpoint_helpers import assert_skipped, change_state, flip
 from tests.launches import finish
 from tests.parallel.test_step_costs import no_value_is_read
@@ -208,6 +209,7 @@ def lines_of_a_run(argv: list[str], not_finite: Steps = ()) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly
 def test_a_run_that_ends_worse_than_a_uniform_guess_says_so(runs, folder):
     """Its loss is finite, so that nothing else tells it."""
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", "--training.nonfinite_steps_allowed=1"]
@@ -319,6 +321,7 @@ def test_tensorboard_has_the_same_values(runs, folder):
     assert b"global_batch_size = 8" in text.tensor_proto.string_val[0]
 
 
+@pytest.mark.nightly
 def test_float16_scales_the_loss(runs, folder):
     """A loss scale at which gradients overflow is halved until they do not; a checkpoint saves it."""
     half = ["--training.mixed_precision_param=float16", "--checkpoint.enable", "--lr_scheduler.total_steps=12"]
@@ -337,6 +340,7 @@ def test_float16_scales_the_loss(runs, folder):
     assert computed(uninterrupted)[6:] == computed(resumed)[6:]
 
 
+@pytest.mark.nightly
 def test_one_ranks_overflow_skips_the_step_on_all(runs, folder):
     half = ["--training.mixed_precision_param=float16", "--checkpoint.enable"]
     steps = runs(2, "run", *half, overflow=((1, 3),))
@@ -399,6 +403,7 @@ def test_stochastic_rounding_keeps_small_updates(stochastic):
     assert moved == (pytest.approx(steps * lr, abs=allowed) if stochastic else 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 def test_low_bit_optimizer_states_train(runs, state_dtype):
     wide = ["--model.dim=128", "--model.ffn_dim=256", "--optimizer.lr=2e-3"]
@@ -507,6 +512,7 @@ def test_profile_traces(runs, folder):
     assert any("scaled_dot_product" in event.get("name", "") for event in events)
 
 
+@pytest.mark.nightly
 def test_validation_does_not_change_the_training(runs):
     without = runs(2, "without")
     validated = runs(2, "validated", "--validation.enable", "--validation.freq=1")
@@ -515,7 +521,7 @@ def test_validation_does_not_change_the_training(runs):
     ]
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("reshard", ["always", pytest.param("never", marks=pytest.mark.nightly)])
 def test_validation_loss_is_the_same_on_any_number_of_ranks(runs, reshard):
     arguments = ["--validation.enable", "--validation.freq=3", "--training.dtype=float64"]
     arguments += [f"--parallelism.fsdp_reshard_after_forward={reshard}"]
@@ -528,8 +534,7 @@ def test_validation_loss_is_the_same_on_any_number_of_ranks(runs, reshard):
 # Stopping and resuming -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@cases(("world_size", "async_mode"), itertools.product([1, 2], ["disabled", "async"]), always=[(2, "async")])
 def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, async_mode):
     arguments = ["--checkpoint.enable", f"--checkpoint.async_mode={async_mode}"]
     arguments += ["--validation.enable", "--validation.freq=2"]
@@ -541,6 +546,7 @@ def test_a_resumed_run_gives_bit_for_bit_the_same(runs, folder, world_size, asyn
     assert sorted(path.name for path in (folder / "run" / "checkpoint").iterdir()) == ["step-2", "step-3", "step-6"]
 
 
+@pytest.mark.nightly
 def test_wrapped_weights_are_saved_and_resumed(runs, folder):
     """With float8 all-gather a shard is a wrapper of torchao's around the weight."""
     arguments = ["--checkpoint.enable", "--float8.enable", "--float8.emulate", "--float8.enable_fsdp_float8_all_gather"]
@@ -562,7 +568,7 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(runs, folder):
     assert computed(runs(1, "killed", "--checkpoint.enable")) == computed(uninterrupted)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_a_run_resumes_on_another_number_of_ranks(runs, before, after):
     arguments = ["--checkpoint.enable", "--training.dtype=float64"]
     uninterrupted = runs(1, "uninterrupted", *arguments)
@@ -573,6 +579,7 @@ def test_a_run_resumes_on_another_number_of_ranks(runs, before, after):
             assert values[tag] == pytest.approx(reference[tag], rel=1e-11)
 
 
+@pytest.mark.nightly
 def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
@@ -625,7 +632,7 @@ def test_shards_and_replicas_are_saved_once(runs, folder):
     assert max(sizes) < 1.5 * min(sizes)
 
 
-@pytest.mark.parametrize("damaged", ["model", "optimizer"])
+@pytest.mark.parametrize("damaged", ["model", pytest.param("optimizer", marks=pytest.mark.nightly)])
 def test_a_damaged_checkpoint_stops_every_rank(runs, folder, damaged):
     """Only rank 1 reads the damaged bytes."""
     runs(2, "run", "--checkpoint.enable")
@@ -646,7 +653,7 @@ def test_a_damaged_checkpoint_stops_every_rank(runs, folder, damaged):
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_on_corrupt_previous_resumes_from_the_one_before(runs, folder, world_size):
     uninterrupted = runs(world_size, "uninterrupted", "--checkpoint.enable")
     arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_corrupt=previous"]
@@ -702,7 +709,7 @@ def run_with_a_full_disk(argv: list[str]) -> str:
         return run_train(argv)
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("async_mode", ["disabled", pytest.param("async", marks=pytest.mark.nightly)])
 def test_a_full_disk_stops_every_rank_and_the_checkpoint_before_stays(runs, folder, async_mode):
     uninterrupted = runs(2, "uninterrupted", "--checkpoint.enable")
     arguments = ["--checkpoint.enable", "--checkpoint.interval=2", f"--checkpoint.async_mode={async_mode}"]
@@ -881,6 +888,7 @@ def test_a_run_on_one_rank_imports_only_what_it_uses(folder):
     assert 5000 < int(lines) <= LINES_OF_A_DEBUG_RUN
 
 
+@pytest.mark.nightly
 def test_a_rank_of_many_techniques_imports_only_what_it_uses(folder):
     (folder / "script.py").write_text(COUNT_IMPORTS)
     parallel = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
@@ -895,6 +903,7 @@ def test_a_rank_of_many_techniques_imports_only_what_it_uses(folder):
     assert 5000 < max(map(int, counts)) <= LINES_OF_A_RANK_OF_MANY_TECHNIQUES
 
 
+@pytest.mark.nightly
 def test_saving_and_loading_print_progress(folder):
     script = (
         "import sys\n"
@@ -913,6 +922,7 @@ def test_saving_and_loading_print_progress(folder):
     assert resumed == {"loading checkpoint step-2 (0.0 GiB)", "saving checkpoint step-3 (0.0 GiB)"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel", "tensor_parallel", "context_parallel"])
 def test_torchrun(folder, axis):
     """In processes of its own, unlike those of a pool, a layout has only the imports that it does itself."""
@@ -942,6 +952,7 @@ def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
     assert json.loads((newest / "state.json").read_text())["step"] == read_metrics(folder / "run")[-1]["step"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kills", [1, 3])
 def test_a_killed_rank_is_started_again_and_the_curve_is_the_same(runs, folder, kills):
     """torchrun's agent starts all ranks anew, and they resume. What is written to the file in between is of another
@@ -960,6 +971,7 @@ def test_a_killed_rank_is_started_again_and_the_curve_is_the_same(runs, folder, 
     assert computed(read_metrics(folder / "run")) == expected
 
 
+@pytest.mark.nightly
 def test_sigterm_before_the_first_step_is_done_ends_a_run_at_once(folder):
     process = start(sys.executable, "train.py", str(folder / "small.toml"), "--checkpoint.enable")
     process.stdout.readline()
@@ -970,7 +982,9 @@ def test_sigterm_before_the_first_step_is_done_ends_a_run_at_once(folder):
 
 
 @pytest.mark.parametrize(
-    "command", [[sys.executable, "train.py"], ["./run_train.sh"]], ids=["train.py", "run_train.sh"]
+    "command",
+    [pytest.param([sys.executable, "train.py"], marks=pytest.mark.nightly), ["./run_train.sh"]],
+    ids=["train.py", "run_train.sh"],
 )
 def test_a_wrong_config_is_one_line_and_status_2(folder, command):
     status, out, error = finish(start(*command, str(folder / "small.toml"), "--training.stepss=3"))
@@ -978,6 +992,7 @@ def test_a_wrong_config_is_one_line_and_status_2(folder, command):
     assert (status, out, error) == (2, "", line)
 
 
+@pytest.mark.nightly
 def test_missing_data_is_one_line_and_status_2(folder):
     arguments = ["--training.dataset=text", "--training.dataset_path=/nowhere/*.txt"]
     status, _, error = finish(start(sys.executable, "train.py", str(folder / "small.toml"), *arguments))
@@ -985,6 +1000,7 @@ def test_missing_data_is_one_line_and_status_2(folder):
     assert (status, error) == (2, line)
 
 
+@pytest.mark.nightly
 def test_a_second_run_in_a_folder_is_one_line_and_status_2(folder):
     """The first one is not disturbed: stopped between two steps, its files are as they were."""
     arguments = ["--training.steps=100000", "--lr_scheduler.total_steps=-1"]
@@ -1010,6 +1026,7 @@ def test_a_second_run_in_a_folder_is_one_line_and_status_2(folder):
     assert not (folder / "run" / "run.lock").exists()
 
 
+@pytest.mark.nightly
 def test_an_unwritable_folder_is_one_line_and_status_2(folder):
     (folder / "run").write_text("a file")
     status, out, error = finish(start(sys.executable, "train.py", str(folder / "small.toml")))
@@ -1017,6 +1034,7 @@ def test_an_unwritable_folder_is_one_line_and_status_2(folder):
     assert error.startswith(f'error: job.dump_folder = "{folder}/run": cannot be written: File exists; ')
 
 
+@pytest.mark.nightly
 def test_a_failure_is_status_1(folder):
     arguments = ["--optimizer.lr=1e38", "--training.steps=4"]
     status, _, error = finish(start(sys.executable, "train.py", str(folder / "small.toml"), *arguments))

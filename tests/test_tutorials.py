@@ -103,6 +103,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_the_commands_of_a_tutorial_run(path: Path, tmp_path: Path, environment: dict[str, str]):

@@ -44,6 +44,7 @@ def test_every_package_page_and_config_is_in_the_wheel(site: Path):
     assert inside == expected
 
 
+@pytest.mark.nightly
 def test_titanlite_train_debug_outside_the_checkout(site: Path, tmp_path: Path):
     options = ["--training.steps=2", "--training.local_batch_size=2", "--training.seq_len=64"]
     options += [f"--training.cache_folder={tmp_path}/cache", "--validation.enable=false"]

@@ -5,12 +5,11 @@ train.py, the planner and the parity test build their run here, so what they pla
 
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.build_llama import build_llama
@@ -194,13 +193,7 @@ def build_groups(
     from titanlite.techniques.replicas.torchft import Replicas
 
     identity, tokens = [*numerics(config), data_identity], config.tokens_per_step
-    arguments = section, config.comm, model, optimizer, identity, tokens, device, signals
-    if not section.uses_diloco:
-        return Replicas(*arguments)
-    from titanlite.techniques.replicas.diloco import DiLoCo, OuterOptimizer
-
-    outer = OuterOptimizer(dict(model.named_parameters()), section)
-    return DiLoCo(outer, config.training.global_batch_size, *arguments)
+    return Replicas(section, config.comm, model, optimizer, identity, tokens, device, signals)
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
@@ -332,22 +325,16 @@ def build_metrics(
 
 
 def build_checkpoints(
-    config: Config,
-    data: Data,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    further: Mapping[str, Tensor],
-    signals: Signals,
+    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals
 ) -> RunCheckpoints:
-    """Return the checkpoints of a run. `further`: tensors that they have beside those of the model and the optimizer,
-    see Checkpointer. Every rank must call it."""
+    """Return the checkpoints of a run. Every rank must call it."""
     training, checkpoint, checkpointer = config.training, config.checkpoint, None
     if checkpoint.enable:
         identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
         if training.datasets:
             identity["mixture"] = data.train.identity
         may_differ = {"mixture"} if training.change_mixture_on_resume else set()
-        options = identity, config.comm, may_differ, further, options_of_run(config)
+        options = identity, config.comm, may_differ, options_of_run(config)
         checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
     return RunCheckpoints(checkpointer, checkpoint, model, optimizer, training.steps, signals)
 

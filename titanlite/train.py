@@ -63,7 +63,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
     # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
-    checkpoints = build.build_checkpoints(config, data, model, optimizer, groups.tensors(), signals)
+    checkpoints = build.build_checkpoints(config, data, model, optimizer, signals)
     saved = checkpoints.resume(config.model, config.debug.seed)
     guard.load(saved)
     step = last_step = saved.get("step", 0)
@@ -106,12 +106,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 set_timeout(device, config.comm.train_timeout_seconds)
                 first_step_done(config.comm.train_timeout_seconds)
                 signals.nothing_to_save = False
-            if not groups.updated(step, stopping=stopping > 0):  # the weights are those of another group's later step
-                is_first = False
-                continue
 
             # Log, validate, save.
-            stopping = stopping or groups.stopping
             is_last, values = step == training.steps or stopping > 0, {}
             if step % config.metrics.log_freq == 0 or is_first or is_last:
                 mark("logging")

@@ -89,14 +89,7 @@ class SavedState(Protocol):
 
 class OneGroup:
     """Which steps there are, and what is summed over whom: all ranks are one group. A run whose groups may die has
-    Replicas or DiLoCo instead (techniques/replicas/)."""
-
-    stopping = False
-    """Whether the group was asked to stop while it waited for others."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has beside the model and the optimizer, by name."""
-        return {}
+    Replicas instead (techniques/replicas/)."""
 
     def begin(
         self, last_step: int, saved: Mapping[str, Any], state: SavedState, abandon: Callable[[int], None]
@@ -133,11 +126,6 @@ class OneGroup:
         norm = gradient_norm(parameters, loss_sum.device)
         loss, stopping, saving = sum_over_ranks(loss_sum, signals)
         return Totals(torch.stack([loss / valid, norm, stopping, saving]))
-
-    def updated(self, step: int, *, stopping: bool) -> bool:
-        """Record that a step has updated the weights, and whether the training is to stop after it. Return False if
-        they are now those of a later step of another group."""
-        return True
 
     def final_step(self, step: int, *, is_last: bool) -> int:
         """Return the step that the weights are of at the end, after `step` has ended; `is_last`: as a last one."""

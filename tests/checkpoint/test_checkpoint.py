@@ -493,6 +493,7 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert run_command("checkpoint", []) == 2
 
 
+@pytest.mark.nightly
 def test_a_pickle_of_torchtitan_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither resuming, nor starting from its weights, nor converting reads it as code."""
     monkeypatch.chdir(tmp_path)

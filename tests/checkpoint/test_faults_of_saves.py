@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.cases import cases
 from tests.checkpoint_helpers import write_checkpoint
 from tests.test_train import computed, error_message, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import optimizer
@@ -74,7 +75,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("case", SCENARIOS)
+@cases("case", SCENARIOS, always=["new"])
 def test_a_kill_at_any_rename_leaves_a_complete_checkpoint(tmp_path: Path, case: str):
     """After each, what is found is complete (it has a manifest), and of step 2 if there was one of step 2 before."""
     scenario, before, after = SCENARIOS[case]
@@ -121,6 +122,7 @@ def train_wrecked(argv: list[str], at_step: int) -> str:
         return run_train(argv)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_the_step_that_wrecks_the_weights_is_never_good(runs, folder, async_mode):  # noqa: F811
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", *WRECKING]
@@ -150,6 +152,7 @@ def test_the_last_steps_weights_are_checked(runs, folder):  # noqa: F811
     assert '"next_sequence": 32' in (folder / "run" / "checkpoint" / "step-4" / "state.json").read_text()
 
 
+@pytest.mark.nightly
 def test_without_a_good_checkpoint_the_message_says_so(runs, folder):  # noqa: F811
     message = error_message(runs, 1, "run", *WRECKING, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")
     assert "step-1 is now step-1.diverged" in message
@@ -231,7 +234,7 @@ def train_on_a_full_disk(argv: list[str], full: tuple[int, ...]) -> tuple[str, l
         return run_train(argv), lines
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.nightly), "async"])
 def test_training_continues_to_the_next_save(runs, folder, async_mode):  # noqa: F811
     arguments = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.on_error=continue"]
     arguments.append(f"--checkpoint.async_mode={async_mode}")
@@ -282,7 +285,7 @@ def train_with_a_slow_disk(argv: list[str], fails_alone: bool) -> str:
             return "killed"
 
 
-@pytest.mark.parametrize("fails_alone", [False, True])
+@pytest.mark.parametrize("fails_alone", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_save_in_flight_is_finished_when_the_run_ends_by_an_error(runs, folder, fails_alone):  # noqa: F811
     argv = [str(folder / "small.toml"), f"--job.dump_folder={folder / 'run'}", "--checkpoint.enable"]
     argv.append("--checkpoint.async_mode=async")
@@ -313,6 +316,7 @@ def wait_for_a_slow_rank(seconds: float, progress: bool) -> str:
     return ""
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_not_dead_and_a_stalled_one_is_named(ranks):
     assert ranks(2).run(wait_for_a_slow_rank, seconds=2.5, progress=True) == ["", ""]
     lines = ranks(2).run(wait_for_a_slow_rank, seconds=2.5, progress=False)

@@ -42,6 +42,7 @@ def printed(argv: list[str]) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.nightly
 def test_the_first_lines_say_where_the_weights_are_from(folder: Path, ranks: Any):
     """from_hf loads the weights of the folder that it names, as checkpoint.initial_load_path would."""
     cases = {

@@ -29,6 +29,7 @@ def plans(request: pytest.FixtureRequest) -> dict[str, Plan]:
         return dict(zip(names, pool.map(reference_configs.planned, names), strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # the first one waits for the plans of all
 @pytest.mark.parametrize("name", reference_configs.NAMES)
 def test_the_page_is_true(plans, name):
@@ -40,6 +41,7 @@ def test_the_page_is_true(plans, name):
     assert spare > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
 def test_a_config_with_hints_says_why(plans, name):

@@ -127,6 +127,7 @@ def build_after(job: Path, path: Path, seconds: float) -> str:
         backend._set_default_timeout(before)
 
 
+@pytest.mark.nightly
 def test_a_node_that_tokenizes_for_long_is_waited_for(ranks, tmp_path):
     job = tmp_path / "job.toml"
     job.write_text('[validation]\nenable = false\n[training]\nseq_len = 16\ndataset = "json"\n')

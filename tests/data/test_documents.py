@@ -85,7 +85,7 @@ def test_what_is_no_file_is_not_left_out(tmp_path, kind, path, alone):
         assert line.endswith(f": {bad}: expected a regular file, or a link to one")
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize("kind", ["json", pytest.param("parquet", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("texts", "text_key", "reason"),
     [

@@ -1,6 +1,7 @@
 """The token cache: shards built once, by one or several processes, and damage that is found before it is read."""
 
 import functools
+import itertools
 import json
 import os
 import pwd
@@ -19,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
+from tests.cases import cases
 from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
@@ -521,9 +523,11 @@ def test_a_token_cache_that_others_can_write_is_rejected(dataset, tmp_path):
     cached(dataset, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o757, 0o775])
-@pytest.mark.parametrize("parent", ["cache", "", "link"])
-@pytest.mark.parametrize("complete", [True, False])
+@cases(
+    ("complete", "parent", "mode"),
+    itertools.product([True, False], ["cache", "", "link"], [0o777, 0o757, 0o775]),
+    always=[(True, "link", 0o777), (False, "", 0o777), (False, "cache", 0o757)],
+)
 def test_a_token_cache_that_others_can_rename_is_rejected(dataset, tmp_path, monkeypatch, parent, mode, complete):
     group = mock.Mock(gr_name=pwd.getpwuid(os.geteuid()).pw_name, gr_mem=["other"])
     monkeypatch.setattr("grp.getgrgid", lambda number: group)

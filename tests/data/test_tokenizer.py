@@ -158,6 +158,7 @@ def multiplying() -> Any:
 TOO_LARGE = "its tokenizer.json or chat template crashes (SIGABRT) or takes more than 1.75 GiB of memory"
 
 
+@pytest.mark.nightly
 def test_a_tokenizer_that_multiplies_text_ends_its_process_only(assets, tmp_path):
     """Where a dataset is tokenized before training, while training, and for prompts."""
     write_tokenizer(assets.file, normalizer=multiplying())
@@ -181,6 +182,7 @@ def test_a_decoder_that_multiplies_text(assets):
     assert rejection(lambda: tokenizer.decode([97])) == f"{assets.folder}: {TOO_LARGE}; correct it"
 
 
+@pytest.mark.nightly
 def test_a_tokenizer_that_takes_too_long(assets):
     """Each match is a little below the limit of the library's matcher."""
     from tokenizers import Regex, normalizers

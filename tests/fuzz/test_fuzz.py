@@ -83,6 +83,7 @@ def outcome(check: Check, data: Any) -> str:
     return "accepted" if problems is None else "rejected"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(SECONDS + 400)  # hypothesis takes up to five minutes to make a failing input small
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_input_is_accepted_or_rejected_in_one_line(name, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.checkpoint_helpers import write_checkpoint
 from tests.config.test_hf_config import KIMI_K2, READ
 from tests.config_helpers import problems
@@ -175,7 +176,7 @@ def export(folder: Path, *arguments: Any) -> int:
     return command(folder / "run" / "checkpoint", folder / "out", *arguments)
 
 
-@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+@cases("folder", FAMILIES, always=["llama", "deepseek_v3"], indirect=True)
 def test_an_exported_family_is_its_source(folder: Path, capsys):
     assert export(folder) == 0
     before, after = (read(folder / name) for name in ("hf", "out"))
@@ -197,7 +198,7 @@ def test_the_last_step_in_hf_keeps_it_too(folder: Path):
     assert differences(read(folder / "hf"), after) == {"dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("start", "flavor", "arguments", "positions"),
     [
         ("hf", "debug", [], 4096),
@@ -210,6 +211,7 @@ def test_the_last_step_in_hf_keeps_it_too(folder: Path):
         ("hf", "from_hf", ["--max-seq-len", 99], 99),
         ("none", "from_hf", ["--max-seq-len", 99], 99),
     ],
+    always=[(start, "from_hf", ["--max-seq-len", 99], 99) for start in ("hf", "none")],
 )
 def test_the_source_is_what_the_run_started_from(
     start: str, flavor: str, arguments: list[Any], positions: int, folder: Path

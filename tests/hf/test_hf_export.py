@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.cases import Case, cases
 from tests.checkpoint_helpers import write_checkpoint
 from tests.hf_helpers import (
     CORRECTION,
@@ -315,11 +316,13 @@ SHARDED: dict[str, dict[str, Any]] = {
         **{"model__moe__n_experts": 4, "model__moe__n_experts_per_token": 2, "model__moe__n_shared_experts": 1},
         "model__moe__score_function": "sigmoid",
     },
-    "olmoe, ep": {"model__qk_norm": "all_heads", "model__moe__n_experts": 4, "expert_parallel_degree": 2},
+    "olmoe, ep": Case(
+        {"model__qk_norm": "all_heads", "model__moe__n_experts": 4, "expert_parallel_degree": 2}, always=True
+    ),
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@cases("name", SHARDED)
 def test_a_checkpoint_of_a_sharded_run_is_exported(name: str, ranks, tmp_path: Path):
     settings = {**SHARDED[name], "training__dtype": "float32"}
     job = resolve(tmp_path, 4, {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2, **settings})

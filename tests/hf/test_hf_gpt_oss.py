@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.cases import cases
 from tests.hf_helpers import (
     CPU,
     FAMILIES,
@@ -332,9 +333,10 @@ def load_on_a_rank(job: Config, folder: Path) -> dict[str, Tensor]:
 SHARD, TP, EP = ({f"{name}_degree": 2} for name in ("data_parallel_shard", "tensor_parallel", "expert_parallel"))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("world_size", "layout"),
     [(2, TP), (4, SHARD | TP), (4, SHARD | TP | EP), (3, {}), (2, EP)],
+    always=[(4, SHARD | TP)],
     ids=["tp", "shard x tp", "shard x tp, ep", "shard 3, uneven", "shard, ep"],
 )
 def test_every_layout_reads_its_shard_of_mxfp4(ranks, tmp_path: Path, world_size: int, layout: dict[str, Any]):

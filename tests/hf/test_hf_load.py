@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from tests.cases import cases
 from tests.hf_helpers import (
     CPU,
     FAMILIES,
@@ -253,7 +254,14 @@ def load_on_a_rank(job: Config, folder: Path) -> tuple[dict[str, torch.Tensor], 
     return {name: tensor.detach().clone() for name, tensor in full.items()}, opened, sum(counts), n_local
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases(
+    "name",
+    LAYOUTS,
+    always=[
+        *("shard 4, norms and biases, heads are cut", "tp 2, tied", "pp x tp, two stages per rank", "mixtral, tp 2"),
+        *("qwen3_moe, shard 4 x ep", "deepseek_v3, shard x tp, ep", "gpt_oss, shard x tp, ep"),
+    ],
+)
 def test_every_layout_loads_the_same_weights(name: str, ranks, tmp_path: Path):
     world_size, layout = LAYOUTS[name]
     settings = {"training__dtype": "float32", "training__local_batch_size": 4, **layout}

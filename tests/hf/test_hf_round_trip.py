@@ -119,6 +119,7 @@ def train_with_transformers(argv: list[str], folder: Path, family: str) -> None:
     torch.save(model.state_dict(), folder / "expected.pt")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_three_steps_between_import_and_export_equal_transformers(
     family: str, layout: str, tmp_path: Path, ranks: Any, assets: Any
@@ -147,6 +148,7 @@ def test_three_steps_between_import_and_export_equal_transformers(
         assert (trained[name] - weight).abs().max() < TOLERANCE, name
 
 
+@pytest.mark.nightly
 def test_a_damaged_folder_stops_every_rank(tmp_path: Path, ranks: Any, assets: Any):
     """A weight that is missing in the last file: only the ranks of the second pipeline stage open it."""
     original = build_hf("llama", vocab_size=VOCABULARY, max_position_embeddings=16)
@@ -170,6 +172,7 @@ def test_a_folder_of_another_family_is_rejected(tmp_path: Path):
         config.load([str(tmp_path / "run.toml")])
 
 
+@pytest.mark.nightly
 def test_the_last_step_is_written_as_a_hugging_face_folder(tmp_path: Path):
     """In bytes, without a folder to start from; the second start finds nothing to do."""
     (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))

@@ -11,10 +11,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli_w
 import torch
 
+from tests.cases import cases
 from tests.hf_helpers import draw_biases, draw_weights, empty_model
 from titanlite import config
 from titanlite.config import ConfigError
@@ -223,7 +223,7 @@ def tried(model_type: str, folder: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("model_type", SWEPT)
+@cases("model_type", SWEPT, always=["gpt2", "olmo3"])
 def test_what_is_accepted_is_equal(model_type: str, tmp_path: Path):
     found = tried(model_type, tmp_path)
     assert found["different"] == []

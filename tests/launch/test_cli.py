@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import cases
 from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
@@ -31,7 +32,7 @@ def test_help_names_every_command():
     assert titanlite().stdout == done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@cases("command", COMMANDS, always=["train", "calibrate", "diff", "tokenize", "config", "generate", "eval", "export"])
 def test_every_command_has_help(command: str):
     done = titanlite(command, "--help")
     assert done.returncode == 0, done.stderr
@@ -331,6 +332,7 @@ def processes_of(session: int) -> list[str]:
     return [command for sid, state, command in lines if int(sid) == session and not state.startswith("Z")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.parametrize(
     "command", ["plan debug --model.n_layers=4000", "parity debug_4d --steps=100", "advise", "calibrate"]

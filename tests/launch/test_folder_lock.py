@@ -1,6 +1,7 @@
 """The lock on a folder: real processes hold it, are killed or stopped, and take it over."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import cases
 from tests.data_helpers import rejection
 from tests.launches import wait_until
 from tests.lock_holder import open_lock
@@ -278,9 +280,11 @@ def at_exit(monkeypatch):
         call()
 
 
-@pytest.mark.parametrize("second_is_inside", [True, False])
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("option", SHARED)
+@cases(
+    ("option", "relative", "second_is_inside"),
+    itertools.product(SHARED, [True, False], [True, False]),
+    always=zip(SHARED, [True, False, False, True], [False, True, False, True], strict=True),
+)
 def test_two_runs_do_not_share_any_folder(tmp_path, at_exit, option, relative, second_is_inside):
     """The folder is in the dump folder of one of them, or in neither."""
     name, usual = SHARED[option]

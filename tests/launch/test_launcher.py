@@ -64,7 +64,7 @@ def wait_for_ranks(process: subprocess.Popen[str]) -> None:
     assert (process.stdout.readline(), process.stdout.readline()) == FIRST_LINES
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
 def test_an_interrupt_and_a_hangup_stop(launch: Launch, number: signal.Signals):
     process = launch(WAIT)
     wait_for_ranks(process)
@@ -91,6 +91,7 @@ print(len(handled), *received)
     assert (result.stdout, result.stderr) == (f"1 {signal.SIGTERM.value}\n", "")
 
 
+@pytest.mark.nightly
 def test_under_nohup_a_hangup_is_ignored_and_other_signals_are_not(launch: Launch):
     process = launch(WAIT, hangup=signal.SIG_IGN)
     wait_for_ranks(process)
@@ -101,6 +102,7 @@ def test_under_nohup_a_hangup_is_ignored_and_other_signals_are_not(launch: Launc
     assert finish(process) == (0, "stops\n", "")
 
 
+@pytest.mark.nightly
 def test_a_second_interrupt_ends_the_ranks_at_once(launch: Launch):
     process = launch("while not process.signals.stopping: time.sleep(0.01)\nprint('stops', flush=True)\ntime.sleep(60)")
     wait_for_ranks(process)
@@ -118,6 +120,7 @@ def test_a_stop_before_there_are_ranks_ends_the_launcher(launch: Launch):
     assert finish(process) == (0, "", "asked to stop before the ranks were started: nothing to save\n")
 
 
+@pytest.mark.nightly
 def test_the_status_of_a_rank_is_the_launchers(launch: Launch, tmp_path: Path):
     """Lines of all ranks are in files, and those of rank 0 on the console too."""
     script = "process.print_to_console(f'from {rank}')\nif rank == 1: sys.exit(2)\ntime.sleep(60)"
@@ -143,6 +146,7 @@ def test_a_killed_rank_is_named_in_the_last_line(launch: Launch, tmp_path: Path)
     assert (tmp_path / "logs" / "rank-00001.log").read_text().splitlines()[-1] == last
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_at_its_start_is_named_in_the_last_line(launch: Launch, tmp_path: Path):
     """Before it has a watchdog, as by an import. Its traceback is in its file, since its lines are not shown."""
     status, _, error = finish(launch(f"if rank == 1: import no_such_module\n{LATER}"))
@@ -153,6 +157,7 @@ def test_a_rank_that_fails_at_its_start_is_named_in_the_last_line(launch: Launch
     assert log.read_text().splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
+@pytest.mark.nightly
 def test_rank_0s_lines_are_in_its_file_though_it_is_killed(launch: Launch, tmp_path: Path):
     _, _, error = finish(launch("print('a\\nb') or os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)"))
     assert (tmp_path / "logs" / "rank-00000.log").read_text() == f"{FIRST_LINES[1]}a\nb\n{error}"
@@ -175,10 +180,12 @@ def test_ranks_are_started_again(launch: Launch):
     assert error == f"error: rank 0 on {socket.gethostname()} ended with status 1; logs/rank-00000.log says why\n"
 
 
+@pytest.mark.nightly
 def test_ranks_are_not_started_again_too_often(launch: Launch):
     assert finish(launch("sys.exit(1)", max_restarts=1))[:2] == (1, "".join([*FIRST_LINES, FIRST_LINES[1]]))
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_their_launcher(launch: Launch):
     process = launch("print(os.getpid(), flush=True)\ntime.sleep(60)")
     wait_for_ranks(process)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.cases import cases
 from tests.launches import finish, launched
 from tests.test_train import SMALL
 from titanlite import config, launcher
@@ -53,7 +54,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
+@cases("case", DIFFERENT, always=["steps", "a table", "paths of nodes", "paths of nodes in a table"])
 def test_all_ranks_find_the_options_that_differ(ranks, case):
     sections, expected = DIFFERENT[case]
     found = ranks(4).run(problem_of, options=[options_of_run(load(**each)) for each in sections])
@@ -94,6 +95,7 @@ main(["small.toml", "--training.steps=" + ("3" if os.environ["RANK"] == "0" else
 """
 
 
+@pytest.mark.nightly
 def test_a_run_ends_with_one_line_and_status_2(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
     with launched(tmp_path, RANK, max_restarts=1) as run:

@@ -14,6 +14,7 @@ from tests.test_train import SMALL, Runs, computed, read_metrics
 from tests.two_nodes import TwoNodes, reason_to_skip
 from titanlite.launch.process import children
 
+pytestmark = pytest.mark.nightly
 TIMEOUT = 6
 """comm.train_timeout_seconds"""
 STEPS = 24

@@ -60,6 +60,7 @@ def run(folder: Path, body: str, ranks: int = 2, timeout: int = 4) -> tuple[int,
 BEGIN = "if rank == 0: print(time.time(), flush=True)\n"
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named(tmp_path: Path):
     body = BEGIN + "mark('forward', 7)\nif rank == 1:\n    time.sleep(1.5)\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     status, _, errors, seconds = run(tmp_path, body + "mark('waiting', limited=False)\ntime.sleep(60)", ranks=3)
@@ -71,6 +72,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path):
     assert "in body" in (tmp_path / "run" / "stacks" / "rank-00000.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_the_rank_behind_the_others_is_named(tmp_path: Path):
     """The others wait for it in a collective, so that all ranks stand still."""
     body = BEGIN + "mark('waiting for data', 7)\nif rank == 1: time.sleep(60)\nmark('forward')\ntime.sleep(60)"
@@ -83,11 +85,13 @@ def test_the_rank_behind_the_others_is_named(tmp_path: Path):
     assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == {f"rank-0000{n}.txt" for n in range(3)}
 
 
+@pytest.mark.nightly
 def test_ranks_that_hang_at_the_same_place(tmp_path: Path):
     _, _, errors, _ = run(tmp_path, "mark('forward', 7)\ntime.sleep(60)")
     assert [error.split(" for ")[0] for error in errors] == ["error: all ranks hang at 'step 7: forward'"]
 
 
+@pytest.mark.nightly
 def test_slow_ranks_do_not_hang(tmp_path: Path):
     """What makes progress, or waits for what makes progress, or has taken as long before, may go on."""
     body = """
@@ -180,6 +184,7 @@ def test_what_ends_a_rank_is_printed_without_control_characters(error: Exception
     assert printable(printed, keep="\n\t") == printed
 
 
+@pytest.mark.nightly
 def test_the_first_error_is_the_last_line(tmp_path: Path):
     """The other rank, which hangs because of it, ends within seconds. What it prints until then comes before."""
     body = f"{BEGIN}if rank == 1: raise ValueError('broken')\n"

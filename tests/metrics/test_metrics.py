@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.cases import cases
 from tests.launches import ROOT
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
@@ -236,7 +237,7 @@ OUT_OF_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("case", OUT_OF_MEMORY)
+@cases("case", OUT_OF_MEMORY, always=["CPU"])
 def test_an_out_of_memory_error_is_a_line_with_the_largest_consumers(monkeypatch, case):
     def gib(name: str) -> float:
         line = str(out_of_memory.explain_out_of_memory(error))
@@ -266,6 +267,7 @@ def test_another_error_stays_as_it_is(error):
     assert out_of_memory.explain_out_of_memory(error) is error
 
 
+@pytest.mark.nightly
 def test_a_run_without_memory_ends_with_one_line(tmp_path):
     """Its activations need more than the 5 GiB of addresses that it may have."""
     options = [

@@ -42,7 +42,7 @@ STEP_COSTS = f"{PARALLEL_TESTS}/test_step_costs.py"
 MIXTURE, STREAMING, BEST_FIT = (f"{DATA}/test_{name}.py" for name in ("mixture", "streaming", "best_fit"))
 MLA, SDC, LOSSES = f"{TECHNIQUES}/test_mla.py", f"{TECHNIQUES}/test_sdc.py", f"{DATA}/test_dataset_losses.py"
 PRODUCTS = f"{TECHNIQUES}/test_low_precision.py"
-DILOCO, REPLICAS = (f"{TECHNIQUES}/replicas/test_{name}.py" for name in ("diloco", "fault_tolerance"))
+REPLICAS = f"{TECHNIQUES}/replicas/test_fault_tolerance.py"
 BY_OPTIONS, RULES = "tests/test_families_by_options.py", "tests/config/test_rules_families.py"
 HF = "tests/hf/test_hf_load.py tests/hf/test_hf_export.py tests/hf/test_hf_names.py"
 
@@ -365,9 +365,6 @@ CHECKPOINTS = [
            SAVES),
     Mutant("checkpoint/checkpointer.py", "a checkpoint of another run is resumed",
            "!= value and key not in self.may_differ", "!= value and key in self.may_differ", TRAIN + " -k rejects"),
-    Mutant("checkpoint/checkpointer.py", "the outer state of replica groups is not saved",
-           "slices_to_save(model_tensors(model) | states | self.further)",
-           "slices_to_save(model_tensors(model) | states)", RESTORED),
     Mutant("checkpoint/checkpointer.py", "squares are quantized as signed numbers when they are loaded",
            'is_square=name.endswith(".exp_avg_sq")', "is_square=False", RESTORED),
     Mutant("checkpoint/checkpointer.py", "random states are not restored",
@@ -484,14 +481,10 @@ TECHNIQUES = [
            "        elif names:\n", "        elif names and False:\n", SDC),
     Mutant("techniques/sdc.py", "replicas are not compared",
            "        own += self._different_replicas()\n", "", SDC),
-    Mutant("techniques/replicas/diloco.py", "the outer gradient is the sum of the groups', not the mean",
-           "                gradient.div_(n)\n", "                pass\n", DILOCO),
-    Mutant("techniques/replicas/diloco.py", "the outer momentum is not Nesterov's",
-           "gradient.add_(momentum, alpha=factor)", "gradient.copy_(momentum)", DILOCO),
     Mutant("techniques/replicas/torchft.py", "the gradient norm of groups is their sum",
            "both[1] / max(len(self.living), 1)", "both[1]", REPLICAS),
     Mutant("techniques/replicas/torchft.py", "groups count their own tokens only",
-           "            valid.fill_(sums[0])\n", "            pass\n", REPLICAS),
+           "            valid.fill_(summed)\n", "            pass\n", REPLICAS),
     Mutant("hf/names.py", "biases of rotated heads keep the order of the folder",
            "module not in ROTATED:", "module not in ROTATED or name.endswith(\"bias\"):", HF),
     Mutant("hf/names.py", "an export has the rows of rotated heads in the order of a checkpoint",

@@ -26,6 +26,7 @@ from tests.null_cuda.memory import CASES, of_8b, peaks
 LAYOUTS, TORCH = layouts(), tuple(map(int, torch.__version__.split(".")[:2]))
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.skipif(bool(build.why_not()), reason=build.why_not()),
     pytest.mark.timeout(900),
 ]

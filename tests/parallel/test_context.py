@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.cases import cases
 from titanlite.model import Documents, ScaledDotProductAttention
 from titanlite.parallel import attention as attention_backends
 from titanlite.parallel import ring as ring_attention
@@ -552,8 +553,11 @@ WINDOWS = [1, 2, 3, 4, 5, 8, 13, 31, 32, 100]
 """Chunks of rings of 2 and 4 ranks have 8 and 4 tokens."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ring", "ulysses"), DEGREES[:-1])
+@cases(
+    ("ring", "ulysses", "kind"),
+    [(*degrees, kind) for degrees in DEGREES[:-1] for kind in KINDS],
+    always=[(1, 4, "across"), *((*each, kind) for each in ((1, 1), (1, 2), (2, 1), (4, 1)) for kind in KINDS)],
+)
 def test_windows(ranks, ring, ulysses, kind):
     errors = ranks(ring * ulysses).run(differences_of_windows, ring=ring, ulysses=ulysses, windows=WINDOWS, kind=kind)
     for window, *of_ranks in zip(WINDOWS, *errors, strict=True):
@@ -569,6 +573,7 @@ def test_windows_with_the_math_backend(ranks, ring, ulysses, kind):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("kind", ["", "across"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 2), (2, 1)])
@@ -616,6 +621,7 @@ def test_operator(kind, window):
     torch.library.opcheck(tiled_attention._attention, (q, k, v, positions, None, "", "", "cpu", window))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])
 def test_bfloat16_is_as_exact_as_torchs(ranks, ring, ulysses, window):

@@ -462,6 +462,7 @@ def collectives_of_a_block(n_sequences: int) -> list[Counter[str]]:
     return graphs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("n_sequences", [1, 2])
 def test_asynchronous_tensor_parallel_overlaps_collectives(n_sequences):
     """All of the forward's, and the backward's gathers. Its reduce-scatters add the products of several weights first,

@@ -44,6 +44,7 @@ def run(job: config.Config, *, warm_up: bool) -> tuple[list[tuple[int, int]], li
     return graphs, left, trace | trace_of("weight", training.parameters)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [

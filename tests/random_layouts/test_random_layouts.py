@@ -65,7 +65,7 @@ def test_draws_are_accepted_often_and_are_not_plain():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [40, 1000])
+@pytest.mark.parametrize("n", [40, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_a_wrong_config_is_rejected_in_lines(n):
     counts = Counter()
     for seed in range(n):
@@ -104,6 +104,7 @@ def test_a_layout_matches_the_reference(runner, seed):
     assert_equal(runner, range(seed, seed + 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_other_layouts_every_night_match_the_reference(runner):
     """The seeds are those of the date, or from RANDOM_LAYOUTS_SEED on."""
@@ -111,6 +112,7 @@ def test_other_layouts_every_night_match_the_reference(runner):
     assert_equal(runner, range(first, first + PER_NIGHT))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_an_injected_bug_is_found_and_shrunk(ranks):
     """Gradients of weights that tensor-parallel ranks share count twice in the norm: two ranks and no other option."""

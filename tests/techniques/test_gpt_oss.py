@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cases import Case, cases
 from tests.config_helpers import assert_rejected, load, modules_of_a_plain_llama, on
 from tests.parallel.test_layouts import (
     COMPILED,
@@ -188,7 +189,7 @@ def test_logits_and_gradients_equal_transformers(name):
     assert len([key for key in actual if key.endswith("sinks")]) == 3
 
 
-@pytest.mark.parametrize("name", ["as released", "rounded ramp of YaRN"])
+@pytest.mark.parametrize("name", ["as released", pytest.param("rounded ramp of YaRN", marks=pytest.mark.nightly)])
 def test_unchanged_transformers_in_float32(name):
     """TOLERANCE for the 2^29 times larger rounding of float32, as in test_families.py."""
     actual = differences_from_transformers({**SIZE, **VARIANTS[name]}, torch.float32)
@@ -310,7 +311,7 @@ def test_the_backward_of_bounded_swiglu_is_its_gradient():
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_operators_are_the_eager_ones(backend):
     compiled = operators.compiled(backend)
     for n in (6, 7, 0, 1):
@@ -362,11 +363,11 @@ EP, EP_4, SHARD_4 = ({key: n} for key, n in (
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard": SHARD,
     "tp": TP,
-    "tp, ep": TP | EP,
-    "cp": CP,
-    "ulysses": ULYSSES,
+    "tp, ep": Case(TP | EP, always=True),
+    "cp": Case(CP, always=True),
+    "ulysses": Case(ULYSSES, always=True),
     "pp x tp x cp": PP | TP | CP,
-    "shard, ep, document mask": SHARD | EP | DOCUMENTS,
+    "shard, ep, document mask": Case(SHARD | EP | DOCUMENTS, always=True),
 }
 LAYOUTS |= {
     "one rank": {},
@@ -395,7 +396,7 @@ LAYOUTS |= {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
     layout = GPT_OSS | LAYOUTS[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
@@ -464,7 +465,7 @@ def _bias_without_scores(rank: int) -> Any:
     return mock.patch.object(moe_parallel.torch, "sum", lambda x, dim, out: real(2 * x, dim, out=out))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("bug", "layout", "first"),
     [
         (_log_sum_exp_without_sinks, SHARD, "step 1 norm"),
@@ -475,6 +476,7 @@ def _bias_without_scores(rank: int) -> Any:
         (_router_gradients_are_not_summed, TP | EP, "step 1 norm"),
         (_bias_without_scores, SHARD | EP, "step 1 norm"),
     ],
+    always=[(_log_sum_exp_without_sinks, SHARD, "step 1 norm"), (_every_rank_adds_the_bias, TP, "step 1 norm")],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_injected_bug_fails(ranks, tmp_path, bug, layout, first):

@@ -245,6 +245,7 @@ def planned(*options: str) -> Plan:
     return make_plan(config.load([str(ROOT / "configs" / "debug.toml"), *sizes, *options]), world_size=1)
 
 
+@pytest.mark.nightly
 def test_a_plan_counts_mxfp8_products_at_their_rate():
     """Three products of each converted weight, with two operations for each token."""
     plan = planned("--plan.device=b200", "--float8.enable", "--float8.recipe=mxfp8")
@@ -253,6 +254,7 @@ def test_a_plan_counts_mxfp8_products_at_their_rate():
     assert plan.cost.flops["fp8"] == 6 * converted * tokens
 
 
+@pytest.mark.nightly
 def test_a_plan_counts_emulated_products_in_the_dtype_of_the_model():
     plan = planned("--plan.device=h100", "--float8.enable", "--float8.recipe=mxfp8", "--float8.emulate")
     assert plan.cost.flops == planned("--plan.device=h100").cost.flops

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cases import Case, cases
 from tests.config_helpers import assert_rejected, load, modules_of_a_plain_llama, on
 from tests.hf_helpers import empty_model
 from tests.parallel.test_layouts import (
@@ -253,9 +254,9 @@ OF_V2 = WITH_EXPERTS | {
 EP = {"expert_parallel_degree": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard": SHARD,
-    "tp": TP,
+    "tp": Case(TP, always=True),
     "tp, no latents of queries": TP | KEYS_ONLY,
-    "pp": PP,
+    "pp": Case(PP, always=True),
     "cp x tp": CP | TP,
     "ulysses, document mask": ULYSSES | DOCUMENTS,
     "selective AC, tp": SELECTIVE | TP,
@@ -294,7 +295,7 @@ N_WEIGHTS = {True: 7, False: 5}
 """Of a layer's attention, with and without a latent of queries."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
     layout = LATENT | LAYOUTS[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
@@ -438,6 +439,7 @@ def _scale_is_missing(rank: int) -> Any:
     return _factor_on_the_scores_is_missing()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("bug", "layout", "first"),
     [
@@ -480,6 +482,7 @@ LATENT_BLOCKS = LATENT_FLOAT8 | {
 LATENT_INT8 = {key: value for key, value in LATENT_FLOAT8.items() if "float8" not in key} | {"int8__enable": True}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
@@ -715,6 +718,7 @@ def test_a_parity_test_shrinks_the_latents(tmp_path: Path):
 # The model's file ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_plain_llama_imports_nothing_of_it():
     assert not [name for name in modules_of_a_plain_llama() if "latent_attention" in name]
 

@@ -49,6 +49,7 @@ def test_an_outlier_is_skipped_on_all_ranks_and_a_resume_is_the_same(runs, folde
     assert resumed[5]["skipped_steps"] == 2, "the window was not resumed"
 
 
+@pytest.mark.nightly
 def test_without_outliers_nothing_changes(runs):  # noqa: F811
     off = runs(1, "off")
     on = runs(1, "on", "--training.skip_outlier_sigma=1000", "--training.outlier_window=4")

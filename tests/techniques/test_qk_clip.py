@@ -1,6 +1,7 @@
 """QK-clip: the largest logits of a step equal a direct computation, the clipped weights have the threshold as their
 largest logit, and every layout does what one process does."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import Case, cases
 from tests.config_helpers import assert_rejected, load
 from tests.parallel.test_layouts import (
     COMPILED,
@@ -49,8 +51,8 @@ CLIP = MUON | {"optimizer__qk_clip_threshold": THRESHOLD}
 BIASES = {"model__n_kv_heads": 8, "model__attention_bias": "all"}
 WINDOW = {"model__sliding_window": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard x tp": SHARD | TP,
-    "pp x shard, latents": PP | SHARD | LATENT,
+    "shard x tp": Case(SHARD | TP, always=True),
+    "pp x shard, latents": Case(PP | SHARD | LATENT, always=True),
     "cp x tp, document mask": CP | TP | DOCUMENTS,
     "tp, biases": TP | BIASES,
 }
@@ -139,7 +141,11 @@ def logits_of_layout(ranks: Any, job: config.Config, n: int) -> list[Tensor]:
     return steps
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "compiled" not in name])
+@cases(
+    "name",
+    [name for name in LAYOUTS if "compiled" not in name],
+    always=["cp x tp, document mask", "pp x shard, latents"],
+)
 def test_the_largest_logits_equal_a_direct_computation(ranks, tmp_path, name):
     """In float64, of sums over at most 10 products."""
     options = with_batches(CLIP | LAYOUTS[name])
@@ -174,11 +180,15 @@ STILL = {"model__n_layers": 1, "optimizer__lr": 1e-30, "training__global_batch_s
 """One layer, since clipping changes what later layers see, and steps that change no weight in float64."""
 
 
-@pytest.mark.parametrize("layout", [{}, SHARD | TP], ids=["one process", "shard x tp"])
-@pytest.mark.parametrize("name", ATTENTIONS)
+@cases(
+    ("name", "layout"),
+    itertools.product(ATTENTIONS, ["one process", "shard x tp"]),
+    always=[*((name, "one process") for name in ATTENTIONS), ("latents", "shard x tp")],
+)
 def test_a_clipped_head_has_the_threshold_as_its_largest_logit(ranks, tmp_path, name, layout):
-    options = with_batches(CLIP | ATTENTIONS[name] | layout | {"accumulation_steps": 1}) | STILL
-    plain = resolve(tmp_path, world_size(layout), options | {"optimizer__qk_clip_threshold": 1e9})
+    parallelism = {} if layout == "one process" else SHARD | TP
+    options = with_batches(CLIP | ATTENTIONS[name] | parallelism | {"accumulation_steps": 1}) | STILL
+    plain = resolve(tmp_path, world_size(parallelism), options | {"optimizer__qk_clip_threshold": 1e9})
     before = logits_of_layout(ranks, plain, 1)[0]
     threshold = before.median().item()  # half of the heads are clipped
     job = plain.replace(optimizer__qk_clip_threshold=threshold)
@@ -259,13 +269,14 @@ def test_a_step_that_is_not_taken_scales_nothing(tmp_path):
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
     options = with_batches(CLIP | LAYOUTS[name])
     actual = compare(ranks, tmp_path, world_size(options), options)
     assert {name: d for name, d in actual.items() if d > LAYOUT_TOLERANCE} == {}
 
 
+@pytest.mark.nightly
 def test_it_changes_the_weights_and_a_high_threshold_does_not(ranks, tmp_path):
     """Bit for bit: without heads above the threshold, and without the option, which registers no hook."""
     layout = with_batches(MUON | SHARD | TP)
@@ -286,6 +297,7 @@ def test_without_the_option_there_is_no_hook(tmp_path):
         assert len(model.layers["0"].attention.inner_attention._forward_pre_hooks) == n
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_continues_bit_for_bit(ranks, tmp_path):
     layout = CLIP | SHARD | TP
     job, _ = two_steps(ranks, tmp_path, layout, tmp_path / "two")

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.checkpoint.test_faults_of_saves import names
 from tests.test_train import computed, error_message, folder, run_train, runs  # noqa: F401
 from titanlite.checkpoint.reader import plain_shard
@@ -73,7 +74,7 @@ FLIPS = {
 }
 
 
-@pytest.mark.parametrize("flip", FLIPS)
+@cases("flip", FLIPS, always=["a gradient", "a weight, 4 replicas"])
 def test_one_flipped_bit_is_named(runs, folder, flip):  # noqa: F811
     """The check of step 2 agrees, so the checkpoint of step 1 is good; that of step 4 does not."""
     world_size, arguments, (rank, calls, what), words = FLIPS[flip]
@@ -96,6 +97,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_raises_a_false_alarm_or_trains_otherwise(runs, folder, layout):  # noqa: F811
     world_size, arguments = LAYOUTS[layout]

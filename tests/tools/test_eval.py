@@ -52,7 +52,9 @@ def loss_of_transformers(hf: Any, texts: list[str], *, document_mask: bool) -> t
     return torch.cat(losses).mean().item(), len(starts)
 
 
-@pytest.mark.parametrize("document_mask", [False, True], ids=["packed", "document mask"])
+@pytest.mark.parametrize(
+    "document_mask", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["packed", "document mask"]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "olmoe"])
 def test_the_loss_is_that_of_transformers(family: str, document_mask: bool, ranks, tmp_path: Path):
     """transformers' norms and rotary tables are in float32, so the losses differ by rounding of that size."""
@@ -129,6 +131,7 @@ def train_and_count_graphs(argv: list[str]) -> tuple[str, int, bool]:
     return error, of_samples, counters["stats"]["unique_graphs"] > begin + of_samples
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_logs_the_loss_and_the_texts_of_its_checkpoint(layout: str, ranks, tmp_path: Path):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
@@ -168,6 +171,7 @@ def test_a_prompt_that_is_too_long_is_rejected(ranks, tmp_path: Path):
 # The command ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_loss(ranks, tmp_path: Path):
     build_hf("llama", **FAMILY).save_pretrained(tmp_path / "hf")
     file = write(tmp_path / "a.txt", some_texts(30))

@@ -140,7 +140,7 @@ EXAMPLES: Values = {
     "parallelism.pipeline_parallel_layers_per_stage": 4,
     "checkpoint.initial_load_path": "weights",
     "quantize.linear.float8.recipe_name": "rowwise",
-    "fault_tolerance.semi_sync_method": "diloco",
+    "fault_tolerance.semi_sync_method": "local_sgd",
     "validation.dataset_path": "data/c4",
     "debug.seed": 1,
 }
@@ -490,24 +490,14 @@ def test_exported_weights():
     assert config_of({"checkpoint.async_mode": "async_with_pinned_mem"}).checkpoint.async_mode == "async"
 
 
-def test_semi_synchronous_training():
-    method, steps = "fault_tolerance.semi_sync_method", "fault_tolerance.sync_steps"
-    on: Values = {"fault_tolerance.enable": True, "fault_tolerance.group_size": 2, "training.global_batch_size": 16}
-    section = config_of({**on, method: "diloco"}).fault_tolerance
-    assert (section.semi_sync_method, section.sync_steps, section.outer_lr, section.outer_momentum) == (
-        "diloco",
-        5,
-        0.7,
-        0.9,
-    )
-    section = config_of({**on, method: "local_sgd", steps: 20}).fault_tolerance
-    assert (section.sync_steps, section.outer_lr, section.outer_momentum) == (20, 1.0, 0.0)
-    assert row_of({**on, method: "diloco", steps: 20}, steps).status == "taken"
-    assert row_of({**on, steps: 20}, steps).status == "not read"
-    quantized = "fault_tolerance.should_quantize"
-    assert row_of({**on, method: "diloco", quantized: True}, quantized).matters
-    assert not row_of({**on, method: "local_sgd", quantized: True}, quantized).matters
-    assert row_of({method: "diloco"}, method).status == "not read"  # fault_tolerance.enable is false
+def test_semi_synchronous_training_is_not_offered():
+    method, steps, on = (f"fault_tolerance.{name}" for name in ("semi_sync_method", "sync_steps", "enable"))
+    row = row_of({on: True, method: "local_sgd"}, method)
+    assert (row.status, row.matters) == ("not offered", True)
+    assert "groups sum gradients in every step" in row.note
+    assert not row_of({on: True, method: "local_sgd", steps: 20}, steps).matters
+    assert row_of({method: "local_sgd"}, method).status == "not read"  # fault_tolerance.enable is false
+    assert row_of({on: True}, on).status == "meaning changed"
 
 
 def test_what_is_off_does_not_matter():

@@ -42,6 +42,7 @@ def test_it_says_what_the_run_reads(tmp_path, capsys):
     assert validation.startswith(f"validation: 15 documents, {len(flat(texts[3::4])):,} tokens, ")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "option", "note"),
     [
@@ -82,6 +83,7 @@ def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):
     assert shard.read_bytes() == content
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_within_a_second_and_leaves_no_unfinished_file(tmp_path, number):
     with (tmp_path / "a.jsonl").open("w") as file:

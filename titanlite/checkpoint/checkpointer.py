@@ -67,8 +67,7 @@ class Checkpointer:
 
     checkpoint.folder is relative to `dump_folder`. An "async" save returns once the state is copied to host memory.
     `identity`, plain JSON, is what a resumed run must share with the one that saved, but for the keys in `may_differ`:
-    seed, data, dimensions. `further` has tensors to save beside those of the model and the optimizer, under names that
-    begin with "outer."; of a checkpoint that has none, they are left as they are. `config` is saved with each step.
+    seed, data, dimensions. `config` is saved with each step.
     """
 
     def __init__(
@@ -78,11 +77,10 @@ class Checkpointer:
         identity: dict[str, Any],
         comm: Comm,
         may_differ: Collection[str] = (),
-        further: Mapping[str, Tensor] | None = None,
         config: Mapping[str, Any] | None = None,
     ):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self.may_differ, self.further, self.config = may_differ, dict(further or {}), dict(config or {})
+        self.may_differ, self.config = may_differ, dict(config or {})
         self.comm = comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
@@ -166,11 +164,9 @@ class Checkpointer:
             generators = {}  # the ranks' generators stay as this run seeded them
         states = optimizer_tensors(model, optimizer)
         portable = {name: dequantized(state) for name, state in states.items()}
-        further = {} if self.further.keys().isdisjoint(reader.shapes) else self.further
-        tensors = model_tensors(model) | portable | further
+        tensors = model_tensors(model) | portable
         limits = {"group": self.group, "timeout": self.comm.init_timeout_seconds}
-        prefixes = ("model.", "optimizer.", "outer.") if further else ("model.", "optimizer.")
-        problems = _load(reader, tensors, generators, prefixes, **limits)
+        problems = _load(reader, tensors, generators, ("model.", "optimizer."), **limits)
         if not problems:
             for name, state in states.items():
                 if state is not portable[name]:
@@ -209,7 +205,7 @@ class Checkpointer:
         self._raise_unsaved(step, problems)
         states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
         generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
-        slices = slices_to_save(model_tensors(model) | states | self.further) | generators
+        slices = slices_to_save(model_tensors(model) | states) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
         content = json.dumps(

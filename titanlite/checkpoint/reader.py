@@ -62,7 +62,6 @@ class _State(Record):
     data: _Data
     outliers: _Outliers | None = None
     batches_of_groups: int | None = Field(default=None, ge=0)
-    synchronized_step: int | None = Field(default=None, ge=0)
     history: list[tuple[int, int, list[int]]] = Field(default=[], max_length=1_000_000)
 
 

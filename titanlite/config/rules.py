@@ -30,7 +30,6 @@ from titanlite.config.keys import (
     PIPELINE,
     PROMPTS,
     SCHEDULE,
-    SEMI_SYNC,
     SHUFFLE_BLOCK,
     STAGE_MODULES,
     STAGES_PER_RANK,
@@ -88,9 +87,6 @@ DEPENDENT_OPTIONS = [
     Dependent(["compile.backend", "compile.components"], "compile.enable", on=(True,), off=(False,)),
     Dependent(_keys("float8", Float8.model_fields, "enable"), "float8.enable", on=(True,), off=(False,)),
     Dependent(_keys("fault_tolerance", FaultTolerance.model_fields, "enable"), GROUPS_ON, on=(True,), off=(False,)),
-    Dependent(
-        _keys("fault_tolerance", ["sync_steps", "outer_lr", "outer_momentum"]), SEMI_SYNC, on=("diloco",), off=("none",)
-    ),
     Dependent(
         [key for key in _keys("optimizer", Optimizer.model_fields) if ".muon_" in key or key == QK_CLIP],
         OPTIMIZER,
@@ -270,5 +266,3 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
     for key, (is_set, message) in unsupported.items():
         if is_set:
             reject(key, f"{message}, or {GROUPS_ON} = false", GROUPS_ON)
-    if section.semi_sync_method == "diloco" and config.training.dtype == "bfloat16":
-        reject(DTYPE, f'an outer step is rounded to it; set "float32", or {SEMI_SYNC} = "none"', SEMI_SYNC)

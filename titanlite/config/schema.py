@@ -809,19 +809,6 @@ class FaultTolerance(Section):
     """Fewest living groups that may take a step. Fewer wait for others."""
     process_group_timeout_ms: Count = 10_000
     """Milliseconds after which a collective between groups has failed, and its step is taken again."""
-    semi_sync_method: Literal["none", "diloco"] = "none"
-    """none: groups sum gradients in every step; diloco: each group trains by itself for sync_steps steps, and an outer
-    optimizer then updates the weights with the average of what they have changed by."""
-    sync_steps: Count = 100
-    """Steps between two synchronizations of DiLoCo."""
-    outer_lr: Positive = 0.7
-    """Learning rate of DiLoCo's outer optimizer, SGD. 1, without momentum: weights are averaged (local SGD)."""
-    outer_momentum: Fraction = 0.9
-    """Its momentum, which is Nesterov's."""
-
-    @property
-    def uses_diloco(self) -> bool:
-        return self.enable and self.semi_sync_method == "diloco"
 
     @property
     def n_groups(self) -> int:

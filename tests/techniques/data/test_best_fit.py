@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import cases
 from tests.data_helpers import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
 from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Validation
@@ -196,7 +197,7 @@ def test_sequences_of_a_dataset_have_all_its_documents(options):
     assert 0 < 1 - n_tokens / n_pairs < 0.2
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_order_does_not_depend_on_ranks_and_resumes(options, shuffle):
     def make() -> Any:
         return opened(options, shuffle=shuffle)[0]
@@ -280,7 +281,7 @@ DAMAGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@cases("damage", DAMAGES, always=["no index", "the index is no JSON", "the index has no table of a shard"])
 def test_damaged_tables_are_written_again(options, damage):
     packing = best_fit_of(options)
     expected, (name, do) = all_of(packing), DAMAGES[damage]

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import transformers
 
+from tests.cases import cases
 from tests.config_helpers import assert_rejected, load
 from tests.data_helpers import BYTES, as_lists, rejection, training
 from titanlite.config.schema import MixedDataset, Validation
@@ -212,7 +213,7 @@ ALLOCATING = [
 ]
 
 
-@pytest.mark.parametrize("source", ALLOCATING)
+@cases("source", ALLOCATING, always=ALLOCATING[:-1])
 def test_a_template_that_allocates_is_one_line(assets, source):
     """Never in this process: it would compute the constants when the template is compiled."""
     assets.open(**SPECIAL_TOKENS, chat_template=PLAIN + source)
@@ -221,6 +222,7 @@ def test_a_template_that_allocates_is_one_line(assets, source):
     assert line == f"--chat: {assets.settings} cannot render it: MemoryError"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source",
     [

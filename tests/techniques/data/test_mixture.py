@@ -380,6 +380,7 @@ def of_share(components: list[Component], number: int) -> float:
     return sizes[number] / sum(sizes)
 
 
+@pytest.mark.nightly
 def test_identities_of_files(tmp_path, b):
     changes = [{}, {"shuffle": True}, {"seq_len": 32}]
     identities = [open_files(tmp_path, {}, b, **change)[2] for change in changes]
@@ -587,6 +588,7 @@ def titanlite(tmp_path: Path, command: str, *arguments: str, **values: Any) -> s
     return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.nightly
 def test_tokenize_prints_each_datasets_epochs(tmp_path: Path):
     done = titanlite(tmp_path, "tokenize", steps=40)
     assert done.returncode == 0, done.stderr
@@ -601,6 +603,7 @@ def test_tokenize_prints_each_datasets_epochs(tmp_path: Path):
     assert "training.steps needs 400 packed sequences, and the datasets' epochs or tokens allow 100" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_with_another_mixture_only_if_it_is_allowed_to(tmp_path: Path):
     done = titanlite(tmp_path, "train")
     assert done.returncode == 0, done.stderr

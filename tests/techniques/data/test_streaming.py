@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.cases import cases
 from tests.data_helpers import (
     BYTES,
     T,
@@ -89,7 +90,7 @@ def streaming_sequences(kind: str, folder: Path) -> Callable[[], StreamingSequen
     return lambda: open_stream(kind, folder, SHARDS[kind])
 
 
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_streaming_shards_do_not_depend_on_the_ranks(folders, kind):
     assert max(len(tokens) for tokens in Expected(kind, folders[kind]).shards) < 40 * 8 * T / SHARDS[kind] / 2, (
         "two epochs"
@@ -147,7 +148,7 @@ def check_resume(kind: str, folder: Path, state: dict[str, Any], n_ranks: int, b
     assert consumed == in_steps(Expected(kind, folder), batch, steps, first=state["next_sequence"])
 
 
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_streaming_shards_resume_exactly_after_every_step(saved, folders, kind):
     assert saved[kind, 2] == saved[kind, 4]
     assert min(len(tokens) for tokens in Expected(kind, folders[kind]).shards) < STEPS * BATCH * T / SHARDS[kind], (
@@ -161,7 +162,7 @@ def test_streaming_shards_resume_exactly_after_every_step(saved, folders, kind):
         check_resume(kind, folders[kind], saved[kind, 2][10], n_ranks, batch)
 
 
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_a_resumed_run_saves_states_that_are_as_good(ranks, saved, folders, kind):
     """Ranks that resumed at another number know old states of shards that are no longer theirs."""
     after_six = states_of(ranks(2), kind, folders[kind], steps=3, batch=2)[-1]
@@ -172,7 +173,7 @@ def test_a_resumed_run_saves_states_that_are_as_good(ranks, saved, folders, kind
 
 
 @pytest.mark.parametrize("data_ranks", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["neighbours", "strides"])
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_ranks_that_share_a_data_parallel_rank_save_the_same_states(ranks, saved, folders, kind, data_ranks):
     pool, folder = ranks(4), folders[kind]
     assert states_of(pool, kind, folder, STEPS, data_ranks=data_ranks) == saved[kind, 2]
@@ -273,7 +274,7 @@ def shuffled(kind: str, folder: Path, block: int = 5) -> StreamingSequences:
     return open_stream(kind, folder, SHARDS[kind], shuffle=True, streaming_shuffle_block=block)
 
 
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_shuffled_blocks_have_the_sequences_of_a_shard_once(folders, kind):
     n, block = SHARDS[kind], 5
     reader = shuffled(kind, folders[kind], block).read(0, 1, {})
@@ -290,7 +291,7 @@ def test_shuffled_blocks_have_the_sequences_of_a_shard_once(folders, kind):
     assert orders != [sorted(order) for order in orders]
 
 
-@pytest.mark.parametrize("kind", SHARDS)
+@cases("kind", SHARDS, always=["json"])
 def test_shuffled_blocks_resume_exactly_after_every_sequence(folders, kind):
     n = SHARDS[kind]
     reader, states = shuffled(kind, folders[kind]).read(0, 1, {}), {}

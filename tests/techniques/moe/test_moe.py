@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.cases import Case, cases
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,
@@ -136,7 +137,7 @@ def test_the_layer_is_its_definition(name):
         torch.testing.assert_close(actual[key], value, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_operators_are_the_eager_ones(backend):
     """Also without a token, and under selective AC, where the compiler ignores a function that is not an operator."""
     compiled, graphs = operators.compiled(backend), counters["stats"]["unique_graphs"]
@@ -405,19 +406,19 @@ SHARD_EP = SHARD | EP
 BIAS = {"model__moe__balance_bias": True, "model__moe__balance_bias_rate": 0.05}
 LOSSES = {"model__moe__balance_loss_weight": 0.1, "model__moe__z_loss_weight": 0.01}
 LAYOUTS = {
-    "shard": SHARD,
-    "tp": TP,
+    "shard": Case(SHARD, always=True),
+    "tp": Case(TP, always=True),
     "shard, ep": SHARD_EP,
-    "tp, ep": TP | EP,
-    "cp, ep": CP | EP,
+    "tp, ep": Case(TP | EP, always=True),
+    "cp, ep": Case(CP | EP, always=True),
     "shard 4, fewer experts than ranks": SHARD_4 | {"model__moe__n_experts": 2},
     "shard x tp, ep 4": SHARD | TP | EP_4,
-    "pp x shard, ep": PP | SHARD_EP,
+    "pp x shard, ep": Case(PP | SHARD_EP, always=True),
     "shard, ep, full AC": SHARD_EP | FULL,
     "shard, ep, selective AC": SHARD_EP | SELECTIVE,
-    "compiled, shard, ep, attention saved": COMPILED | SHARD_EP | SAVED_ATTENTION,
-    "shard, ep, balanced by bias": SHARD_EP | BIAS,
-    "tp, balanced by losses": TP | LOSSES,
+    "compiled, shard, ep, attention saved": Case(COMPILED | SHARD_EP | SAVED_ATTENTION, always=True),
+    "shard, ep, balanced by bias": Case(SHARD_EP | BIAS, always=True),
+    "tp, balanced by losses": Case(TP | LOSSES, always=True),
     "compiled, shard, ep, balanced by losses": COMPILED | SHARD_EP | LOSSES,
     "Muon, shard, ep": MUON | SHARD_EP,
     "Muon, shard 4, fewer experts than ranks": MUON | SHARD_4 | {"model__moe__n_experts": 2},
@@ -472,13 +473,14 @@ LAYOUTS |= {
     "shard x cp x tp, ep 8": SHARD | CP | TP | EP_8,
     **{
         f"{name}, shard, ep": schedule(name) | SHARD_EP
-        for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
     },
+    "InterleavedZeroBubble, shard, ep": Case(schedule("InterleavedZeroBubble") | SHARD_EP, always=True),
 }
 
 
 @pytest.mark.timeout(900)  # 32 ranks take five minutes on two busy cores
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_layout_matches_reference(ranks, tmp_path, name):
     layout = EXPERTS | LAYOUTS[name]
     actual = compare(ranks, tmp_path, world_size(layout), with_batches(layout))
@@ -494,7 +496,11 @@ def _all_tokens_to_the_first(rank: int) -> Any:
     return mock.patch.object(layer.Router, "_choose", choose)
 
 
-@pytest.mark.parametrize("layout", [SHARD_4 | EP_4, TP | EP, SHARD], ids=["shard 4, ep 4", "tp, ep", "shard"])
+@pytest.mark.parametrize(
+    "layout",
+    [SHARD_4 | EP_4, pytest.param(TP | EP, marks=pytest.mark.nightly), SHARD],
+    ids=["shard 4, ep 4", "tp, ep", "shard"],
+)
 def test_all_tokens_may_choose_the_experts_of_one_rank(ranks, tmp_path, layout):
     """The other ranks of the layer get no row."""
     with _all_tokens_to_the_first(0):
@@ -506,6 +512,7 @@ def test_all_tokens_may_choose_the_experts_of_one_rank(ranks, tmp_path, layout):
 # What a layout does --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_attention_of_blocks_with_experts_is_compiled_once(ranks, tmp_path):
     counts = []
     for n_layers in (2, 4):
@@ -623,7 +630,9 @@ def converted(job: Config) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ in KINDS]
 
 
-@pytest.mark.parametrize("options", [FLOAT8, MXFP8, INT8_PRODUCTS], ids=["float8", "mxfp8", "int8"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(FLOAT8, marks=pytest.mark.nightly), MXFP8, INT8_PRODUCTS], ids=["float8", "mxfp8", "int8"]
+)
 def test_low_precision_converts_all_but_experts(ranks, tmp_path, options):
     ((*names,),) = ranks(1).run(converted, job=resolve(tmp_path, 1, MODEL | EXPERTS | options))
     attention = [f"layers.{n}.attention.w{name}" for n in range(MODEL["model__n_layers"]) for name in "qkvo"]
@@ -637,6 +646,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_under_another_expert_parallel_degree(ranks, tmp_path, name):
     """Biases and loads of the last step are in the checkpoint: steps after it match those of the reference."""
@@ -704,6 +714,7 @@ def _auxiliary_losses_of_every_tensor_parallel_rank(rank: int) -> Any:
     return mock.patch.object(layer.Router, "contributes", always, create=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("bug", "layout", "first"),
     [

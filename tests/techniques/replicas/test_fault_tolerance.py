@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,46 +63,28 @@ _group: dict[str, Any] = {}
 """What this rank keeps between calls."""
 
 
-def join(config: Config, address: str, identity: int = 7, last_step: int = 0) -> None:
-    """Build this rank's model and connect its group with the others. With `last_step`, as one that resumes after that
-    step, and synchronized by DiLoCo before its first."""
+def join(config: Config, address: str, identity: int = 7) -> None:
+    """Build this rank's model and connect its group with the others."""
     os.environ["TORCHFT_LIGHTHOUSE"] = address
-    from titanlite.techniques.replicas.diloco import DiLoCo, OuterOptimizer
     from titanlite.techniques.replicas.torchft import Replicas
 
     run = TrainingRun(config, CPU)
     sections, tokens = (config.fault_tolerance, config.comm), config.tokens_per_step
-    arguments = *sections, run.model, run.optimizer, [identity], tokens, CPU, Signals()
-    if config.fault_tolerance.semi_sync_method == "diloco":
-        outer = OuterOptimizer(run.parameters, config.fault_tolerance)
-        outer.begin()
-        replicas = DiLoCo(outer, config.training.global_batch_size, *arguments)
-    else:
-        replicas = Replicas(*arguments)
-
-    saved = {"batches_of_groups": 0, "synchronized_step": 0} if last_step else {}
-    run.loader.close()
-    run.loader.start({"next_sequence": last_step * config.training.global_batch_size})
-    replicas.begin(last_step, saved, RunState(run.loader, run.guard, replicas), lambda last_shared_step: None)
+    replicas = Replicas(*sections, run.model, run.optimizer, [identity], tokens, CPU, Signals())
+    replicas.begin(0, {}, RunState(run.loader, run.guard, replicas), lambda last_shared_step: None)
     run.train_step = dataclasses.replace(run.train_step, groups=replicas)
-    _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(last_step, 100))
-
-
-def forward_backward(step: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of a step; return its batches, its sum of losses and its number of tokens."""
-    config, run = _group["config"], _group["run"]
-    set_lr(run.optimizer, step, config.optimizer, config.lr_scheduler)
-    batches = run.loader.next()
-    return batches, *run.gradients(batches)
+    _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(0, 100))
 
 
 def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
     """Take the next step, again if another group dies; return what it computed, and the weights after it. Ranks in
     `dying_ranks` kill themselves after the backward."""
-    run, replicas, attempts = _group["run"], _group["replicas"], 0
+    config, run, replicas, attempts = _group["config"], _group["run"], _group["replicas"], 0
     for step in _group["steps"]:
         attempts += 1
-        batches, loss_sum, valid = forward_backward(step)
+        set_lr(run.optimizer, step, config.optimizer, config.lr_scheduler)
+        batches = run.loader.next()
+        loss_sum, valid = run.gradients(batches)
         if dist.get_rank() in dying_ranks:
             os.kill(os.getpid(), signal.SIGKILL)
         ones = torch.ones(1, dtype=torch.float64)
@@ -162,36 +144,35 @@ def assert_equal(record: dict[str, Any], expected: dict[str, Any], tolerance: fl
 
 
 class Groups:
-    """Two groups of two ranks, which are killed and started anew. Their ranks call `take`, which returns a record."""
+    """Two groups of two ranks, which are killed and started anew. Their ranks call `take_step`."""
 
-    def __init__(self, configs: list[Config], address: str, take: Callable[..., dict[str, Any]] = take_step):
-        self.configs, self.address, self.threads, self.take = configs, address, ThreadPoolExecutor(2), take
+    def __init__(self, configs: list[Config], address: str):
+        self.configs, self.address, self.threads = configs, address, ThreadPoolExecutor(2)
         self.pools: list[ProcessPool | None] = [None, None]
         self.records: list[dict[int, dict[str, Any]]] = [{}, {}]
         """By group and step."""
 
-    def start(self, *numbers: int, last_step: int = 0) -> None:
+    def start(self, *numbers: int) -> None:
         for number in numbers:
             self.pools[number] = ProcessPool(2)
-        options = {"address": self.address, "last_step": last_step}
-        list(self.threads.map(lambda n: self.pools[n].run(join, config=self.configs[n], **options), numbers))
+        list(self.threads.map(lambda n: self.pools[n].run(join, config=self.configs[n], address=self.address), numbers))
 
     def kill(self, number: int) -> None:
         self.pools[number].close()
         self.pools[number] = None
 
-    def step(self, dying: int | None = None, ranks: tuple[int, ...] = (), **where: str) -> None:
+    def step(self, dying: int | None = None, ranks: tuple[int, ...] = ()) -> None:
         """Take a step with all groups that live; one may take more, if another joins only then.
 
-        In it `ranks` of the group `dying` kill themselves, `where` says. The group is then killed, as torchrun does it.
+        In it `ranks` of the group `dying` kill themselves. The group is then killed, as torchrun does it.
         """
 
         def call(number: int) -> None:
             if number == dying:
                 with contextlib.suppress(RankDied):
-                    self.pools[number].run(self.take, dying_ranks=ranks, **where)
+                    self.pools[number].run(take_step, dying_ranks=ranks)
                 return
-            for record in self.pools[number].run(self.take):
+            for record in self.pools[number].run(take_step):
                 self.records[number][record["step"]] = record
 
         calls = {number: self.threads.submit(call, number) for number in (0, 1) if self.pools[number]}
@@ -225,7 +206,7 @@ class Groups:
 
 
 @needs_torchft
-@pytest.mark.parametrize("deaths", [1, 3])
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(tmp_path, lighthouse, deaths):
     """Both groups die once, one of them twice, in the middle of a step and between two, fully and in part, and
     return. In float64 weights agree to 1e-11 after every step, and are bit for bit the same in both groups. A sum that
@@ -267,6 +248,7 @@ def test_every_step_is_that_of_one_process_fed_what_the_living_groups_were_fed(t
         assert_equal(first[step], {name: value for name, value in second[step].items() if "weight" in name}, 0.0)
 
 
+@pytest.mark.nightly
 @needs_torchft
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
 def test_layouts_inside_the_groups(tmp_path, lighthouse, axis):
@@ -303,6 +285,7 @@ def problem_of_first_step(address: str, config: Config, identity: int = 7) -> st
     return ""
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_groups_that_must_not_train_together_say_so(tmp_path, lighthouse):
     """Two groups of one rank: with different options, with the same number, with different weights."""
@@ -420,6 +403,7 @@ def checkpoint_of(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor
     return tensors
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_a_killed_group_does_not_stop_the_others_and_returns(tmp_path, lighthouse):
     """kill -9 of all processes of a group: the other goes on within seconds. The group, started again, gets the other's
@@ -468,6 +452,7 @@ START
 """
 
 
+@pytest.mark.nightly
 @needs_torchft
 def test_groups_that_die_in_turns_have_the_metrics_of_their_weights(tmp_path, lighthouse):
     """Each trains alone while the other is dead. Then the one that is behind gets the state of the other, and the steps
@@ -500,6 +485,7 @@ STARTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("start", STARTS)
 def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_path, start):
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
@@ -522,6 +508,7 @@ def test_a_launch_without_torchft_or_lighthouse_ends_with_a_line_for_each(tmp_pa
     )
 
 
+@pytest.mark.nightly
 def test_plan_and_parity_are_of_one_group(tmp_path):
     """A plan divides the global batch by the groups, and says so; parity compares the layout of one group."""
     (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))

@@ -147,6 +147,7 @@ FACTOR = 1.25
 """How far the estimate may be from the plan, either way. It chooses candidates; the recommended layout is planned."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("job", "layout"),
     [
@@ -288,6 +289,7 @@ def test_what_does_not_fit_is_not_recommended_and_plans_correct_the_estimates():
     assert result.recommended().bytes <= H100.memory
 
 
+@pytest.mark.nightly
 def test_the_baseline_is_planned_too_and_the_explanation_compares_with_it():
     result = run_search(64, fake_plan())
     assert result.baseline == Mesh(4, 1, 2, 1, 1, 8)
@@ -400,6 +402,7 @@ def test_a_layout_that_cannot_be_planned_is_reported():
 # What is written, and the command
 
 
+@pytest.mark.nightly
 def test_the_written_config_loads_and_is_planned(tmp_path):
     small = task("llama3_1b", 2048, 16, 2)
     result = Search(small)

@@ -201,10 +201,12 @@ def calibrated(ranks: Any) -> list[dict[str, Any]]:
     return ranks(2).run(calibrate_with_small_sizes)
 
 
+@pytest.mark.nightly
 def test_all_ranks_measure_the_same(calibrated):
     assert calibrated[0] == calibrated[1]
 
 
+@pytest.mark.nightly
 def test_the_host_is_measured(calibrated):
     usual = Device.model_fields
     for name in ("host_memory_bandwidth", "storage_bandwidth"):
@@ -212,6 +214,7 @@ def test_the_host_is_measured(calibrated):
     assert calibrated[0]["host_bandwidth"] == usual["host_bandwidth"].default  # a CPU has no link to itself
 
 
+@pytest.mark.nightly
 def test_everything_is_measured(calibrated):
     rates = Device.model_validate(calibrated[0]).measured
     assert rates.ranks == 2
@@ -228,12 +231,14 @@ def test_everything_is_measured(calibrated):
     assert rates.dtensor_seconds > 0
 
 
+@pytest.mark.nightly
 def test_the_bytes_of_an_operator_are_those_of_a_plan(calibrated):
     points = calibrated[0]["measured"]["operators"]
     assert [size for size, _ in points["mul"]] == [3 * 4 * 2**10, 3 * 4 * 2**12]
     assert [size for size, _ in points["silu"]] == [2 * 4 * 2**10, 2 * 4 * 2**12]
 
 
+@pytest.mark.nightly
 def test_a_plan_takes_the_file(calibrated, tmp_path):
     file = tmp_path / "node.toml"
     command.write(Device.model_validate(calibrated[0]), file)
@@ -254,6 +259,7 @@ def text_of(plan: Plan) -> str:
     return text.getvalue()
 
 
+@pytest.mark.nightly
 def test_the_report_says_if_another_number_of_ranks_was_calibrated(tmp_path):
     file = tmp_path / "node.toml"
     every = ["all_gather", "reduce_scatter", "all_reduce"]
@@ -314,6 +320,7 @@ def test_a_folder_of_checkpoints_that_does_not_exist_is_rejected(tmp_path, capsy
     assert capsys.readouterr().err == f"error: --checkpoint-folder {missing}: no such folder\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_command_calibrates_in_less_than_three_minutes(n, tmp_path, capfd):
     begin = time.monotonic()

@@ -244,6 +244,7 @@ def test_every_named_bug_is_a_mutant():
     assert len(BUGS) >= 50
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", BUGS, ids=[mutant.what for mutant in BUGS])
 @pytest.mark.timeout(600)
 def test_every_bug_is_named_under_all_layouts(mutant: Any, layouts_without_a_bug: tuple[Path, Path], tmp_path: Path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import cases
 from tests.checkpoint_helpers import write_checkpoint
 from tests.config_helpers import problems, python
 from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
@@ -257,7 +258,7 @@ def generate_on_a_rank(
     return list(generator.generate(prompts, {EOS}, draw))
 
 
-@pytest.mark.parametrize("case", ["llama, tied", "mistral", "qwen3, biases", "mixtral", "qwen3_moe", "olmoe"])
+@cases("case", ["llama, tied", "mistral", "qwen3, biases", "mixtral", "qwen3_moe", "olmoe"], always=["qwen3, biases"])
 def test_tensor_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
     """Prompts and batches are no multiples of the ranks."""
     save(tmp_path, case)
@@ -266,7 +267,7 @@ def test_tensor_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
     assert first == second == generate(tmp_path, prompts)
 
 
-@pytest.mark.parametrize("case", WITH_EXPERTS)
+@cases("case", WITH_EXPERTS, always=["deepseek_v2", "gpt_oss"])
 def test_expert_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
     """With one prompt, each rank adds one token at a time, and most experts have none."""
     save(tmp_path, case)
@@ -276,6 +277,7 @@ def test_expert_parallel_generates_the_same(case: str, ranks, tmp_path: Path):
         assert first == second == generate(tmp_path, prompts)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 @pytest.mark.parametrize("expert_parallel", [True, False])
 def test_experts_over_four_ranks(expert_parallel: bool, case: str, ranks, tmp_path: Path):
@@ -287,7 +289,7 @@ def test_experts_over_four_ranks(expert_parallel: bool, case: str, ranks, tmp_pa
     assert results == [generate(tmp_path, prompts)] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.nightly), torch.float32], ids=str)
 def test_a_rank_whose_experts_get_no_token(dtype: torch.dtype, ranks, tmp_path: Path):
     """Of equal scores the first two of four experts are chosen, which the first rank has."""
     hf = save(tmp_path, "mixtral").float()
@@ -450,6 +452,7 @@ def test_a_text_has_no_control_characters_but_line_feeds_and_tabs(hf_folder: Pat
     assert run(capsys, hf_folder, *BYTES, "--max-new-tokens", 1, "a") == (0, expected, [])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "more"), [("llama", []), ("olmoe", []), ("olmoe", ["--expert-parallel"])])
 def test_the_command_starts_the_ranks_of_tensor_parallel(family: str, more: list[str], tmp_path: Path, capsys):
     save_hf_of_bytes(tmp_path, family)

@@ -43,6 +43,7 @@ def without_progress(error: str) -> str:
     return re.sub(line, "", error)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float64", *(dtype for dtype in ("float32", "bfloat16"))])
 def test_correct_layout_is_equal(dtype):
     status, out, error = run_command(DEBUG, "--parallelism.context_parallel_degree=2", f"--dtype={dtype}")
@@ -59,6 +60,7 @@ def test_invalid_config_is_one_line():
     assert "expected a divisor of model.n_heads = 16" in error
 
 
+@pytest.mark.nightly
 def test_under_torchrun():
     arguments = ["--nproc-per-node=2", "-m", "titanlite.tools.parity", DEBUG]
     done = subprocess.run(
@@ -105,6 +107,7 @@ def test_missing_parameter_is_different():
     assert not print_comparison(reference, layout, tolerances(job, reference, CPU, steps=2))
 
 
+@pytest.mark.nightly
 def test_difference_ends_in_status_1(capsys):
     def off(*arguments: Any, **kwargs: Any) -> Trace:
         trace = run_reference(*arguments, **kwargs)

@@ -20,6 +20,7 @@ from titanlite.tools.plan.connections import gloo_connections, process_groups
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan
 
+pytestmark = pytest.mark.nightly
 EXPERTS = {"model__moe__n_experts": 4, "model__moe__expert_dim": 16, "expert_parallel_degree": 4}
 THREADS_OF_A_GROUP = 3  # gloo's: two that run collectives, one that waits for its sockets
 OTHER_THREADS = 10  # the main thread, and what Python, autograd, the loader, DCP and CUDA builds of torch may have

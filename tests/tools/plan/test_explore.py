@@ -162,6 +162,7 @@ def test_the_devices_of_a_layout_share_a_dry_run(written, dry_runs):
     assert dry_runs.call_count == 2
 
 
+@pytest.mark.nightly
 def test_the_plan_of_the_other_device_is_what_the_command_plans(written):
     entry = written.grid["entries"]["2|1|1|1|16|none|b200"]
     assert entry.items() >= planned(make_plan(load(shlex.split(entry["command"])[2:]))).items()

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.cases import cases
 from titanlite import build, config, launcher
 from titanlite.config.stage_split import module_names
 from titanlite.launch import cli
@@ -53,6 +54,7 @@ TEXTBOOK = {  # GB of weights, gradients and optimizer states (2 + 2 + 8 bytes p
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("expected", "options"), TEXTBOOK.values(), ids=TEXTBOOK)
 def test_textbook_states_of_zero(expected, options):
     """arXiv:1910.02054, figure 1, with weights and gradients of 2 bytes and exp_avg and exp_avg_sq of 4. Where FSDP
@@ -93,6 +95,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_folding_layers_makes_no_difference(options):
     """The memory is the same to the byte at each moment, with two exceptions. At the end of the step, where gradients
@@ -147,7 +150,7 @@ def real_peak(argv: list[str]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("options", REAL.values(), ids=REAL)
+@cases("options", REAL.values(), always=[REAL["plain"]], ids=REAL)
 def test_memory_is_that_of_a_real_run(options, ranks):
     """In a single process no message has a buffer, so that only a few scalars differ."""
     argv = [
@@ -174,6 +177,7 @@ def test_matmuls_and_communication_are_those_of_the_formulas():
     assert plan.cost.communication["fsdp", "reduce_scatter"] == (n_layers + 2, 4 * plan.n_parameters)
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_communication():
     """Each attention and feed-forward has an all-gather and a reduce-scatter, in the forward and in the backward."""
     plan = make_plan(loaded(TENSOR, "--training.local_batch_size=2", "--plan.device=cpu"))
@@ -211,6 +215,7 @@ def test_under_1f1b_a_rank_waits_for_what_it_sends():
     assert [span.start for span in blocked[1]] == [1.25, 2.25, 3.5, 4.5]
 
 
+@pytest.mark.nightly
 def test_settings_that_save_memory_do():
     @functools.cache
     def peak(*options: str) -> int:
@@ -250,6 +255,7 @@ def test_a_compiled_loss_saves_logits_in_bfloat16_instead_of_their_log_softmax()
     assert max(point.bytes["logits"] for point in plan.worst.points) == 2 * tokens * plan.config.model.vocab_size
 
 
+@pytest.mark.nightly
 def test_offloaded_states_are_in_host_memory():
     off = make_plan(loaded("--training.enable_cpu_offload"))
     on = make_plan(loaded())
@@ -261,6 +267,7 @@ def test_offloaded_states_are_in_host_memory():
 OFFLOAD = "--training.enable_cpu_offload"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_offload_copies_each_shard_that_is_gathered_and_each_gradient(dtype):
     options = ["--plan.device=h100", f"--training.dtype={dtype}", OFFLOAD]
@@ -274,6 +281,7 @@ def test_cpu_offload_copies_each_shard_that_is_gathered_and_each_gradient(dtype)
     assert alone["host", "copy to host"][1] == n_ranks * traffic["host", "copy to host"][1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [[SHARD], [PIPELINE], [SHARD, "--compile.enable"]], ids=str)
 def test_cpu_offload_takes_time(options):
     plans = [make_plan(loaded(*options, "--plan.device=h100", *offload)) for offload in ([], [OFFLOAD])]
@@ -282,6 +290,7 @@ def test_cpu_offload_takes_time(options):
     assert plans[1].spread["offload"][1] > 0 == plans[0].spread["offload"][1]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
     plan = make_plan(loaded(SHARD, "--plan.device=h100"))
     h100 = plan.device.model_copy(update={"host_bandwidth": 1e9, "storage_bandwidth": 1e6, "measured": None})
@@ -298,6 +307,7 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
         assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
 
 
+@pytest.mark.nightly
 def test_optimizer_states_in_host_memory():
     h100, offload = "--plan.device=h100", "--optimizer.enable_cpu_offload"
     usual, plan = make_plan(loaded(SHARD, h100)), make_plan(loaded(SHARD, h100, offload))
@@ -315,6 +325,7 @@ def test_optimizer_states_in_host_memory():
 MUON, SHARD_4 = "--optimizer.name=Muon", "--parallelism.data_parallel_shard_degree=4"
 
 
+@pytest.mark.nightly
 def test_muon_s_work_is_that_of_the_rank_with_the_most_of_it():
     """42 matrices of 6 layers on 4 ranks are 11 rounds: 5 of w1, w2, w3 (18), the sixth of two of them with two of wq
     and wo (12), ..., of which the first rank has the most work."""
@@ -335,6 +346,7 @@ def test_muon_s_work_is_that_of_the_rank_with_the_most_of_it():
     assert sizes[0] - sizes[1] == 4 * n_matrix
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("context", [[], ["--parallelism.context_parallel_degree=2"]], ids=["", "cp"])
 def test_qk_clip_has_one_more_product_of_queries_and_keys(context):
     """Of each query with half of its sequence's keys, 2 operations for each channel."""
@@ -346,6 +358,7 @@ def test_qk_clip_has_one_more_product_of_queries_and_keys(context):
     assert plan.cost.flops["bf16"] - plain.cost.flops["bf16"] == flops
 
 
+@pytest.mark.nightly
 def test_muon_s_plan_does_not_depend_on_folding():
     folded, full = (
         make_plan(loaded("--plan.device=h100", MUON, SHARD, "--model.n_layers=24"), fold=fold) for fold in (True, False)
@@ -354,6 +367,7 @@ def test_muon_s_plan_does_not_depend_on_folding():
     assert folded.cost.communication["fsdp", "all_to_all"] == full.cost.communication["fsdp", "all_to_all"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [[SHARD], [PIPELINE], [SHARD, MUON]], ids=str)
 def test_a_step_frees_what_it_allocates(options):
     points = make_plan(loaded(*options, "--plan.device=cpu"), fold=False).worst.points
@@ -366,6 +380,7 @@ def run_command(*argv: str) -> subprocess.CompletedProcess:
     return subprocess.run([*program, *argv], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@pytest.mark.nightly
 def test_a_config_that_cannot_run_is_rejected_with_the_lines_of_train():
     options = ["--parallelism.tensor_parallel_degree=3", "--optimizer.lr=-1", "--training.sequence=12"]
     planned, trained = (run_command(name, "configs/debug.toml", *options) for name in ("plan", "train"))
@@ -388,6 +403,7 @@ def test_a_plan_says_how_many_devices_it_assumes(monkeypatch, capsys):
         assert capsys.readouterr().out.startswith(f"{expected}report\n")
 
 
+@pytest.mark.nightly
 def test_command():
     done = run_command("plan", "configs/debug_pp.toml", "--plan.tokens=1000000", "--plan.price=2")
     assert done.returncode == 0, done.stderr
@@ -397,6 +413,7 @@ def test_command():
     assert not re.search("Traceback|Warning|warn", done.stderr), done.stderr
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_says_so():
     options = ("--model.flavor=llama3_8b", "--training.seq_len=65536", "--training.local_batch_size=1")
     plan = make_plan(loaded(*options, "--plan.device=rtx_4090"))
@@ -406,6 +423,7 @@ def test_what_does_not_fit_says_so():
     assert cli.run_command("plan", [str(ROOT / "configs" / "debug.toml"), *options, "--plan.device=rtx_4090"]) == 1
 
 
+@pytest.mark.nightly
 def test_a_users_own_device(tmp_path):
     text = (
         "bf16 = 1e15\nfp8 = 0.0\nfp32 = 1e14\nmemory = 1e11\nmemory_bandwidth = 1e12\n"
@@ -477,6 +495,7 @@ def test_parameters_are_counted_without_torch():
         assert config.schema.count_parameters(job.model) == sum(build.parameter_sizes(job).values())
 
 
+@pytest.mark.nightly
 def test_axes_have_the_ranks_of_the_mesh():
     plan = make_plan(loaded(PIPELINE, TENSOR, SHARD, "--plan.devices_per_node=4"))
     assert {axis: plan.axes[axis] for axis in ("pp", "fsdp", "tp")} == {"pp": [0, 4], "fsdp": [0, 2], "tp": [0, 1]}

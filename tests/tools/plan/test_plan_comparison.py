@@ -53,6 +53,7 @@ def test_the_first_line_does_not_count_and_the_median_of_the_others_does(plan, t
     assert "median of 3 logged lines" in str(table.caption)
 
 
+@pytest.mark.nightly
 def test_memory_of_a_cpu_is_not_compared(tmp_path):
     plan = make_plan(config.load([DEBUG, *OPTIONS, "--plan.device=cpu"]))
     table = comparison_table(plan, write_metrics(tmp_path / "metrics.jsonl", plan, [1, 1]))
@@ -92,6 +93,7 @@ def test_metrics_of_another_run_are_rejected(plan, tmp_path, change, problem):
     assert problem in line
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_comparison(tmp_path, capsys, plan):
     file = write_metrics(tmp_path / "metrics.jsonl", plan, [1, 2 * plan.step_seconds])
     arguments = [DEBUG, *OPTIONS, "--plan.device=h100", "--against"]

@@ -189,6 +189,7 @@ def test_same_plan_same_bytes(plan, page, tmp_path):
     assert page_of(plan, tmp_path).source == page.source
 
 
+@pytest.mark.nightly
 def test_a_large_plan_is_a_small_file(tmp_path):
     page = page_of(plan_of(16, 64, 1500), tmp_path)
     assert sum(count for name, count in page.shapes.items() if name.startswith("schedule-boxes-")) == 16 * 64 * 2 * 4

@@ -198,6 +198,7 @@ def compare(ranks: Any, planned: list[str], taken: list[str], choose: Choice) ->
     return [is_planned(result) for result in ranks(plan.world_size).run(real_step, argv=argv(taken), choose=choose)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_collectives_and_waits_are_those_of_a_real_run(ranks, name):
     """The same collectives, as many of each, and the same bytes on each axis. A pipeline's plan is of its busiest
@@ -207,6 +208,7 @@ def test_collectives_and_waits_are_those_of_a_real_run(ranks, name):
     assert equal == ([False, False, True, True] if PP in options else [True] * len(equal))
 
 
+@pytest.mark.nightly
 def test_an_unbalanced_load_is_planned_for_the_busiest_rank(ranks):
     """All tokens choose experts of the first rank, which receives twice the mean. A plan of a balanced load differs."""
     options = [*SMALL, SHARD, EP]
@@ -222,6 +224,7 @@ REAL = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", REAL.values(), ids=REAL)
 def test_memory_is_that_of_a_real_run(options, ranks):
     options = [*SMALL, *options]
@@ -237,6 +240,7 @@ print(*plan_accuracy.compare_with_real_runs(layouts), sep="\\n")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_memory_of_ranks_is_that_of_real_ones():
     """The benchmark of the plan's accuracy measures the memory of processes, and marks what differs by more than 3 %.
@@ -252,6 +256,7 @@ def test_memory_of_ranks_is_that_of_real_ones():
 # Closed forms --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [["plan.device=cpu"], ["plan.device=h100", SHARD, EP]], ids=str)
 def test_operations_are_those_of_the_formula(options):
     """Those of the weights that a token passes, and of attention under a causal mask. The router is in float32."""
@@ -266,6 +271,7 @@ def test_operations_are_those_of_the_formula(options):
         assert plan.n_parameters > plan.flops_per_token / 6, "of 8 experts a token passes 2"
 
 
+@pytest.mark.nightly
 def test_muon_sends_no_experts_that_a_rank_has():
     """With expert parallel over all ranks only the other matrices are sent."""
     options = ["optimizer.name=Muon", "plan.device=h100", "parallelism.data_parallel_shard_degree=2"]
@@ -278,6 +284,7 @@ def test_muon_sends_no_experts_that_a_rank_has():
     assert both == [2 * rounds_of_matrices, 2 * (rounds_of_matrices + rounds_of_experts)]
 
 
+@pytest.mark.nightly
 def test_all_to_alls_of_a_layer():
     """A layer sends counts, scores and, for each of 2 experts of a rank, rows there and back. The backward sends rows
     there and back, and scores back. Full AC repeats what the forward sends there."""
@@ -292,6 +299,7 @@ def test_all_to_alls_of_a_layer():
     assert ("fsdp", "all_gather") in plain, "the ranks of ep have a group of their own, though they are those of fsdp"
 
 
+@pytest.mark.nightly
 def test_the_load_is_summed_over_all_ranks_once_a_step():
     """In float64, by layer: the load and the scores of each expert, and the z-loss. The other sums are of the norm, and
     of the loss and whether a rank was asked to stop or to save."""
@@ -299,6 +307,7 @@ def test_the_load_is_summed_over_all_ranks_once_a_step():
     assert plan.cost.communication["all", "all_reduce"] == (3, 8 * 20 * (2 * 8 + 1) + 8 + 8 * 3)
 
 
+@pytest.mark.nightly
 def test_weights_of_experts_are_over_efsdp_and_ep():
     """A device has its shard of its experts, gathers them over efsdp, and sends none of them over fsdp."""
     experts, n_layers = 3 * 256 * 256 * 8, 6
@@ -402,6 +411,7 @@ def test_seconds_of_an_all_to_all():
     assert cost_of(event, n_ranks=2, per_node=4).elapsed == pytest.approx(latency + size / 2 / nvlink)
 
 
+@pytest.mark.nightly
 def test_what_waits_for_collectives_and_for_the_host():
     """FSDP's collectives and rows of experts run beside computation, rows until an operator reads them."""
     n = 8192
@@ -438,6 +448,7 @@ FOLDED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FOLDED)
 def test_folding_layers_makes_no_difference(name):
     assert_folding_makes_no_difference(loaded(*FOLDED[name], "plan.device=h100"))
@@ -464,6 +475,7 @@ def test_stages_with_experts_are_not_like_others():
 # The report ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_report_says_what_is_assumed():
     options = ["plan.device=h100", "plan.devices_per_node=2", SHARD_4, "model.moe.n_first_dense_layers=1"]
     plan = make_plan(loaded(*options, EP_4, "plan.expert_imbalance=1.5"))
@@ -481,6 +493,7 @@ def test_the_report_says_what_is_assumed():
     assert re.search(r"ep +all_to_all +4 +network, 2 nodes", text.getvalue())
 
 
+@pytest.mark.nightly
 def test_a_dense_plan_says_nothing_of_experts():
     plan = make_plan(loaded("plan.device=cpu", file="debug"))
     assert plan.cost.host_waits == 0

@@ -1,1 +1,1 @@
-"""Replica groups that may die: every step together (torchft.py), or every few steps (diloco.py)."""
+"""Replica groups that may die, connected by torchft (torchft.py)."""

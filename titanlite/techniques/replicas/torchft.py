@@ -47,10 +47,6 @@ MODULUS = 2**21
 """Of hashes that groups compare: sums of the squares of MAX_GROUPS of them are exact in float64."""
 
 
-class AskedToStop(TrainingError):
-    """A replica group was asked to stop while it waited for others."""
-
-
 class Replicas(OneGroup):
     """Connects this rank's group with the others. Every rank of a group must make the same calls.
 
@@ -79,9 +75,9 @@ class Replicas(OneGroup):
         self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
         self.tokens_per_step = tokens_per_step
         self.living: list[int] = []
-        """Numbers of the groups that have taken part in the last step, or the last synchronization."""
+        """Numbers of the groups that have taken part in the last step."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
-        self._quorum, self._lived, self._n_failures, self.stopping = -1, list[int](), 0, False
+        self._quorum, self._lived, self._n_failures = -1, list[int](), 0
         self._state_hash: int | None = None
         self._history: list[tuple[int, int, list[int]]] = []  # who took the steps: the first one, quorum, groups
         self._last = 0
@@ -156,7 +152,7 @@ class Replicas(OneGroup):
         is then that of the step before.
 
         Raises:
-            AskedToStop: if the group was asked to stop while it waited for others.
+            TrainingError: if the group was asked to stop while it waited for others.
         """
         self._last = last
         while self.manager.current_step() < last:
@@ -197,7 +193,8 @@ class Replicas(OneGroup):
                 failed = bool(any_failed) or newest != -oldest
                 self.manager.load_state_dict({**self.manager.state_dict(), "step": -oldest})
                 if stopping and (failed or self._n_failures > ATTEMPTS_BEFORE_STOP):
-                    raise AskedToStop("asked to stop while this replica group waited for others; ended without saving")
+                    problem = "asked to stop while this replica group waited for others; ended without saving"
+                    raise TrainingError(problem)
         self._in_step = True
 
     def sum(self, tensor: Tensor) -> None:
@@ -211,12 +208,11 @@ class Replicas(OneGroup):
         Raises:
             ConfigError, TrainingError: as `_exchange` does.
         """
-        if self._in_step and (sums := self._exchange([valid.item()], self.manager.current_step())):
-            valid.fill_(sums[0])
+        if self._in_step and (summed := self._exchange(valid.item())) is not None:
+            valid.fill_(summed)
 
-    def _exchange(self, values: list[float], last_step: int) -> list[float] | None:
-        """Return the sums of some values over the living groups, which compare what they must share after `last_step`;
-        None if that fails.
+    def _exchange(self, valid: float) -> float | None:
+        """Return the sum of `valid` over the living groups, which compare what they must share; None if that fails.
 
         Raises:
             ConfigError: if this group is new and has another config, other weights or the number of a living group.
@@ -228,7 +224,7 @@ class Replicas(OneGroup):
             if self._state_hash is None:
                 self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
             state = self._state_hash
-        own = [*values, self._is_member, self.identity, self.identity**2, state, state**2]
+        own = [valid, self._is_member, self.identity, self.identity**2, state, state**2]
         own += [number == self.section.replica_id for number in range(MAX_GROUPS)]
         message = torch.tensor(own, dtype=torch.float64, device=self.device)
         self.sum(message)
@@ -237,16 +233,17 @@ class Replicas(OneGroup):
             return None
         self._quorum = quorum
         n, problem = sum(groups), ""
-        n_members, *hashes = sums[len(values) :]
+        summed, n_members, *hashes = sums
         if max(groups) > 1:
             problem = f"fault_tolerance.replica_id = {groups.index(max(groups))}: {max(groups):.0f} living groups"
         elif hashes[:2] != [n * self.identity, n * self.identity**2]:
             problem = "fault_tolerance.enable = true: replica groups have different configs or data"
         elif hashes[2:] != [n * state, n * state**2]:
-            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {last_step}"
+            step = self.manager.current_step()
+            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {step}"
         self.living = [number for number, lives in enumerate(groups) if lives]
         if not problem:
-            return sums[: len(values)]
+            return summed
         if not self._is_member:
             raise ConfigError([f"{problem}; see docs/reliability.md"])
         if n_members == n and self.section.replica_id > self.living[0]:
@@ -267,7 +264,7 @@ class Replicas(OneGroup):
         both = torch.stack([loss, norm])
         self.sum(both)
         step = self.manager.current_step() + 1
-        if not self._committed(step, f"step {step}: not taken"):
+        if not self._committed(step):
             return None
         return Totals(torch.stack([both[0] / valid, both[1] / max(len(self.living), 1), stopping, saving]))
 
@@ -286,8 +283,8 @@ class Replicas(OneGroup):
                 chunk.copy_(summed.view_as(chunk))
             alive()
 
-    def _committed(self, step: int, failure: str) -> bool:
-        """Return whether all ranks of this group have received all sums for `step`; else print `failure`."""
+    def _committed(self, step: int) -> bool:
+        """Return whether all ranks of this group have received all sums for `step`; else print that it is repeated."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # under the watchdog, which does not limit what follows
         self._in_step, error = False, self.manager.errored()
@@ -299,7 +296,7 @@ class Replicas(OneGroup):
             reason = f"{error.original_exception}".partition("\n")[0] if error else "another rank has lost a group"
             if self.manager.num_participants() < self.section.min_replica_size:
                 reason = "fewer than fault_tolerance.min_replica_size"
-            log_rank0(f"{failure}, and repeated with the replica groups that are left: {reason}")
+            log_rank0(f"step {step}: not taken, and repeated with the replica groups that are left: {reason}")
             return False
         self._n_failures, self._state_hash = 0, None
         if self.living != self._lived or self._healed:
@@ -351,12 +348,6 @@ class Replicas(OneGroup):
         state = {"state": self._state.save(), "history": self._history}
         return {"tensors": self._sent_tensors(), "random": random_states(), **state}
 
-    def _replace_state(self, saved: dict[str, Any]) -> None:
-        """Continue from what another group has sent beside tensors."""
-        for name, value in saved["random"].items():
-            (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
-        self._state.load(saved["state"])
-
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
@@ -366,7 +357,9 @@ class Replicas(OneGroup):
         shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
         if shared is not None:
             self._abandon(shared)
-        self._replace_state(saved)
+        for name, value in saved["random"].items():
+            (torch.cuda if name.startswith("random.cuda.") else torch).set_rng_state(value)
+        self._state.load(saved["state"])
         self._is_loading, self._healed, self.has_state_of_another = False, True, True
 
 

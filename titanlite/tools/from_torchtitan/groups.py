@@ -26,10 +26,9 @@ def convert(values: dict[str, Any]) -> Conversion:
         conversion.put(key, conversion.get(key), key)
         if key in CHANGED and key in conversion.values:
             conversion.note(key, CHANGED[key])
-    groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts, _semi_sync
-    for group in groups:
+    groups = _model, _schedule, _data, _validation, _activation_checkpoint, _float8, _pipeline, _experts
+    for group in (*groups, _replica_groups, _checkpoint):
         group(conversion)
-    _checkpoint(conversion)
     conversion.finish()
     return conversion
 
@@ -287,27 +286,12 @@ def _experts(to: Conversion) -> None:
         to.unread([key], "the model has no experts")
 
 
-def _semi_sync(to: Conversion) -> None:
-    """Convert torchft's DiLoCo, with the outer optimizer that torchtitan gives it, and its LocalSGD, which is DiLoCo
-    whose outer step takes the average of the weights."""
-    on, key = "fault_tolerance.enable", "fault_tolerance.semi_sync_method"
-    names = ("should_quantize", "fragment_sync_delay", "fragment_update_alpha")
-    method, enabled = to.values.get(key), to.get(on) is True
-    if not method or not enabled:
-        if on in to.values:
-            to.note(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
-        reason = f"{key} is not set" if enabled else f"{on} is not true"
-        to.unread([key, *(f"fault_tolerance.{name}" for name in ("sync_steps", *names))], reason)
-        return
-    name = method.lower() if isinstance(method, str) else method
-    is_local_sgd = name == "local_sgd"
-    to.put(key, "diloco" if is_local_sgd else name, key)
-    to.put("fault_tolerance.sync_steps", to.get("fault_tolerance.sync_steps"), "fault_tolerance.sync_steps")
-    if is_local_sgd:
-        to.put("fault_tolerance.outer_lr", 1.0, key)
-        to.put("fault_tolerance.outer_momentum", 0.0, key)
-        to.note(key, "DiLoCo whose outer step takes the average of the weights")
-        to.unread([f"fault_tolerance.{each}" for each in names], "of DiLoCo only")
+def _replica_groups(to: Conversion) -> None:
+    on = "fault_tolerance.enable"
+    if on in to.values:
+        to.note(on, "gradients and tokens of the groups are summed, where torchtitan averages groups")
+    if to.get(on) is not True:
+        to.unread(["fault_tolerance.semi_sync_method"], f"{on} is not true")
 
 
 def _checkpoint(to: Conversion) -> None:

@@ -57,7 +57,6 @@ DEFAULTS: dict[str, Any] = {
     "validation.steps": -1,
     "checkpoint.async_mode": "disabled",
     "checkpoint.export_dtype": "float32",
-    "fault_tolerance.sync_steps": 5,
 }
 """torchtitan's defaults where an option of the same name has another, or none."""
 
@@ -144,9 +143,11 @@ NOT_OFFERED: dict[str, Missing] = {
     "memory_estimation.enable": Missing(False, "titanlite plan CONFIG plans memory"),
     "memory_estimation.disable_fake_mode": Missing(DETAIL, "titanlite plan CONFIG plans memory"),
     "fault_tolerance.process_group": Missing(DETAIL, "groups communicate by gloo on CPUs and by NCCL on CUDA"),
-    "fault_tolerance.should_quantize": Missing(False, "groups exchange changes of weights in the weights' data type"),
-    "fault_tolerance.fragment_sync_delay": Missing(0, "training waits for a synchronization"),
-    "fault_tolerance.fragment_update_alpha": Missing(0.0, "a synchronization replaces all weights of a group"),
+    "fault_tolerance.semi_sync_method": Missing(None, "groups sum gradients in every step, and do not train apart"),
+    **{
+        f"fault_tolerance.{name}": Missing(DETAIL, "read with semi_sync_method only")
+        for name in ("sync_steps", "should_quantize", "fragment_sync_delay", "fragment_update_alpha")
+    },
     "debug.deterministic_warn_only": Missing(False, "an operator without a deterministic algorithm raises"),
     "debug.moe_force_load_balance": Missing(False, "the router always chooses the experts"),
 }
