@@ -224,7 +224,7 @@ def test_out_of_memory_is_one_line(libraries: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("card", "mib", "base", "gib"),
     [
-        ("NVIDIA H100 80GB HBM3", 81559, "8b-b2-attention", 69.99),
+        ("NVIDIA H100 80GB HBM3", 81559, "8b-b2-attention", 69.01),
         ("NVIDIA H200", 143771, "8b-b4-selective", 112.2),
     ],
 )
