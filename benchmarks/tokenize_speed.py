@@ -1,6 +1,7 @@
 """Measure how fast a token cache is built, beside the `tokenizers` library alone and `datasets.map`.
 
     python benchmarks/tokenize_speed.py [--megabytes 64] [--rounds 3] [--tokenizers cheap bpe costly] [--folder FOLDER]
+    python benchmarks/tokenize_speed.py --programs titanlite worker --checkout FOLDER [...]     beside another checkout
 
 The text is made of paragraphs of the English prose and the sources that CPython carries, drawn with a fixed seed, as
 JSON lines in four files. The tokenizers are trained on some of it: `cheap` splits at white space (WordLevel), `bpe` is
@@ -8,14 +9,17 @@ byte-level BPE with 32,000 tokens, as Llama 3 and GPT-2 have, and `costly` the s
 regular expression. Each program is a process of its own; in each round all take turns:
 
     titanlite       open_cache of an empty cache folder: reads, parses, tokenizes, writes, verifies
+    worker          titanlite's tokenizer, of 1,000 texts at a time, which come back from its process as in streaming;
+                    the seconds are those of the fastest of REPEATS calls
     encode_batch    tokenizers.Tokenizer.encode_batch_fast of 1,000 texts at a time, which are in memory
     datasets.map    load_dataset("json") and map(batched=True, num_proc=the number of cores), which write Arrow files
     datatrove       JsonlReader and DocumentTokenizer on as many workers as cores; left out if it is not installed
                     (pip install datatrove orjson)
 
-Each launch prints a JSON line: seconds (of the work, without imports and the tokenizer's construction), peak resident
-memory in MiB, the largest sum of a process and its children, and tokens. Then for each tokenizer the medians, and
-throughput relative to encode_batch.
+Each launch prints a JSON line: seconds (of the work, without imports and the tokenizer's construction), seconds of the
+processors (of all that the launch does, and less noisy on a shared machine), peak resident memory in MiB, the largest
+sum of a process and its children, and tokens. Then for each tokenizer the medians, and throughput relative to
+encode_batch.
 """
 
 import argparse
@@ -35,10 +39,11 @@ import time
 from pathlib import Path
 
 import psutil
-from python_path import with_python_path
+from python_path import ROOT, with_python_path
 
 N_FILES = 4
-PROGRAMS = ["titanlite", "encode_batch", "datasets.map"]
+PROGRAMS = ["titanlite", "worker", "encode_batch", "datasets.map"]
+OF_CHECKOUT, REPEATS = " (checkout)", 5
 if importlib.util.find_spec("datatrove"):
     PROGRAMS.append("datatrove")
 
@@ -100,9 +105,26 @@ def work(program: str, text: Path, assets: Path, folder: Path) -> dict[str, floa
         return {"seconds": time.perf_counter() - begin, "tokens": len(cache.tokens("train"))}
     from tokenizers import Tokenizer
 
+    texts = []
+    if program in ("worker", "encode_batch"):
+        texts = [json.loads(line)["text"] for file in sorted(text.glob("*.jsonl")) for line in file.open()]
+    if program == "worker":
+        from titanlite.data.open import build_tokenizer
+        from titanlite.data.tokenizer import encode_documents
+
+        own, fastest, n_tokens = build_tokenizer(str(assets)), list[float](), 0
+        for first in range(0, len(texts), 1000):
+            seconds = []
+            for _ in range(REPEATS):
+                begin = time.perf_counter()
+                tokens = encode_documents(own, texts[first : first + 1000])
+                seconds.append(time.perf_counter() - begin)
+            fastest.append(min(seconds))
+            n_tokens += sum(map(len, tokens))
+        own.close()
+        return {"seconds": sum(fastest), "tokens": n_tokens}
     tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
     if program == "encode_batch":
-        texts = [json.loads(line)["text"] for file in sorted(text.glob("*.jsonl")) for line in file.open()]
         begin, n_tokens = time.perf_counter(), 0
         for first in range(0, len(texts), 1000):
             encodings = tokenizer.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
@@ -143,12 +165,15 @@ def tokenize_with_datatrove(text: Path, assets: Path, folder: Path) -> dict[str,
     return {"seconds": seconds, "tokens": sum(sizes) // 2}
 
 
-def launch(program: str, text: Path, assets: Path) -> dict[str, float]:
+def launch(program: str, text: Path, assets: Path, checkout: Path) -> dict[str, float]:
     """Run a program in a process of its own, with its peak memory."""
     folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, __file__, "--work", program, str(text), str(assets), str(folder)]
-    peak = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=with_python_path(os.environ)) as process:
+    checkout = checkout if program.endswith(OF_CHECKOUT) else ROOT
+    work = program.removesuffix(OF_CHECKOUT)
+    command = [sys.executable, __file__, "--work", work, str(text), str(assets), str(folder)]
+    environment = with_python_path(os.environ, checkout)
+    peak, begin = 0, sum(os.times()[2:4])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder) as process:
         tree = psutil.Process(process.pid)
         while process.poll() is None:
             resident = 0
@@ -160,7 +185,7 @@ def launch(program: str, text: Path, assets: Path) -> dict[str, float]:
         assert process.stdout
         result = json.loads(process.stdout.read().splitlines()[-1])
     shutil.rmtree(folder)
-    return {**result, "peak MiB": peak / 2**20}
+    return {**result, "processor seconds": sum(os.times()[2:4]) - begin, "peak MiB": peak / 2**20}
 
 
 def main() -> None:
@@ -171,14 +196,17 @@ def main() -> None:
     parser.add_argument("--tokenizers", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--folder", type=Path, help="where the text is made (default: a temporary folder)")
+    parser.add_argument("--checkout", type=Path, help="another checkout, whose programs take turns with this one's")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         program, *paths = options.work
         print(json.dumps(work(program, *map(Path, paths))))
         return
+    if options.checkout:
+        options.programs = [name + end for name in options.programs for end in ("", OF_CHECKOUT)]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+    with tempfile.TemporaryDirectory(dir=options.folder and options.folder.resolve()) as temporary:
         text = Path(temporary) / "text"
         text.mkdir()
         make_text(text, options.megabytes)
@@ -189,15 +217,16 @@ def main() -> None:
             results: dict[str, list[dict[str, float]]] = {program: [] for program in options.programs}
             for round_ in range(options.rounds):
                 for program in options.programs:
-                    results[program].append(launch(program, text, assets))
+                    results[program].append(launch(program, text, assets, (options.checkout or ROOT).resolve()))
                     print(json.dumps({"tokenizer": kind, "program": program, "round": round_, **results[program][-1]}))
             medians = {name: statistics.median(each["seconds"] for each in own) for name, own in results.items()}
             for program, seconds in medians.items():
                 peak = statistics.median(result["peak MiB"] for result in results[program])
-                speed = f"{megabytes / seconds:6.2f} MB/s"
+                busy = statistics.median(result["processor seconds"] for result in results[program])
+                speed = f"{megabytes / seconds:6.2f} MB/s, {busy:6.2f} s of the processors"
                 if "encode_batch" in medians:
                     speed += f", {medians['encode_batch'] / seconds:.3f} of encode_batch"
-                print(f"{kind:<8} {program:<14} {seconds:7.2f} s  {speed}, peak {peak:7.1f} MiB", flush=True)
+                print(f"{kind:<8} {program:<20} {seconds:7.2f} s  {speed}, peak {peak:7.1f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Small datasets, tokenizers and options for the tests of titanlite.data."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,13 @@ def rejection(call: Callable[[], Any]) -> str:
     (line,) = caught.value.problems
     assert "\n" not in line
     return line
+
+
+class Code:
+    """Its pickle writes a file when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch code_ran",)
 
 
 def as_lists(sequence: packing.Sequence) -> Lists:

@@ -32,8 +32,8 @@ SHIPPED = re.compile(r"titanlite (?:train|plan|parity|config) ([\w./]+)")
 EXAMPLES = {"training.seqlen", "optimizer.amsgrad", "training.key"}
 """Options that do not exist: one in examples of error messages, one in the example of adding an option, and the
 placeholder in the usage of `titanlite eval`."""
-OTHER_PROJECTS = ("kempnerforge/", "litgpt/", "megatron/")
-"""Packages of other projects whose files docs/comparison.md and docs/coming_from_elsewhere.md name."""
+OTHER_PROJECTS = ("kempnerforge/", "litgpt/", "megatron/", "scripts/checkpoint_conversion/")
+"""Folders of other projects whose files docs/comparison.md and docs/coming_from_elsewhere.md name."""
 SUFFIXES = {"py", "md", "toml", "html", "jsonl", "json", "safetensors"}
 """What follows `model.` or `plan.` in the name of a file."""
 

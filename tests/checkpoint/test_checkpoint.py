@@ -5,8 +5,6 @@ import math
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.checkpoint_helpers import (
     tensors,
     write_checkpoint,
 )
+from tests.data_helpers import Code
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Stored, build_manifest
@@ -258,7 +257,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest of another checkpoint": (from_another(MANIFEST), f"{STATE}: it is not the file that the manifest"),
     "older format": (
         lambda step: (step / MANIFEST).rename(step / ".metadata"),
-        "if it is of torchtitan, run `titanlite convert` on it",
+        "is not a complete checkpoint; if it is of torchtitan, export it there to Hugging Face",
     ),
     "newer version": (
         lambda step: change_manifest(step, lambda content: content.update(version=2)),
@@ -285,13 +284,6 @@ def test_damage_is_found(step: Path, damage: str):
     change, message = DAMAGES[damage]
     change(step)
     assert message in problem(step)
-
-
-class Code:
-    """Its pickle writes a file when it is read."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch code_ran",)
 
 
 def manifest_with(change: Callable[[Any], None]) -> Callable[[Path], None]:
@@ -336,6 +328,15 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pickle for a file": (
         lambda step: replace_file(step, FIRST, pickle.dumps(Code())),
         f"{FIRST}: no safetensors file",
+    ),
+    "a pickle for the manifest": (written(MANIFEST, pickle.dumps(Code(), 0).decode()), f"{MANIFEST}: not valid JSON"),
+    "a pickle for the state": (
+        lambda step: replace_file(step, STATE, pickle.dumps(Code())),
+        f"{STATE}: not valid JSON",
+    ),
+    "a pickle of torchtitan": (
+        lambda step: (step / MANIFEST).rename(step / ".metadata").write_bytes(pickle.dumps(Code())),
+        f"{MANIFEST}: no such file, so ",
     ),
     "a path outside": (manifest_with(renamed_file("../rank.safetensors")), "files: "),
     "an absolute path": (manifest_with(renamed_file("/etc/passwd")), "files: "),
@@ -491,23 +492,3 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert "random.cpu.0: the checksum of the " in captured.err
     assert run_command("checkpoint", [str(tmp_path / "nothing")]) == 2
     assert run_command("checkpoint", []) == 2
-
-
-@pytest.mark.nightly
-def test_a_pickle_of_torchtitan_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither resuming, nor starting from its weights, nor converting reads it as code."""
-    monkeypatch.chdir(tmp_path)
-    old = tmp_path / "step-7"
-    old.mkdir()
-    (old / ".metadata").write_bytes(pickle.dumps(Code()))
-    (old / STATE).write_text("{}")
-    assert "if it is of torchtitan, run `titanlite convert` on it" in problem(old)
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "convert", str(old), "debug", str(tmp_path / "new")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr == f"error: {old}/.metadata: rejected: posix.system is not what DCP writes there\n"
-    assert not (tmp_path / "code_ran").exists()

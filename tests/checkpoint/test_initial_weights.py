@@ -92,6 +92,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "another size": (
         lambda folder: None, ["--model.n_layers=2"],
         'model.hf_assets_path = "{0}/hf": its config.json has model.n_layers = 3 (this run: 2); set [model]'),
+    "no config.json": (
+        lambda folder: (folder / "hf" / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors"),
+        [f"{LOAD}={{0}}"],
+        'checkpoint.initial_load_path = "{0}": has weights, but no config.json; put the model\'s there'),
     "nowhere": (
         lambda folder: None, [f"{LOAD}={{0}}/nowhere"],
         "checkpoint.initial_load_path = \"{0}/nowhere\": expected a checkpoint's step-N folder, or a Hugging Face"),

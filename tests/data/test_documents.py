@@ -82,7 +82,17 @@ def test_what_is_no_file_is_not_left_out(tmp_path, kind, path, alone):
     if not alone:
         (tmp_path / "good.txt").write_text("good")
     for line in rejections("text", tmp_path / path):
-        assert line.endswith(f": {bad}: expected a regular file, or a link to one")
+        assert line.endswith(f": {bad}: expected a regular file, or a link to one, with a name in UTF-8")
+
+
+def test_a_file_whose_name_is_not_utf8_is_rejected(tmp_path):
+    """Its name is part of what processes tell each other, and of error lines."""
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "bad\udcff.txt").write_text("bad")
+    for line in rejections("text", tmp_path):
+        assert line.endswith(
+            f": {tmp_path}/bad\\udcff.txt: expected a regular file, or a link to one, with a name in UTF-8"
+        )
 
 
 @pytest.mark.parametrize("kind", ["json", pytest.param("parquet", marks=pytest.mark.nightly)])

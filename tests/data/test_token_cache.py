@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import pwd
 import re
 import shutil
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from tests.cases import cases
-from tests.data_helpers import BYTES, flat, rejection, some_texts, source, write
+from tests.data_helpers import BYTES, Code, flat, rejection, some_texts, source, write
 from tests.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
@@ -381,6 +382,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 SHARD = "00002.safetensors"
+CODE = pickle.dumps(Code())
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit of the tokens": (lambda folder: flip_a_bit(folder / SHARD, 4096), f"{SHARD}: the checksum of the "),
     "a bit of a checksum": (lambda folder: flip_a_bit(folder / SHARD, -1), f"{SHARD}: the checksums are damaged"),
@@ -391,6 +393,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link": (lambda folder: replace(folder / SHARD, lambda file: file.symlink_to("/dev/zero")), "not a regular"),
     "no JSON": (lambda folder: (folder / "tokens.json").write_bytes(b"\0" * 99), "tokens.json: Invalid JSON"),
     "large JSON": (lambda folder: os.truncate(folder / "tokens.json", 10**9), "tokens.json has 1,000,000,000 bytes"),
+    "a pickle for JSON": (lambda folder: (folder / "tokens.json").write_bytes(CODE), "tokens.json: Invalid JSON"),
+    "a pickle for a shard": (
+        lambda folder: (folder / SHARD).write_bytes(CODE.ljust((folder / SHARD).stat().st_size)),
+        f"{SHARD}: the checksums are damaged",
+    ),
     "torn JSON": (lambda folder: flip_a_bit(folder / "tokens.json", 9), "tokens.json"),
     "dtype O": (lambda folder: change_index(folder, lambda index: index.update(dtype="O")), "dtype: Input should be"),
     "dtype uint32": (lambda folder: change_index(folder, lambda index: index.update(dtype="uint32")), "dtype uint32"),
@@ -412,7 +419,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_built_again_and_a_line_says_so(dataset, tmp_path, capsys, damage):
+def test_what_is_damaged_is_built_again_and_a_line_says_so(dataset, tmp_path, capsys, damage, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     change, reason = DAMAGES[damage]
     built = tokens_of(cached(dataset, tmp_path / "cache"))
     folder = folder_of(tmp_path / "cache")
@@ -425,6 +433,7 @@ def test_what_is_damaged_is_built_again_and_a_line_says_so(dataset, tmp_path, ca
     assert first.endswith("; it is built again")
     assert tokens_of(cached(dataset, tmp_path / "cache")) == built
     assert capsys.readouterr().out == ""
+    assert not Path("code_ran").exists()
 
 
 @pytest.mark.parametrize("place", ["first token", "last token", "a length", "a checksum"])

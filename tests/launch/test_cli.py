@@ -67,7 +67,7 @@ LONG = "a" * 5000
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["checkpoint", LONG], ["generate", LONG, "text"], ["convert", LONG, "debug", "new"],
+        ["checkpoint", LONG], ["generate", LONG, "text"],
         ["eval", LONG, "--dataset=pydoc_topics"], ["export", LONG, "out"], ["config", f"{LONG}.toml"],
         ["train", f"{LONG}.toml"],
         ["tokenize", f"{LONG}.toml"], ["plan", f"{LONG}.toml"], ["config", "debug", f"--job.dump_folder={LONG}"],
@@ -136,7 +136,7 @@ def test_a_wrong_config_is_not_compared(tmp_path: Path):
 
 
 def test_a_command_imports_nothing_heavy_for_its_help():
-    light = [[], *([name] for name in COMMANDS if name not in ("checkpoint", "convert"))]
+    light = [[], *([name] for name in COMMANDS if name != "checkpoint")]
     code = f"""
 import sys
 from titanlite.launch import cli
@@ -191,7 +191,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "too many ranks": (["calibrate", "x.toml", "--ranks", BIG], f"argument --ranks: {BIG}: expected an integer >= 1"),
     "two folders": (["checkpoint", "a", "b"], "expected one folder"),
-    "one folder": (["convert", "a"], "expected a checkpoint, a config and a folder"),
     "generate without a folder": (["generate"], "the following arguments are required: FOLDER"),
     "many tokens": (["generate", "/", "x", "--max-new-tokens", BIG], f"{BIG}: expected an integer >= 1"),
     "eval without a dataset": (["eval", "/"], "the following arguments are required: --dataset"),

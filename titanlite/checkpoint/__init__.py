@@ -1,2 +1,1 @@
-"""Checkpoints: safetensors files and JSON, with a checksum of every byte. checkpointer.py saves and resumes, reader.py
-reads under any layout, files.py and manifest.py are the format, convert.py reads torchtitan's checkpoints."""
+"""Checkpoints: safetensors files and JSON (files.py, manifest.py), saved by checkpointer.py and read by reader.py."""

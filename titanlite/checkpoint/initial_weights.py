@@ -38,9 +38,11 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
 
 def is_hugging_face(path: Path) -> bool:
     """Return whether a folder with weights is a Hugging Face folder, and not a checkpoint. Raises ConfigError if there
-    is no folder, or it is a checkpoint that is not read."""
+    is no folder, it is a checkpoint that is not read, or it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
         raise ConfigError([f"{KEY} = {show(str(path))}: {expected}"])
-    return (path / "config.json").exists()
+    if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):
+        raise ConfigError([f"{KEY} = {show(str(path))}: has weights, but no config.json; put the model's there"])
+    return has_config

@@ -155,8 +155,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises ConfigError with one line if it cannot be trusted."""
     path = folder / MANIFEST
     if not path.exists():
-        old = "; if it is of torchtitan, run `titanlite convert` on it" if (folder / ".metadata").exists() else ""
-        raise ConfigError([f"{path}: no such file, so {folder} is not a complete checkpoint{old}"])
+        hint = "; if it is of torchtitan, export it there to Hugging Face" if (folder / ".metadata").exists() else ""
+        raise ConfigError([f"{path}: no such file, so {folder} is not a complete checkpoint{hint}"])
     content = read_json(path)
     found = {key: content.get(key) for key in ("format", "version")}
     if found != {"format": FORMAT, "version": VERSION}:

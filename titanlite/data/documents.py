@@ -121,8 +121,8 @@ def _files(source: Source) -> list[Path]:
         reason = f"no file in it ends in {' or '.join(suffixes)}" if path.is_dir() else "no such file or folder"
         raise ConfigError([f"{source}: {reason}"])
     for file in files:
-        if not file.is_file():
-            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one"])
+        if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
+            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
     return files
 
 
@@ -135,25 +135,12 @@ def survivors(files: Iterable[Path]) -> Iterator[Path]:
     """Yield the parquet files whose footers can be read, or raise an exception. They are read in another process, since
     at some damaged ones pyarrow ends its process. Raises ConfigError for these."""
     from titanlite.data.worker import Worker  # here, as most runs are on other files
+    from titanlite.data.worker_process import read_footer
 
     with contextlib.closing(Worker()) as worker:
         for file in files:
-            worker.call(_read_footer, file, subject=f"{file}: reading its footer")
+            worker.call(read_footer, file, subject=f"{file}: reading its footer")
             yield file
-
-
-def _read_footer(_: Any, file: Path) -> None:
-    """Read all of a footer, of which pyarrow reads parts only when they are asked for."""
-    import pyarrow.parquet  # here, since a run on other files needs neither
-
-    from titanlite.data.hf_tokenizer import restart_time_limit
-
-    with contextlib.suppress(Exception):  # whoever reads the file meets it too
-        metadata = pyarrow.parquet.ParquetFile(file).metadata
-        for group in range(metadata.num_row_groups):
-            restart_time_limit()
-            for column in range(metadata.num_columns):
-                metadata.row_group(group).column(column).to_dict()
 
 
 def _content_hash(files: Sequence[Path], *, with_times: bool) -> str:

@@ -6,9 +6,10 @@ import re
 import signal
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
@@ -21,6 +22,9 @@ SECONDS = 10
 """Processor time of a batch, or of a conversation, where it is limited."""
 LARGEST_FILE = 2**27
 """Bytes of a file of a tokenizer."""
+_FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
+Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
+"""Token ids, uint32, which are hexadecimal in a message of a worker."""
 
 
 def restart_time_limit() -> None:
@@ -115,7 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 begin, size = end, 0
         return [own[0] if len(own) == 1 else np.concatenate(own) for own in ids]
 
-    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+    def encode_chunks(self, chunks: list[str]) -> list[Tokens]:
         """Return the token ids of each text, encoded together. Raises ConfigError for a text that cannot be."""
         restart_time_limit()
         try:

@@ -17,7 +17,7 @@ from titanlite.data.shard_files import write_shard
 from titanlite.data.source import Source, Template
 from titanlite.data.token_shards import DType, Shard, Split
 from titanlite.data.tokenizer import Tokenizer, encode_documents
-from titanlite.data.worker import Worker, send
+from titanlite.data.worker import Worker, named, send
 
 Report = Callable[[int, int], None]
 """Is called with the bytes of the dataset's files and the tokens since the last call."""
@@ -31,8 +31,8 @@ class CacheOptions:
     path_option: str
     hf_assets_path: str
     validation_fraction: float
-    template: type[Template] | None
-    """None: documents are plain text."""
+    template: str
+    """The name of a Template; empty: documents are plain text."""
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -59,7 +59,7 @@ def build_shard(
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
     document_of: Callable[[dict[str, Any]], str] | None = None
     if options.template:
-        template = options.template(tokenizer)
+        template: Template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
         document_of = functools.partial(template.document, options.training)
 
@@ -110,11 +110,14 @@ def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
     return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
 
 
-def _build_and_send(tokenizer: Tokenizer, *arguments: Any) -> Shard:
+def _build_and_send(
+    tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
+) -> Shard:
     def report(*counts: int) -> None:
         send("report", counts)
 
-    return build_shard(*arguments, report, tokenizer, lambda *document: send("at", document))
+    of_shard = path, dtype, number, segments, options
+    return build_shard(*of_shard, report, tokenizer, lambda *document: send("at", document))
 
 
 def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any) -> Iterator[tuple[list[str], int]]:

@@ -92,8 +92,10 @@ def open_token_cache(
     elif (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
         from titanlite.data.cache_builder import CacheBuilder  # here: most runs find a complete cache
         from titanlite.data.shard_builder import CacheOptions
+        from titanlite.data.worker import name_of
 
-        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, template)
+        name = name_of(template) if template else ""
+        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")

@@ -1,34 +1,76 @@
 """A process with limits of memory and time, for what the files of a tokenizer, a chat template, a row and the footer of
-a parquet file may ask for.
+a parquet file may ask for. worker_process.py is what runs there; it ends with its parent, when stdin does.
 
-python -m titanlite.data.worker HF_ASSETS_PATH        started by Worker: pickles on stdin and stdout; it ends with its
-                                                      parent, when stdin does
+A message is a line: a name and JSON. A call names a function of titanlite; the types of its arguments and its result
+are those of its annotations, and are checked. So a file that takes the process over can have it answer with wrong
+tokens, and not with code.
 """
 
 import contextlib
+import functools
+import inspect
 import os
-import pickle
-import queue
-import resource
+import pkgutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, get_type_hints
 
-import numpy as np
+from pydantic import TypeAdapter
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
-from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of
-from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, Tokens
 
 MEMORY = 7 * 2**28
-"""Bytes of data in a worker's memory, at most."""
+"""Bytes of data in a worker's memory, and of a message, at most."""
 THREADS = 4
 """Cores for each worker. Reading and unpacking take one thread of it."""
+MESSAGES: dict[str, TypeAdapter[Any]] = {
+    "error": TypeAdapter(tuple[bool, list[str]]),  # whether it is a ConfigError, and its lines
+    "report": TypeAdapter(tuple[int, int]),  # bytes and tokens since the last report
+    "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
+}
+"""What a worker sends besides a result."""
+
+
+def name_of(target: Any) -> str:
+    """Return the name of a function or class in a message."""
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+def named(name: str) -> Any:
+    """Return the function or class of titanlite that has a name. Raises ValueError for any other."""
+    target = pkgutil.resolve_name(name) if name.startswith("titanlite.") else None
+    if target is None or name_of(target) != name:  # a module also has the names that it imports
+        raise ValueError(f"{name} is no function of titanlite")
+    return target
+
+
+@functools.cache
+def types_of(function: Callable[..., Any]) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
+    """Return the types of a function's arguments after the tokenizer, and of its result."""
+    hints = get_type_hints(function, include_extras=True)
+    _, *names = inspect.signature(function).parameters
+    return TypeAdapter(tuple[tuple(hints[name] for name in names)]), TypeAdapter(hints["return"])  # type: ignore[misc]
+
+
+def write(pipe: BinaryIO, name: str, content: bytes) -> None:
+    """Send a message with a name and JSON."""
+    pipe.write(b"%s %s\n" % (name.encode(), content))
+    pipe.flush()
+
+
+def read(pipe: BinaryIO) -> tuple[str, bytes]:
+    """Return the name and the JSON of the next message. Raises EOFError if the other process has ended."""
+    line = pipe.readline(MEMORY)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    name, _, content = line.partition(b" ")
+    return name.decode(), content
 
 
 class Worker:
@@ -42,7 +84,7 @@ class Worker:
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "titanlite.data.worker", hf_assets_path],
+            [sys.executable, "-m", "titanlite.data.worker_process", hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
@@ -60,25 +102,33 @@ class Worker:
         """Return what a function does there. Raises what it raises, and ConfigError if it exceeds the limits or
         crashes: `subject`, by default the tokenizer's files, with the reason and `where`. `received` is called with
         what it sends meanwhile."""
-        with self._lock, contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):  # it has ended
-            pickle.dump((function, arguments), self.process.stdin)
-            self.process.stdin.flush()
-            while True:
-                kind, content = pickle.load(self.process.stdout)
-                if kind == "result":
-                    return content
-                if kind == "error":
-                    raise content
-                received(kind, *content)
+        types, result = types_of(function)
+        content, problem = types.dump_json(arguments), ""
+        with self._lock:
+            try:
+                write(self.process.stdin, name_of(function), content)
+                while True:
+                    kind, content = read(self.process.stdout)
+                    content = (result if kind == "result" else MESSAGES[kind]).validate_json(content, strict=True)
+                    if kind == "result":
+                        return content
+                    if kind == "error":
+                        raise ConfigError(content[1]) if content[0] else TrainingError(*content[1])
+                    received(kind, *content)
+            except (BrokenPipeError, EOFError):
+                pass  # it has ended
+            except (ValueError, KeyError):
+                problem = "makes a process send what is no answer"
+        self.process.kill()
         status = self.process.wait()
-        if status >= 0 or status == -signal.SIGKILL:
+        if not problem and (status >= 0 or status == -signal.SIGKILL):
             problem = f"a process that reads data ended with status {status}"
             raise TrainingError(f"{problem}; perhaps the memory was too small")
-        problem = f"crashes ({signal.Signals(-status).name}) or takes more than {MEMORY / 2**30:.3g} GiB of memory"
         if status == -signal.SIGPROF:
             problem = f"takes more than {SECONDS} s of processor time"
+        crash = f"crashes ({signal.Signals(-status).name}) or takes more than {MEMORY / 2**30:.3g} GiB of memory"
         subject = subject or f"{self.path}: its tokenizer.json or chat template"
-        raise ConfigError([f"{subject} {problem}{where()}; correct it"])
+        raise ConfigError([f"{subject} {problem or crash}{where()}; correct it"])
 
     def close(self) -> None:
         """End the process."""
@@ -96,7 +146,7 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
         Worker.__init__(self, str(path))
         self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
 
-    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+    def encode_chunks(self, chunks: list[str]) -> list[Tokens]:
         at = f" at the text {show(chunks[0][:40])}, or shortly after it"
         return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=lambda: at)
 
@@ -108,47 +158,10 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
             self.close()
 
 
-# In the worker -------------------------------------------------------------------------------------------------------
-
-
-def _properties(tokenizer: Any) -> tuple[Any, ...]:
+def _properties(tokenizer: Any) -> tuple[int | None, int, int, str]:
     return tokenizer.bos, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
 
 
 def send(kind: str, content: Any) -> None:
-    """Send something to the parent before the result."""
-    sys.stdout.buffer.write(pickle.dumps((kind, content)))
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    """Answer the parent's calls."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library's Rust code prints how it fails
-    path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
-
-    def read() -> None:
-        with contextlib.suppress(EOFError):
-            while True:
-                calls.put(pickle.load(sys.stdin.buffer))
-        os._exit(1)  # the parent has ended
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        function, arguments = calls.get()
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
-        try:
-            tokenizer = tokenizer or (HuggingFaceTokenizer(Path(path)) if path else ByteTokenizer())
-            send("result", function(tokenizer, *arguments))
-        except (ConfigError, TrainingError) as error:
-            send("error", error)
-        except OSError as error:
-            send("error", TrainingError(str(error)))
-        except BaseException as error:  # of Rust code, it may be no Exception
-            problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
-            send("error", ConfigError([problem]))
-
-
-if __name__ == "__main__":
-    main()
+    """Send something from the worker before the result."""
+    write(sys.stdout.buffer, kind, MESSAGES[kind].dump_json(content))

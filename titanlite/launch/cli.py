@@ -21,7 +21,6 @@ COMMANDS = {
     "diff": ("titanlite.tools.diff.command", "find the first tensor at which two runs differ"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),
-    "convert": ("titanlite.tools.convert", "convert the weights of a checkpoint of torchtitan"),
     "config": (
         "titanlite.tools.config",
         "print or compare configs, or print all options; convert a file of torchtitan",

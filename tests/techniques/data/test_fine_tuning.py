@@ -20,7 +20,7 @@ from titanlite.data import shard_builder, token_shards
 from titanlite.data.documents import Source, open_dataset
 from titanlite.data.open import build_tokenizer
 from titanlite.data.token_shards import not_trained_bit
-from titanlite.data.worker import Worker
+from titanlite.data.worker import Worker, name_of
 from titanlite.loss import IGNORED
 from titanlite.techniques.data import chat_template
 from titanlite.techniques.data.chat_template import ChatTemplate, encode_questions
@@ -373,7 +373,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(options, "training.dataset_path", own.tokenizer.path, 0.0, ChatTemplate)
+    work = shard_builder.CacheOptions(options, "training.dataset_path", own.tokenizer.path, 0.0, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     worker = Worker(own.tokenizer.path)
     try:

@@ -1,0 +1,66 @@
+"""What runs in a process with limits of memory and time: python -m titanlite.data.worker_process HF_ASSETS_PATH, which
+Worker starts."""
+
+import contextlib
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.errors import TrainingError
+from titanlite.config.loader import ConfigError
+from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of, restart_time_limit
+from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.worker import MEMORY, named, read, send, types_of, write
+
+
+def read_footer(_: Any, file: Path) -> None:
+    """Read all of a parquet file's footer, of which pyarrow reads parts only when they are asked for."""
+    import pyarrow.parquet  # here, since few workers need it
+
+    with contextlib.suppress(Exception):  # whoever reads the file meets it too
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+        for group in range(metadata.num_row_groups):
+            restart_time_limit()
+            for column in range(metadata.num_columns):
+                metadata.row_group(group).column(column).to_dict()
+
+
+def main() -> None:
+    """Answer the parent's calls."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library's Rust code prints how it fails
+    path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, ValueError):
+            while True:
+                calls.put(read(sys.stdin.buffer))
+        os._exit(1)  # the parent has ended, or what is on stdin is no call
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        name, arguments = calls.get()
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
+        try:
+            function = named(name)
+            types, result = types_of(function)
+            tokenizer = tokenizer or (HuggingFaceTokenizer(Path(path)) if path else ByteTokenizer())
+            content = function(tokenizer, *types.validate_json(arguments, strict=True))
+            write(sys.stdout.buffer, "result", result.dump_json(content))
+        except ConfigError as error:
+            send("error", (True, error.problems))
+        except (TrainingError, OSError) as error:
+            send("error", (False, [str(error)]))
+        except BaseException as error:  # of Rust code, it may be no Exception
+            problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
+            send("error", (True, [problem]))
+
+
+if __name__ == "__main__":
+    main()
