@@ -271,8 +271,8 @@ int null_cuda_attribute(int attribute) {
     case cudaDevAttrL2CacheSize: return 50 << 20;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
     case cudaDevAttrAsyncEngineCount: return 3;
-    case cudaDevAttrComputeCapabilityMajor: return 9;
-    case cudaDevAttrComputeCapabilityMinor:
+    case cudaDevAttrComputeCapabilityMajor: return number("NULL_CUDA_CAPABILITY", 90) / 10;
+    case cudaDevAttrComputeCapabilityMinor: return number("NULL_CUDA_CAPABILITY", 90) % 10;
     case cudaDevAttrIntegrated:
     case cudaDevAttrComputeMode: return 0;
     case cudaDevAttrConcurrentKernels:

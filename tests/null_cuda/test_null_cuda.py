@@ -22,6 +22,8 @@ from tests.null_cuda import build
 from tests.null_cuda.cases import case, layouts
 from tests.null_cuda.client import ROOT, Server
 from tests.null_cuda.memory import CASES, of_8b, peaks
+from titanlite import config
+from titanlite.tools.plan.planner import resolve, takes_cudnn
 
 LAYOUTS, TORCH = layouts(), tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -126,8 +128,8 @@ def test_kernels_of_a_compiled_block(server: Server):
     kinds = {
         "triton_": "of inductor",
         "cublas": "products",
-        "pytorch_flash": "attention",
-        "reduce_kernel": "sums over the query heads of a KV head, and over the rows of norms' gradients",
+        "cudnnBackendExecute": "attention, with the sums over the query heads of a KV head",
+        "reduce_kernel": "sums over the rows of norms' gradients",
         "multi_tensor_apply": "gradient norm and optimizer",
     }
     added = Counter[str]()
@@ -136,8 +138,45 @@ def test_kernels_of_a_compiled_block(server: Server):
         added[next((kind for kind in kinds if kind in readable), readable)] += three[name] - two.get(name, 0)
     assert 0 < added.pop("triton_") <= 5 + 10
     assert added.pop("multi_tensor_apply") > 0
-    expected = {"cublas": 3 * 7, "pytorch_flash": 1 + 3, "reduce_kernel": 4}
+    expected = {"cublas": 3 * 7, "cudnnBackendExecute": 2, "reduce_kernel": 2}
     assert {kind: count for kind, count in added.items() if count} == expected
+
+
+SHAPES = [
+    *((dtype, 128, False) for dtype in ("bfloat16", "float16", "float32", "float64")),
+    *(("bfloat16", head_dim, False) for head_dim in (20, 64, 136, 192, 256, 264)),
+    ("bfloat16", 128, True),
+]
+"""Data type, head_dim, and whether algorithms have to be deterministic."""
+GB300 = str(ROOT / "benchmarks" / "gb300.toml")
+CAPABILITIES = {"a100_80": 80, "l40s": 89, "h200": 90, "b200": 100, GB300: 103}
+
+
+@pytest.mark.skipif(TORCH >= (2, 14), reason="takes other widths of heads")
+@pytest.mark.parametrize(("device", "capability"), CAPABILITIES.items(), ids=map(str, CAPABILITIES.values()))
+def test_the_plan_has_cudnn_where_torch_takes_it(libraries: Path, device: str, capability: int):
+    """With 16 query heads and 8 KV heads."""
+    script = """
+import json, sys, torch
+from torch.nn.attention import SDPBackend
+
+for dtype, head_dim, deterministic in json.loads(sys.argv[1]):
+    torch.use_deterministic_algorithms(deterministic)
+    options = {"device": "cuda", "dtype": getattr(torch, dtype), "requires_grad": True}
+    q, k, v = (torch.empty(2, heads, 512, head_dim, **options) for heads in (16, 8, 8))
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)
+    print(SDPBackend(choice) == SDPBackend.CUDNN_ATTENTION)
+"""
+    variables = build.variables(libraries) | {"NULL_CUDA_CAPABILITY": str(capability)}
+    command = [sys.executable, "-c", script, json.dumps(SHAPES)]
+    run = subprocess.run(command, env=variables, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE)
+    planned = []
+    for dtype, head_dim, deterministic in SHAPES:
+        options = {"plan.device": device, "training.mixed_precision_param": dtype, "model.head_dim": head_dim}
+        options |= {"debug.deterministic": str(deterministic).lower()}
+        arguments = [str(ROOT / "configs" / "debug.toml"), *(f"--{key}={value}" for key, value in options.items())]
+        planned.append(takes_cudnn(*resolve(config.load(arguments))[:2]))
+    assert run.stdout.split() == [str(choice) for choice in planned]
 
 
 def test_rows_are_sorted_by_expert_in_one_pass(server: Server):

@@ -23,7 +23,7 @@ from titanlite.parallel import mesh
 from titanlite.tools.parity.training_run import TrainingRun
 from titanlite.tools.plan import planner, report
 from titanlite.tools.plan.dry_run import fold_stage
-from titanlite.tools.plan.planner import config_for_dry_run, make_plan, resolve
+from titanlite.tools.plan.planner import config_for_dry_run, make_plan, resolve, takes_cudnn
 from titanlite.tools.plan.report import checkpoint_line, verdict
 from titanlite.tools.plan.result import Plan
 from titanlite.tools.plan.saving import saving
@@ -248,6 +248,45 @@ def test_what_a_layer_saves_for_its_backward(options, of_model, of_feed_forward,
     assert abs(saved[1] - saved[0]) == tokens * (2 * numbers + 4 * (model.n_heads + in_float32))
 
 
+FLASH, CUDNN = (f"--training.attention_backend={name}" for name in ("flash", "cudnn"))
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        *((device, [], True) for device in ("h100", "h200", "gh200", "b200", "gb200")),
+        *((device, [], False) for device in ("a100_80", "l40s", "rtx_4090", "mi300x", "cpu")),
+        *(("h100", [f"--model.head_dim={channels}"], True) for channels in (136, 192, 256)),
+        *(("h100", [f"--model.head_dim={channels}"], False) for channels in (20, 264)),
+        ("b200", ["--model.head_dim=128"], True),
+        *(("b200", [f"--model.head_dim={channels}"], False) for channels in (20, 136)),
+        ("h100", ["--training.mixed_precision_param=float16"], True),
+        ("h100", ["--training.mixed_precision_param=float32"], False),
+        ("h100", ["--training.dtype=float64"], False),
+        ("h100", ["--debug.deterministic"], False),
+        ("h100", ["--training.document_mask"], False),
+        ("h100", [CONTEXT], False),
+        ("h100", [FLASH], False),
+        ("a100_80", [CUDNN], True),
+    ],
+)
+def test_torch_takes_cudnn_where_it_prefers_it(device, options, expected):
+    """tests/null_cuda compares the choices with torch's own."""
+    config, device, _ = resolve(loaded(*options, f"--plan.device={device}"))
+    assert takes_cudnn(config, device) == expected
+
+
+def test_attention_is_planned_at_the_rate_of_what_torch_takes():
+    """cuDNN on an H100 and flash on an A100, which save the same and share a dry run."""
+    cache = {}
+    h100, a100 = (make_plan(loaded(f"--plan.device={device}"), cache=cache) for device in ("h100", "a100_80"))
+    assert len(cache) == 1
+    cudnn, flash = (make_plan(loaded("--plan.device=h100", backend)) for backend in (CUDNN, FLASH))
+    assert h100.cost.seconds["attention"] == cudnn.cost.seconds["attention"] < flash.cost.seconds["attention"]
+    assert [point.bytes for point in cudnn.worst.points] == [point.bytes for point in flash.worst.points]
+    assert a100.step_seconds == make_plan(loaded("--plan.device=a100_80", FLASH)).step_seconds
+
+
 def test_a_compiled_loss_saves_logits_in_bfloat16_instead_of_their_log_softmax():
     """And the gradient takes their memory, as inductor's does."""
     plan = make_plan(loaded("--plan.device=h100", COMPILED, "--training.loss_chunks=1"))
@@ -296,15 +335,32 @@ def test_a_checkpoint_s_size_and_the_seconds_of_a_save():
     h100 = plan.device.model_copy(update={"host_bandwidth": 1e9, "storage_bandwidth": 1e6, "measured": None})
     size = plan.n_parameters * 12  # a weight and two states in float32
     expected = size / 2 / 1e6  # two nodes of one device
-    found = saving(plan.config, h100, plan.n_parameters, world_size=2, devices_per_node=1)
-    assert found == (size, size / 2 / (0.86 * 1e9), (expected, expected, expected))
-    usual = saving(plan.config, plan.device, plan.n_parameters, 2, 1).write_seconds
+    found = saving(plan.config, h100, world_size=2, devices_per_node=1)
+    assert found[:3] == (size, size / 2 / (0.86 * 1e9), (expected, expected, expected))
+    usual = saving(plan.config, plan.device, 2, 1).write_seconds
     assert usual == pytest.approx((size / 2 / 2e9, size / 2 / 6.4e9, size / 2 / 0.5e9))
     assert " to " in checkpoint_line(plan)
     assert " to " not in checkpoint_line(dataclasses.replace(plan, device=h100))
     for states in ("int8", "int4", "float8"):
         narrow = plan.config.replace(training__dtype="bfloat16", optimizer__state_dtype=states)
-        assert saving(narrow, h100, plan.n_parameters, 2, 1).size == plan.n_parameters * 10
+        assert saving(narrow, h100, 2, 1).size == plan.n_parameters * 10
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_first_asynchronous_save_pins_a_block_for_each_slice(replicas):
+    """On two ranks of a node. Blocks are powers of two: of the 768 rows of a feed-forward's matrix 1,024, of the 272 of
+    the vocabulary 512; norms and all other matrices have powers of two already. Replicas save in turn."""
+    mode, replicate = "--checkpoint.async_mode=async", f"--parallelism.data_parallel_replicate_degree={replicas}"
+    plan = make_plan(loaded(mode, replicate, "--checkpoint.enable", "--plan.device=h100"), world_size=2)
+    dim, layers, attention = 256, 6, 256 * (2 * 256 + 2 * 128)  # wq and wo, wk and wv
+    elements = 2 * 512 * dim + layers * (attention + 3 * 1024 * dim + 2 * dim) + dim
+    pinned = saving(plan.config, plan.device, 2, 8).pinned
+    assert pinned == pytest.approx(12 * elements)  # a weight and two states in float32
+    line = checkpoint_line(plan)
+    assert f"; the first for {pinned / 2.8e9:,.0f} s " in line
+    assert line.endswith(f", pinning {pinned / 2**30:,.1f} GiB of each node")
+    for others in ({"checkpoint__async_mode": "disabled"}, {"training__enable_cpu_offload": True}):
+        assert "pinning" not in checkpoint_line(dataclasses.replace(plan, config=plan.config.replace(**others)))
 
 
 @pytest.mark.nightly
@@ -342,7 +398,7 @@ def test_muon_s_work_is_that_of_the_rank_with_the_most_of_it():
     one_state_and_a_step_counter = 4 * n_matrix / 4 + 4 * len(shapes)
     states = [x.worst.points[0].bytes["optimizer"] for x in (adamw, plan)]
     assert states[0] - states[1] == one_state_and_a_step_counter
-    sizes = [saving(x.config, x.device, x.n_parameters, 4, 8).size for x in (adamw, plan)]
+    sizes = [saving(x.config, x.device, 4, 8).size for x in (adamw, plan)]
     assert sizes[0] - sizes[1] == 4 * n_matrix
 
 

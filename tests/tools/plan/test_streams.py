@@ -187,15 +187,13 @@ def test_a_product_takes_full_waves_of_tiles():
 
 @pytest.mark.parametrize("backward", ["", "_backward"])
 def test_attention_is_slower_over_short_sequences_and_faster_by_cudnn(backward):
-    model = CostModel(DEVICES["h100"], {}, 8)
-
-    def rate(backend: str, length: int) -> float:
-        name = f"aten._scaled_dot_product_{backend}_attention{backward}"
+    def rate(length: int, *, cudnn: bool) -> float:
+        name = f"aten._scaled_dot_product_flash_attention{backward}"
         work = Work(name, 10**15, "bf16", 0, 0, (), (), (length, length, 128))
-        return 1e15 / model.work_seconds(work)[1]
+        return 1e15 / CostModel(DEVICES["h100"], {}, 8, cudnn=cudnn).work_seconds(work)[1]
 
-    assert rate("flash", 512) < 0.6 * rate("flash", 8192)
-    assert rate("cudnn", 8192) > 1.5 * rate("flash", 8192)
+    assert rate(512, cudnn=False) < 0.6 * rate(8192, cudnn=False)
+    assert rate(8192, cudnn=True) > 1.5 * rate(8192, cudnn=False)
 
 
 def test_networks_are_slower_over_more_nodes():

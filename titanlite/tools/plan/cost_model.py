@@ -93,6 +93,7 @@ class CostModel:
             "": all times are as expected.
         offload: with CPU offload, the bytes of a gradient in host memory for each byte of it that FSDP reduces; None
             without it.
+        cudnn: whether attention is cuDNN's, whatever backend the dry run had.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class CostModel:
         *,
         faster: bool = False,
         offload: float | None = None,
+        cudnn: bool = False,
     ):
         self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
-        self.changed, self.faster = changed, faster
+        self.changed, self.faster, self.cudnn = changed, faster, cudnn
         self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
         self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # with the events, whose address is the key
 
@@ -317,7 +319,7 @@ class CostModel:
     def _attention_seconds(self, work: Work) -> float:
         """Return the seconds of attention, whose rate grows with the number of keys of a query."""
         backward, efficiency = "backward" in work.name, self.efficiency
-        of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if "cudnn" in work.name else None
+        of_cudnn = (efficiency.cudnn, efficiency.cudnn_backward)[backward] if self.cudnn else None
         share = self._rate("attention", of_cudnn or (efficiency.flash, efficiency.flash_backward)[backward])
         keys, half = work.sizes[1], efficiency.half_length[backward]
         return work.flops / (getattr(self.device, work.dtype) * share * keys / (keys + half))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite import build
@@ -291,12 +291,9 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
     """Have each block and the head mark the beginning of their forward and of their backward, and of the part with
     experts of each."""
 
-    def before_forward(layer: int, *_: object) -> None:
-        trace.mark("layer F", layer)
-
-    def before_backward(mark: str, layer: int, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda grad: trace.mark(mark, layer))
+    def before_backward(mark: str, layer: int, *args: Any) -> None:  # of a hook, whose last argument is the output
+        if args[-1].requires_grad:
+            args[-1].register_hook(lambda grad: trace.mark(mark, layer))
 
     def attend_and_mark(attend: Callable[..., Any], layer: int, *args: Any) -> tuple[Tensor, Tensor]:
         """Stand for the part of a block that comes before its experts."""
@@ -308,18 +305,15 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
         before_backward("layer B", layer, normed)
         return output, normed
 
-    def after_forward(mark: str, layer: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        before_backward(mark, layer, output)
-
     if stage.norm is not None:
         stage.norm.register_forward_pre_hook(lambda *_: trace.mark("layer head", -1), prepend=True)
-        stage.register_forward_hook(functools.partial(after_forward, "layer head B", -1))
+        stage.register_forward_hook(functools.partial(before_backward, "layer head B", -1))
     for name, block in stage.layers.items():
         layer, last = int(name), "layer B"
         if hasattr(block.feed_forward, "experts"):
             last, block.attend = "layer experts B", functools.partial(attend_and_mark, block.attend, layer)
-        block.register_forward_pre_hook(functools.partial(before_forward, layer), prepend=True)
-        block.register_forward_hook(functools.partial(after_forward, last, layer))
+        block.register_forward_pre_hook(lambda *_, layer=layer: trace.mark("layer F", layer), prepend=True)
+        block.register_forward_hook(functools.partial(before_backward, last, layer))
 
 
 def _batch(config: Config, n_sequences: int) -> Batch:

@@ -39,8 +39,7 @@ class MemoryTimeline:
 
     def __init__(self, config: Config, persistent: Bytes):
         self.current_bytes = {kind: persistent.get(kind, 0) for kind in KINDS}
-        is_cpu = find_device(config.plan.device).kind == "cpu"
-        self.rounding = 1 if is_cpu else 512  # bytes, by CUDA's caching allocator
+        self.rounding = 1 if find_device(config.plan.device).kind == "cpu" else 512  # bytes, by CUDA's allocator
         self.points: list[Point] = [Point("between steps", dict(self.current_bytes))]
         self._changes: dict[int, tuple[Bytes, Bytes]] = {}
 

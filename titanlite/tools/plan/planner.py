@@ -97,17 +97,17 @@ def make_plan(
     dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
     offloads = config.training.enable_cpu_offload and device.kind == "gpu"
     offload = dtype.itemsize / reduced.itemsize if offloads else None
+    rates = {"offload": offload, "cudnn": takes_cudnn(config, device)}
 
     def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
-        models = (CostModel(device, run.axes, per_node, changed, faster=faster, offload=offload) for run in dry_runs)
+        models = (CostModel(device, run.axes, per_node, changed, faster=faster, **rates) for run in dry_runs)
         costs = [StageCost(config, *pair) for pair in zip(dry_runs, models, strict=True)]
         return step_time(config, costs, ranks, actions)
 
     step, points = time_of(), memory_points(config, dry_runs, ranks, actions)
     degrees = [degree, parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree]
-    degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree]
     shards = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-    degrees.append(shards)
+    degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
     if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
@@ -139,12 +139,22 @@ def _check_products(config: Config, device: devices.Device) -> None:
         raise ConfigError([problem + "10.0 (Blackwell); set float8.emulate = true, another recipe or another device"])
 
 
+def takes_cudnn(config: Config, device: devices.Device) -> bool:
+    """Return whether attention is cuDNN's. Where the config leaves the backend to torch, scaled_dot_product_attention
+    takes cuDNN from torch 2.11 on (sdp_utils.cpp: check_prefer_cudnn_attention, can_use_cudnn_attention): on compute
+    capability 9.x and 10.x, in 16 bits, unless it must be deterministic. The widths of heads are 2.11's to 2.13's."""
+    backend, head_dim = config.training.attention_backend, config.model.head_dim
+    widest = {"hopper": 256, "blackwell": 128}.get(device.architecture, 0) if device.kind == "gpu" else 0
+    fits = config.training.mixed_precision_param in ("bfloat16", "float16") and head_dim <= widest and not head_dim % 8
+    return backend == "cudnn" or (backend == "auto" and fits and not config.debug.deterministic)
+
+
 def config_for_dry_run(config: Config) -> Config:
     """Return a config that fake tensors can run, with the same allocations and the same work.
 
     A compiled block runs as Python; fusion.py models afterwards what the compiler does with it. Fake tensors are the
-    CPU's, so the attention backend is set to the one that CUDA would choose. Offloaded weights stay on the device,
-    where they are gathered from.
+    CPU's, so the attention backend is set to one that CUDA has; cuDNN saves the same as flash, see takes_cudnn.
+    Offloaded weights stay on the device, where they are gathered from.
     """
     backend = config.training.attention_backend
     if backend == "auto" and find_device(config.plan.device).kind == "gpu":

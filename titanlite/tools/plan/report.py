@@ -10,6 +10,7 @@ from rich.text import Text
 
 from titanlite.metrics.summary import describe_mesh, describe_precision
 from titanlite.tools.plan.connections import gloo_connections, process_groups
+from titanlite.tools.plan.efficiency import PINNING
 from titanlite.tools.plan.expert_load import expert_load
 from titanlite.tools.plan.hints import hints
 from titanlite.tools.plan.result import Plan, RankPlan, devices_per_node
@@ -58,9 +59,8 @@ def report(plan: Plan, file: str) -> Group:
         parts.append("this is the plan of one replica group; what groups send to each other is not planned")
     measured = plan.device.measured
     if plan.device.kind == "cpu" and measured is None:
-        parts.append(
-            Text("times on a CPU are rough: its rates are not from a data sheet; titanlite calibrate measures")
-        )
+        text = "times on a CPU are rough: its rates are not from a data sheet; titanlite calibrate measures"
+        parts.append(Text(text))
     if plan.device.kind == "cpu" and measured and measured.ranks != plan.world_size:
         text = f"calibrated with {measured.ranks} ranks, which share the cores: calibrate with {plan.world_size}"
         parts.append(Text(text, style="bold red"))
@@ -215,14 +215,17 @@ def budget_line(plan: Plan) -> str:
 def checkpoint_line(plan: Plan) -> str:
     """Return the size of a checkpoint, and for how long a save stops training. The range is that of the storage."""
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
-    size, copy, (seconds, least, most) = saving(config, plan.device, plan.n_parameters, plan.world_size, per_node)
+    size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node)
     between = config.checkpoint.interval * plan.step_seconds
     line = f"a checkpoint has {size / GIB:,.1f} GiB and is written in {seconds:,.1f} s"
     line += f" ({least:,.1f} to {most:,.1f}); " if least < most else "; "
     is_async = config.checkpoint.async_mode == "async"
     stop = copy + (max(seconds - between, 0.0) if is_async else seconds)
     line += f"a save stops training for {stop:,.1f} s, {stop / (stop + between):.1%} of the time"
-    return line + (": it waits for the one before" if is_async and seconds > between else "")
+    line += ": it waits for the one before" if is_async and seconds > between else ""
+    first, least, most = (copy + pinned / rate for rate in (PINNING.expected, PINNING.high, PINNING.low))
+    once = f"; the first for {first:,.0f} s ({least:,.0f} to {most:,.0f}), pinning {pinned / GIB:,.1f} GiB of each node"
+    return line + (once if is_async and pinned else "")
 
 
 def print_report(plan: Plan, file: str, *tables: Table) -> None:

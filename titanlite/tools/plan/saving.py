@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from titanlite import build
 from titanlite.config import Config
 from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.metrics.devices import Device
@@ -18,19 +19,23 @@ class Saving(NamedTuple):
         size: bytes of the weights and the optimizer states.
         copy_seconds: until each rank's part is in host memory.
         write_seconds: until each node has written its part: as expected, at least and at most.
+        pinned: bytes of a node's memory that the first asynchronous save pins: a block for each slice of a tensor, of a
+            power of two (torch's CachingHostAllocator).
     """
 
     size: int
     copy_seconds: float
     write_seconds: tuple[float, float, float]
+    pinned: float
 
 
-def saving(config: Config, device: Device, n_parameters: int, world_size: int, devices_per_node: int) -> Saving:
+def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
     """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
     much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
-    n_states = 2 * n_parameters
+    sizes, parallelism = build.parameter_sizes(config).values(), config.parallelism
+    n_parameters, n_states = sum(sizes), 2 * sum(sizes)
     if config.optimizer.name == "Muon":
         from titanlite.tools.plan.muon_step import shapes_of_matrices  # here, since most plans do without
 
@@ -39,7 +44,10 @@ def saving(config: Config, device: Device, n_parameters: int, world_size: int, d
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
     nodes = math.ceil(world_size / devices_per_node)
-    known = device.storage_bandwidth
-    rates = (known or rate for rate in (STORAGE.expected, STORAGE.high, STORAGE.low))
-    expected, least, most = (size / nodes / rate for rate in rates)
-    return Saving(size, 0.0 if on_host else size / world_size / link, (expected, least, most))
+    rates = STORAGE.expected, STORAGE.high, STORAGE.low
+    expected, least, most = (size / nodes / (device.storage_bandwidth or rate) for rate in rates)
+    if on_host:
+        return Saving(size, 0.0, (expected, least, most), 0.0)
+    shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
+    blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # over all slices
+    return Saving(size, size / world_size / link, (expected, least, most), size / nodes * blocks)
