@@ -153,5 +153,4 @@ def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
 
 def is_layer(segment: Segment) -> bool:
     """Return whether a segment is of a block."""
-    name = segment.mark[0]
-    return name in FORWARD_MARKS or name in BACKWARD_MARKS
+    return segment.mark[0] in (*FORWARD_MARKS, *BACKWARD_MARKS)
