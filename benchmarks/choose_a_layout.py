@@ -140,8 +140,8 @@ def plan_until_one_fits(name: str, row: Row, found: list[Candidate], log: Log) -
 
 
 def plan_config(name: str, row: Row, log: Log) -> None:
-    """Plan a row's reference config."""
-    loaded = load([str(ROOT / "configs" / f"{row.config}.toml")])
+    """Plan a row's reference config, without async TP, as all other rows."""
+    loaded = load([str(ROOT / "configs" / f"{row.config}.toml"), "--parallelism.enable_async_tensor_parallel=false"])
     config, *_ = resolve(loaded)
     batch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     stages = config.parallelism.n_stages // config.parallelism.pipeline_parallel_degree

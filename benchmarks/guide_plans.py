@@ -191,7 +191,7 @@ def data_cases() -> dict[str, Case]:
                 degrees = {SHARD: shards or n, REPLICATE: n // (shards or n), GLOBAL: local * n}
                 cases[f"{batch}, {name}, {n}"] = Case("llama3_8b", {**options, **degrees})
     for shards, local in ((64, 32), (128, 16)):  # the layouts of arXiv:2407.21783, table 4
-        options = {SHARD: shards, LOCAL: local, GLOBAL: 2048}
+        options = {SHARD: shards, LOCAL: local, GLOBAL: 2048, "parallelism.enable_async_tensor_parallel": False}
         cases[f"405B, tp 8 x pp 16, {shards * 128}"] = Case("405b", options)
     return cases
 

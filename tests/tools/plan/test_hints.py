@@ -181,6 +181,11 @@ CASES = {
         lambda: exposed(plan_of(*ONE, f"{GLOBAL}=32"), 1.0),
         "11% of the step is communication",
     ),
+    "a batch of 1, async TP": (
+        lambda: with_seconds(exposed(plan_of(*ONE, f"{GLOBAL}=32"), 0.1), overlapped=1.0),
+        lambda: with_seconds(exposed(plan_of(*ONE, f"{GLOBAL}=32"), 0.1), overlapped=0.9),
+        "11% of the step is communication",
+    ),
     "a batch of 1 in a pipeline": (
         lambda: exposed(plan_of(*ONE, f"{GLOBAL}=16"), 1.1),
         lambda: exposed(plan_of(*ONE, *PIPELINE[1:3], SCHEDULE + "GPipe", f"{GLOBAL}=16"), 1.1),

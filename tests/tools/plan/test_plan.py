@@ -188,6 +188,58 @@ def test_tensor_parallel_communication():
     assert scatters == (4 * n_layers + 2, (4 * n_layers + 2) * activation)
 
 
+WIDE = [
+    *("--model.flavor=llama3_8b", "--model.n_layers=2", "--training.seq_len=8192", "--training.local_batch_size=4"),
+    *("--training.mixed_precision_param=bfloat16", "--compile.enable", "--parallelism.tensor_parallel_degree=8"),
+]
+ASYNC = "--parallelism.enable_async_tensor_parallel"
+
+
+def test_async_tensor_parallel_hides_communication():
+    plain, overlapped = (make_plan(loaded(*WIDE, *options)) for options in ([], [ASYNC]))
+    size = 4 * 8192 * 4096 * 2
+    names = {"all_gather": 10, "reduce_scatter": 10, "all_gather, overlapped": 0, "reduce_scatter, overlapped": 0}
+    for plan, counts in (plain, names.values()), (overlapped, (2, 6, 8, 4)):
+        found = {name: amounts for (axis, name), amounts in plan.cost.communication.items() if axis == "tp"}
+        assert [found.get(name, (0, 0)) for name in names] == [(n, n * size) for n in counts]
+    assert overlapped.cost.flops == plain.cost.flops
+    exposed = [report.time_shares(plan)["exposed communication"] for plan in (plain, overlapped)]
+    assert exposed[1] < exposed[0]
+    assert exposed[0] - exposed[1] < overlapped.cost.seconds["overlapped"] + 1e-9, "more is gone than was hidden"
+    assert overlapped.cost.seconds["matmul"] > plain.cost.seconds["matmul"], "products of fewer rows are slower"
+    assert overlapped.step_seconds < plain.step_seconds
+    assert overlapped.worst.overhead == {**plain.worst.overhead, "symmetric memory": 2 * size // 8}
+    lines = [[str(part) for part in report.report(plan, "").renderables] for plan in (plain, overlapped)]
+    assert [any("no GPU has run it" in part for part in parts) for parts in lines] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--plan.devices_per_node=4"], "8 ranks on several nodes share no memory; set false"),
+        (["--plan.device=cpu"], "needs CUDA"),
+    ],
+    ids=str,
+)
+def test_async_tensor_parallel_that_cannot_run_is_rejected(options, expected):
+    with pytest.raises(config.ConfigError, match=expected):
+        resolve(loaded(*WIDE, ASYNC, *options))
+    resolve(loaded(*WIDE, *options))
+
+
+def test_async_is_nothing_to_one_tensor_parallel_rank():
+    options = [
+        "--training.mixed_precision_param=bfloat16",
+        "--compile.enable",
+        SHARD,
+        "--parallelism.tensor_parallel_degree=1",
+    ]
+    plain, overlapped = (make_plan(loaded(*options, *each)) for each in ([], [ASYNC]))
+    assert overlapped.cost == plain.cost
+    assert overlapped.step_seconds == plain.step_seconds
+    assert overlapped.worst == plain.worst
+
+
 @pytest.mark.parametrize(("schedule", "per_rank"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
 def test_simulated_bubble_is_the_formula(schedule, per_rank):
     n_ranks, n_microbatches = 4, 8

@@ -9,9 +9,18 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from titanlite.metrics.devices import DEVICES
 from titanlite.tools.plan.cost_model import CostModel
-from titanlite.tools.plan.efficiency import KERNEL
-from titanlite.tools.plan.fusion import fuse
-from titanlite.tools.plan.op_trace import Dispatch, Event, Work, fake_world, recording
+from titanlite.tools.plan.efficiency import EFFICIENCY, KERNEL, MESSAGE_LATENCY, SLOWDOWN
+from titanlite.tools.plan.fusion import fuse, overlap
+from titanlite.tools.plan.op_trace import (
+    Allocation,
+    Communication,
+    Dispatch,
+    Event,
+    Segment,
+    Work,
+    fake_world,
+    recording,
+)
 from titanlite.tools.plan.streams import Arrival, Collective, CopyIn, CopyOut, Run, Streams, Wait
 
 
@@ -206,3 +215,69 @@ def test_networks_are_slower_over_more_nodes():
     assert CostModel(DEVICES["h100"], {}, 8, "network").collective_seconds("all_gather", size, [0, 1]) == (
         model.collective_seconds("all_gather", size, [0, 1])
     )
+
+
+# Async TP ------------------------------------------------------------------------------------------------------------
+
+
+def product_of(rows: int, columns: int, inner: int, n: int = 1) -> Work:
+    """Return a product in bfloat16, split into n of fewer rows."""
+    read, written = 2 * inner * (rows + columns), 2 * rows * columns
+    sizes = 1, rows, columns, inner
+    return Work("aten.mm", 2 * rows * columns * inner, "bf16", read, written, (), (), sizes, n)
+
+
+def test_a_product_of_some_rows_reads_all_of_the_other_operand():
+    part = product_of(1024, 256, 64, n=8).of_rows(1 / 4)
+    assert part == product_of(256, 256, 64)
+
+
+def test_split_products_run_two_at_a_time():
+    model = CostModel(DEVICES["h100"], {}, 8)
+    pair = model.work_seconds(product_of(2048, 1024, 8192))[1]
+    assert model.work_seconds(product_of(8192, 1024, 8192, n=8))[1] == pytest.approx(4 * pair)
+    alone = model.work_seconds(product_of(8192, 1024, 8192))[1]
+    assert 4 * pair > alone, "fewer rows fill the multiprocessors less"
+
+
+@pytest.mark.parametrize(
+    ("columns", "inner", "bound"), [(8192, 128, "copies"), (8192, 2**15, "products"), (1024, 2**14, "both")]
+)
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_an_overlapped_collective_takes_longer_than_its_products_by_what_they_do_not_hide(name, columns, inner, bound):
+    """Eight ranks, 16 MiB each. Copies follow each other, and one product is left; or products take longer, and are
+    slower beside copies; or each of two streams waits for its copies and its products, which two could share."""
+    device, hopper, rows = DEVICES["h100"], EFFICIENCY["hopper"], 8192
+    model = CostModel(device, {"group": ("tp", list(range(8)))}, 8)
+    product, size = product_of(rows, columns, inner, n=8), 128 * 2**20
+    event = Communication(name, "group", size, products=(product,), kernels=24)
+    copy = MESSAGE_LATENCY.expected + size / 8 / (device.interconnect_bandwidth * hopper.interconnect.expected)
+    products, one = (model.work_seconds(work)[1] for work in (product, product_of(rows // 8, columns, inner)))
+    moved = 2 * size / 8 if name == "all_gather" else size + size / 8  # a copy of a chunk, or the sum of all
+    own = moved / (device.memory_bandwidth * hopper.memory.expected)
+    slowed = products + SLOWDOWN.expected * min(7 * copy, products)
+    expected = {"copies": 7 * copy + one, "products": slowed, "both": 4 * (copy + one)}
+    assert expected[bound] == max(expected.values())
+    cost = model.cost([[event, product]])
+    assert cost.elapsed == pytest.approx(hopper.latency.expected + expected[bound] + own)
+    assert cost.seconds["matmul"] == pytest.approx(products)
+    assert cost.communication == {("tp", f"{name}, overlapped"): (1, size)}
+    exposed = cost.elapsed - cost.seconds["matmul"] - cost.seconds["memory"]
+    assert cost.seconds["communication: tp"] - cost.seconds["overlapped"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_group_of_one_rank_has_nothing_to_overlap(n):
+    gathered, weight = Allocation("", (64, 64)), Allocation("", (64, 64))
+    weight.kind = "gathered"
+    gather, product = Communication("all_gather", "group", 2**13, (gathered,)), product_of(64, 64, 64)
+    events = [gather, product._replace(inputs=(gathered, weight))]
+    segment = Segment(("layer F", 0), list(events))
+    overlap([segment], {"group": n})
+    assert (segment.events == events) == (n == 1)
+
+
+def test_the_host_issues_each_chunk():
+    product = product_of(64, 64, 64, n=4)
+    events = [Communication("all_gather", "group", 2**13, products=(product,), kernels=12), product]
+    assert dispatched(fuse([events])[0]) == (12 + 4, 0)

@@ -59,7 +59,8 @@ def plan_candidate(config: LoadedConfig, candidate: Candidate, n_devices: int) -
         plan = make_plan(config, world_size=n_devices)
     except Exception as error:  # a layout that cannot be planned is reported, and the others are still compared
         return PlannedLayout(candidate, problem=f"{type(error).__name__}: {error}")
-    communication, shares = plan.cost.communication_seconds, time_shares(plan)
+    shares, seconds = time_shares(plan), plan.cost.seconds
+    communication = sum(value for name, value in seconds.items() if name.startswith("communication: "))
     times = plan.step_seconds, plan.tokens_per_second, plan.mfu, plan.pipeline_bubble
     overlapped = max(communication - shares["exposed communication"], 0.0)
     return PlannedLayout(candidate, plan.worst.total, *times, communication, overlapped, shares, plan.spread)

@@ -10,24 +10,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from titanlite.metrics.devices import Device
+from titanlite.tools.plan import efficiency as published
 from titanlite.tools.plan import measured_rates
-from titanlite.tools.plan.efficiency import (
-    DTENSOR,
-    EFFICIENCY,
-    GROUPED_MATMUL,
-    HOST_LINK,
-    HOST_MEMORY,
-    HOST_WAIT,
-    KERNEL,
-    MESSAGE_LATENCY,
-    NETWORK,
-    NETWORK_LATENCY,
-    NETWORK_PER_DOUBLING,
-    OPERATOR,
-    SLOWDOWN,
-    TILE,
-    Share,
-)
 from titanlite.tools.plan.op_trace import BUFFER, Communication, Dispatch, Event, HostWait, Work
 from titanlite.tools.plan.streams import GATHERED_AXES, Arrival, Collective, CopyIn, CopyOut, Item, Run, Streams, Wait
 
@@ -35,9 +19,6 @@ GROUPS = ("matmul", "attention", "memory", "interconnect", "network", "host", "o
 """Groups of times that are known more or less well, each independently of the others."""
 LEAST_SPREAD = 0.05
 """By which share times on a calibrated device may differ from what is expected, at least."""
-
-WAITS_WHEN_READ = ("ep",)
-"""Axes of whose collectives the first operator that reads what they write waits for them."""
 
 
 @dataclasses.dataclass
@@ -47,7 +28,7 @@ class Cost:
     Attributes:
         seconds: by "matmul", "attention", "memory" (all other operators, which are memory-bound), "host" (the device
             waits for the host), "optimizer" (on the CPU, under CPU offload), and "communication: AXIS", before any
-            overlap. The axis "host" is what CPU offload copies.
+            overlap, of which async TP hides "overlapped". The axis "host" is what CPU offload copies.
         flops: by dtype.
         communication: count and total bytes, by (axis, collective).
         host_waits: how often the host waits for the device.
@@ -59,11 +40,6 @@ class Cost:
     communication: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     host_waits: float = 0
     elapsed: float = 0.0
-
-    @property
-    def communication_seconds(self) -> float:
-        """Seconds of all communication."""
-        return sum(value for name, value in self.seconds.items() if name.startswith("communication: "))
 
     def count(self, axis: str, name: str, size: int, seconds: float) -> None:
         """Add a collective, or a copy, of a number of bytes."""
@@ -110,13 +86,14 @@ class CostModel:
         self.offload, self.is_sharded = offload, any(name in GATHERED_AXES and len(x) > 1 for name, x in axes.values())
         self.device, self.axes, self.devices_per_node = device, axes, devices_per_node
         self.changed, self.faster, self.cudnn = changed, faster, cudnn
-        self.efficiency = EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
+        self.efficiency = published.EFFICIENCY[device.architecture if device.kind == "gpu" else "cpu"]
         self._items: dict[int, tuple[Cost, list[Item], list[Event]]] = {}  # with the events, whose address is the key
 
     def streams(self) -> Streams:
         """Return the streams of an idle device."""
         measured = self.device.measured
-        slowdown = self._measured("overlap", measured.slowdown) if measured else self._seconds("overlap", SLOWDOWN)
+        slowdown = self._seconds("overlap", published.SLOWDOWN)
+        slowdown = self._measured("overlap", measured.slowdown) if measured else slowdown
         return Streams(synchronous=self.device.kind == "cpu", slowdown=slowdown)
 
     def cost(
@@ -190,7 +167,7 @@ class CostModel:
             elif isinstance(event, HostWait):
                 flush()
                 cost.host_waits += 1
-                items.append(Wait(self._seconds("host", HOST_WAIT)))
+                items.append(Wait(self._seconds("host", published.HOST_WAIT)))
             elif isinstance(event, Communication) and (collective := self._collective(event, cost)):
                 flush()
                 if copying and collective.name == "all_gather" and collective.axis in GATHERED_AXES:
@@ -208,11 +185,32 @@ class CostModel:
         axis, ranks = self._axis(event.group)
         if len(ranks) == 1 or event.name == "receive":
             return None
+        if event.products:
+            return Collective(event.name, axis, self._beside_products(event, axis, ranks, cost))
         seconds = self.collective_seconds(event.name, event.size, ranks)
         cost.count(axis, event.name, event.size, seconds)
         if self.offload is not None and axis in GATHERED_AXES and event.name == "reduce_scatter":
             return self._offloaded_gradient(axis, event.size // len(ranks), seconds, cost)
-        return Collective(event.name, axis, seconds, outputs=event.outputs if axis in WAITS_WHEN_READ else ())
+        return Collective(event.name, axis, seconds, outputs=event.outputs if axis == "ep" else ())  # see Streams
+
+    def _beside_products(self, event: Communication, axis: str, ranks: list[int], cost: Cost) -> float:
+        """Return by how many seconds an overlapped collective takes longer than its products, and count it. A rank has
+        a chunk. A gather copies its own to where others read it, and then each of theirs before its product; a scatter
+        copies each after its product, and adds up all. Two streams take turns: two products share the device, and
+        copies follow each other (torch.distributed._symmetric_memory, read in 2.13)."""
+        n, chunk = len(ranks), event.size // len(ranks)
+        copy, meeting = self.collective_seconds("send", chunk, ranks), self.collective_seconds(event.name, 0, ranks)
+        read = chunk if event.name == "all_gather" else event.size
+        own = self.work_seconds(Work("aten.copy_", 0, "", read, chunk, (), ()))[1]
+        products = sum(self.work_seconds(work)[1] for work in event.products)
+        product = sum(self.work_seconds(work.of_rows(1 / n))[1] for work in event.products)
+        copies = (n - 1) * copy
+        slowed = products + self.streams().slowdown * min(products, copies)
+        exposed = meeting + max(slowed, n / 2 * (copy + product), copies + product) - products
+        cost.count(axis, f"{event.name}, overlapped", event.size, meeting + copies)
+        cost.seconds["overlapped"] += meeting + copies - exposed
+        cost.seconds["memory"] += own
+        return exposed + own
 
     def _weights_to_device(self, work: Work, copied: set[int], cost: Cost) -> float:
         """Return the seconds in which CPU offload copies the weights that an operator reads and that a segment has not
@@ -225,7 +223,7 @@ class CostModel:
 
     def _copy(self, name: str, size: int, cost: Cost) -> float:
         """Return the seconds of a copy between host memory and the device, and count it."""
-        seconds = size / (self.device.host_bandwidth * self._reached("offload", HOST_LINK))
+        seconds = size / (self.device.host_bandwidth * self._reached("offload", published.HOST_LINK))
         cost.count("host", name, size, seconds)
         return seconds
 
@@ -252,26 +250,24 @@ class CostModel:
 
     def _host_seconds(self, n_bytes: int) -> float:
         """Return the seconds in which the CPU reads and writes so many bytes of host memory."""
-        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", HOST_MEMORY))
+        return n_bytes / (self.device.host_memory_bandwidth * self._reached("offload", published.HOST_MEMORY))
 
-    def _reached(self, group: str, share: Share) -> float:
+    def _reached(self, group: str, share: published.Share) -> float:
         """Return the share of one of the host's rates that is reached; a calibrated device has it in the rate."""
         return 1 / self._measured(group, 1.0) if self.device.measured else self._rate(group, share)
 
     def _axis(self, group: str) -> tuple[str, list[int]]:
         return self.axes.get(group, ("other", [0]))
 
-    def _rate(self, group: str, share: Share) -> float:
+    def _rate(self, group: str, share: published.Share) -> float:
         """Return the share of a rate that is reached: if the group is changed, an end of its range."""
         if group != self.changed:
             return share.expected
         return share.high if self.faster else share.low
 
-    def _seconds(self, group: str, share: Share) -> float:
+    def _seconds(self, group: str, share: published.Share) -> float:
         """Return seconds, or a factor of seconds: if the group is changed, an end of their range."""
-        if group != self.changed:
-            return share.expected
-        return share.low if self.faster else share.high
+        return self._rate(group, share._replace(low=share.high, high=share.low))
 
     def _measured(self, group: str, seconds: float) -> float:
         """Return measured seconds: if the group is changed, an end of their range."""
@@ -285,15 +281,18 @@ class CostModel:
         if measured := self.device.measured:
             seconds = dispatch.operators * measured.operator_seconds + dispatch.on_dtensors * measured.dtensor_seconds
             return self._measured("host", seconds)
-        seconds = dispatch.operators * self._seconds("host", OPERATOR)
-        return seconds + dispatch.on_dtensors * self._seconds("host", DTENSOR)
+        seconds = dispatch.operators * self._seconds("host", published.OPERATOR)
+        return seconds + dispatch.on_dtensors * self._seconds("host", published.DTENSOR)
 
     def work_seconds(self, work: Work) -> tuple[str, float]:
         """Return an operator's category and its seconds."""
+        if work.kernels > 1:  # two at a time
+            category, seconds = self.work_seconds(work.of_rows(2 / work.kernels))
+            return category, seconds * work.kernels / 2
         category = "memory" if not work.flops else "attention" if "attention" in work.name else "matmul"
         if self.device.measured:
             return category, self._measured(category, measured_rates.work_seconds(self.device.measured, work))
-        start = self._seconds("host", KERNEL)
+        start = self._seconds("host", published.KERNEL)
         memory = (work.read + work.written) / (self.device.memory_bandwidth * self._memory())
         if category == "memory":
             return category, max(memory, start)
@@ -309,9 +308,9 @@ class CostModel:
         of_fp8 = self.efficiency.matmul_fp8 if work.dtype == "fp8" else None
         share = self._rate("matmul", of_fp8 or self.efficiency.matmul)
         if "grouped" in work.name and work.dtype == "bf16":
-            share *= self._rate("matmul", GROUPED_MATMUL)
+            share *= self._rate("matmul", published.GROUPED_MATMUL)
         peak = getattr(self.device, work.dtype) or self.device.bf16
-        waves = times * math.ceil(m / TILE) * math.ceil(n / TILE) / self.efficiency.multiprocessors
+        waves = times * math.ceil(m / published.TILE) * math.ceil(n / published.TILE) / self.efficiency.multiprocessors
         full = waves / math.ceil(waves)
         writing = work.written / (self.device.memory_bandwidth * self._memory())
         return work.flops / (peak * share * full) + writing
@@ -339,14 +338,14 @@ class CostModel:
         of_reduce = efficiency.interconnect_reduce if name == "all_reduce" else None
         share = self._rate("interconnect", of_reduce or efficiency.interconnect)
         interconnect = self.device.interconnect_bandwidth * share
-        network = self.device.network_bandwidth * self._rate("network", NETWORK)
-        network *= self._rate("network", NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
+        network = self.device.network_bandwidth * self._rate("network", published.NETWORK)
+        network *= self._rate("network", published.NETWORK_PER_DOUBLING) ** max(doublings - 2, 0.0)
         latency = self._seconds("interconnect", efficiency.latency)
-        latency += self._seconds("network", NETWORK_LATENCY) * doublings
+        latency += self._seconds("network", published.NETWORK_LATENCY) * doublings
         bandwidth = interconnect if nodes == 1 else min(interconnect, network * max(n // nodes, 1))
         if name == "send":  # one rank has one network adapter
             group = "interconnect" if nodes == 1 else "network"
-            return self._seconds(group, MESSAGE_LATENCY) + size / (interconnect if nodes == 1 else network)
+            return self._seconds(group, published.MESSAGE_LATENCY) + size / (interconnect if nodes == 1 else network)
         if name == "all_to_all":  # nothing is forwarded: what goes to other nodes takes each rank's own adapter
             remote = (n - n // nodes) / n if nodes > 1 else 0.0
             return latency + max(size * (n - 1) / n / interconnect, size * remote / network)

@@ -25,7 +25,7 @@ from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
 from titanlite.tools.plan.find_device import find_device
 from titanlite.tools.plan.fused_norm import fused_norm
-from titanlite.tools.plan.fusion import fuse, save_less
+from titanlite.tools.plan.fusion import fuse, overlap, save_less
 from titanlite.tools.plan.memory_timeline import Bytes
 from titanlite.tools.plan.op_trace import BUFFER, Allocation, HostWait, OpTrace, Segment, Work, fake_world, recording
 from titanlite.tools.plan.segments import KINDS, FoldedStage, Pass, Phases, fold_layers, name_kinds, phases_of
@@ -144,6 +144,8 @@ def dry_run(
         trace.mark("end")
     vocabulary = config.model.vocab_size
     name_kinds(trace.segments, logits=(vocabulary, vocabulary // parallelism.tensor_parallel_degree))
+    if parallelism.enable_async_tensor_parallel:
+        overlap(trace.segments, {group: len(ranks) for group, (axis, ranks) in axes.items() if axis == "tp"})
     _fuse_compiled(trace.segments, fused)
     return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
 

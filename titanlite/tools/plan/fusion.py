@@ -6,7 +6,7 @@ This is a model of inductor, not a run of it: all pointwise operators between tw
 collectives count as one fused kernel.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from titanlite.tools.plan.op_trace import Allocation, Communication, Dispatch, Event, HostWait, Memory, Segment, Work
 
@@ -67,7 +67,7 @@ def fuse(segments: Sequence[list[Event]]) -> list[list[Event]]:
                     own = {allocation for allocation in outputs if writer[allocation] == number}
                     fused[-1] += [Dispatch(1, 0), _kernel(members[number], own, internal)]
             elif isinstance(event, (Work, Communication)):
-                fused[-1] += [Dispatch(1, 0), event]
+                fused[-1] += [Dispatch(event.kernels, 0), event]
             elif isinstance(event, HostWait) or (isinstance(event, Memory) and event.allocation not in internal):
                 fused[-1].append(event)
     return fused
@@ -83,6 +83,31 @@ def _kernel(group: list[Work], own: set[Allocation], internal: set[Allocation]) 
             written[allocation] = max(written.get(allocation, 0), min(work.written, allocation.largest))
     sizes = {"read": sum(read.values()), "written": sum(written.values())}
     return group[0]._replace(inputs=tuple(read), outputs=tuple(written), **sizes)
+
+
+def overlap(segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
+    """Mark what async TP overlaps in compiled blocks, in place (torch._inductor.fx_passes.micro_pipeline_tp, read in
+    2.13). `groups`: the number of ranks of each tensor-parallel group."""
+    for events in (segment.events for segment in segments if segment.mark[0] in ("layer F", "layer B")):
+        works, split = [event for event in events if isinstance(event, Work)], dict[int, Work]()
+        for index, event in enumerate(events):
+            if isinstance(event, Communication) and (n := groups.get(event.group, 1)) > 1:
+                found = {id(work): work._replace(kernels=n) for work in _overlapping(event, works)}
+                # Each chunk has a copy and two barriers.
+                events[index] = event._replace(products=tuple(found.values()), kernels=3 * n if found else 1)
+                split |= found
+        events[:] = [split.get(id(event), event) for event in events]
+
+
+def _overlapping(event: Communication, works: list[Work]) -> list[Work]:
+    """Return the products of what is gathered and weights, or the one whose result is reduced and not read besides. Not
+    one with a bias, nor one behind a cast to float8 or a sum with other products."""
+    if event.name == "all_gather":
+        gathered = [work for work in works if work.name == "aten.mm" and work.inputs[0] in event.outputs]
+        return [work for work in gathered if work.inputs[1].kind in ("parameters", "gathered")]
+    users = [work for work in works if not {*work.inputs, *work.outputs}.isdisjoint(event.inputs)]
+    is_product = [work.name for work in users] in (["aten.mm"], ["aten._scaled_mm"])
+    return users if event.name == "reduce_scatter" and is_product else []
 
 
 class _Life:

@@ -86,7 +86,8 @@ def memory_to_spare(plan: Plan) -> list[str]:
     of_batch = peak.total - sum(map(peak.bytes.get, STATES)) - peak.bytes["gathered"]
     is_one = training.local_batch_size == 1 and config.gradient_accumulation_steps % 2 == 0 and not plan.spans
     busy = ("matmul", "attention", "memory", "host", "optimizer", "communication: tp")
-    exposed = (plan.cost.elapsed - sum(plan.cost.seconds[name] for name in busy)) / plan.step_seconds
+    seconds = plan.cost.seconds
+    exposed = (plan.cost.elapsed + seconds["overlapped"] - sum(seconds[name] for name in busy)) / plan.step_seconds
     batch = f"{exposed:.0%} of the step is communication that more tokens would overlap, and two sequences fit: "
     offloaded, section = sum(worst.offloaded.values()), "training" if training.enable_cpu_offload else "optimizer"
     checkpoint = f"saving all activations takes at most {saved / GIB:.1f} GiB more, which is there: "

@@ -46,12 +46,7 @@ def create_states(optimizer: Muon) -> None:
 
 
 def record_step(
-    trace: OpTrace,
-    optimizer: Muon,
-    *,
-    shapes: Sequence[tuple[int, ...]],
-    group: dist.ProcessGroup,
-    local_experts: bool,
+    trace: OpTrace, optimizer: Muon, *, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, local_experts: bool
 ) -> None:
     """Step the AdamW of the other weights, and record what Muon does.
 

@@ -69,6 +69,7 @@ class Work(NamedTuple):
         read, written: bytes of its inputs and outputs.
         sizes: of a matrix multiplication, how many there are, m, n and k of [m, k] x [k, n]; of attention, the number
             of queries and of keys in a sequence, and head_dim.
+        kernels: how many there are: into how many of fewer rows a matrix multiplication is split.
     """
 
     name: str
@@ -79,6 +80,14 @@ class Work(NamedTuple):
     inputs: tuple[Allocation, ...]
     outputs: tuple[Allocation, ...]
     sizes: tuple[int, ...] = ()
+    kernels: int = 1
+
+    def of_rows(self, share: float) -> "Work":
+        """Return the multiplication of a share of the rows of [m, k]."""
+        times, m, n, k = self.sizes
+        read, sizes = self.read * (m * share + n) / (m + n), (times, math.ceil(m * share), n, k)
+        amounts = {"flops": round(self.flops * share), "read": round(read), "written": round(self.written * share)}
+        return self._replace(kernels=1, sizes=sizes, **amounts)
 
 
 class Dispatch(NamedTuple):
@@ -92,12 +101,15 @@ class Dispatch(NamedTuple):
 class Communication(NamedTuple):
     """A collective in the named process group, or a message. The size is the bytes of the full tensor that is gathered,
     reduced or sent; of an all-to-all, what a rank sends or what it receives, whichever is more. `outputs` is what it
-    writes."""
+    writes, `inputs` what it reads; `products` are the matrix multiplications that it overlaps with."""
 
     name: str
     group: str
     size: int
     outputs: tuple[Allocation, ...] = ()
+    inputs: tuple[Allocation, ...] = ()
+    products: tuple[Work, ...] = ()
+    kernels: int = 1
 
 
 class HostWait(NamedTuple):
@@ -198,12 +210,14 @@ class OpTrace(TorchDispatchMode):
         self._operators += 1
         written_to = self._allocations(name, outputs)
         sizes = (sum(map(_n_bytes, tensors)) for tensors in (inputs, outputs))
-        read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
-        self.record(Work(name, 0, "", *sizes, read_from, tuple(written_to)))
+        self.record(Work(name, 0, "", *sizes, self._known(inputs), tuple(written_to)))
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of a plain tensor; None if it was allocated outside the trace."""
         return self.live.get(tensor.untyped_storage()._cdata)
+
+    def _known(self, tensors: list[Tensor]) -> tuple[Allocation, ...]:
+        return tuple(allocation for x in tensors if (allocation := self.allocation_of(x)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -234,7 +248,7 @@ class OpTrace(TorchDispatchMode):
             else:
                 tensors = tree_iter(out if index is None else args[index])
                 size = sum(_n_bytes(x) for x in tensors if isinstance(x, Tensor))
-            self.record(Communication(collective, _group_of(args), size, tuple(written_to)))
+            self.record(Communication(collective, _group_of(args), size, tuple(written_to), self._known(inputs)))
             return
         if name == COPY_IN:  # returns the shard's part of the buffer, and the buffer
             inputs, outputs = list(args[0]), outputs[:1]
@@ -250,8 +264,7 @@ class OpTrace(TorchDispatchMode):
         overwritten = {id(x) for x in changed if name in COPIES or x is kwargs.get("out")}
         read = sum(_n_bytes(x) for x in inputs if id(x) not in overwritten)
         written = sum(map(_n_bytes, outputs or changed))
-        read_from = tuple(allocation for x in inputs if (allocation := self.allocation_of(x)))
-        self.record(Work(name, flops, dtype, read, written, read_from, tuple(written_to), sizes))
+        self.record(Work(name, flops, dtype, read, written, self._known(inputs), tuple(written_to), sizes))
 
     def _allocations(self, name: str, tensors: list[Tensor]) -> list[Allocation]:
         """Return the allocations of some tensors, and record those that are new."""

@@ -13,6 +13,7 @@ import torch
 
 from titanlite import build
 from titanlite.config import Config, Launch, check
+from titanlite.config.keys import ASYNC_TENSOR
 from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA, quantity
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
@@ -56,7 +57,7 @@ def resolve(loaded: LoadedConfig[Config], world_size: int | None = None) -> tupl
     except ConfigError as error:
         note = "" if world_size else assumption(loaded.config, world)
         raise ConfigError([f"{problem}; {note}" if note else problem for problem in error.problems]) from None
-    _check_products(config, device)
+    _check_device(config, device, min(world, per_node))
     if config.fault_tolerance.enable:  # of one replica group
         size = config.training.global_batch_size // config.fault_tolerance.n_groups
         config = config.replace(training__global_batch_size=size, fault_tolerance__group_size=1)
@@ -111,6 +112,8 @@ def make_plan(
     if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
     sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
+    of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
+    overhead |= {"symmetric memory": 2 * max(of_tp) // parallelism.tensor_parallel_degree} if of_tp else {}
     return Plan(
         config=config,
         device=device,
@@ -130,8 +133,10 @@ def make_plan(
     )
 
 
-def _check_products(config: Config, device: devices.Device) -> None:
-    float8 = config.float8
+def _check_device(config: Config, device: devices.Device, per_node: int) -> None:
+    float8, degree = config.float8, config.parallelism.tensor_parallel_degree
+    if config.parallelism.enable_async_tensor_parallel and per_node % degree:
+        raise ConfigError([f"{ASYNC_TENSOR} = true: {degree} ranks on several nodes share no memory; set false"])
     if config.int8.enable:
         raise ConfigError(["int8.enable = true: the plan has no rates of INT8 products; set false"])
     if float8.enable and float8.recipe == "mxfp8" and not float8.emulate and device.architecture != "blackwell":
@@ -164,7 +169,6 @@ def config_for_dry_run(config: Config) -> Config:
         training__enable_cpu_offload=False,
         optimizer__enable_cpu_offload=False,
         compile__enable=False,
-        parallelism__enable_async_tensor_parallel=False,
     )
 
 

@@ -53,6 +53,8 @@ def report(plan: Plan, file: str) -> Group:
         Text(budget_line(plan)),
         *([Text(checkpoint_line(plan))] if plan.config.checkpoint.enable else []),
     ]
+    if plan.cost.seconds["overlapped"]:
+        parts.append(Text("async TP: collectives overlap in chunks, as read in torch 2.13; no GPU has run it"))
     if plan.config.training.document_mask:
         parts.append(Text("documents are planned as long as their sequences: attention over shorter ones is faster"))
     if plan.config.fault_tolerance.enable:

@@ -153,4 +153,4 @@ def _unfold(phase: list[Segment], folded: FoldedStage) -> list[Segment]:
 
 def is_layer(segment: Segment) -> bool:
     """Return whether a segment is of a block."""
-    return segment.mark[0] in FORWARD_MARKS + BACKWARD_MARKS
+    return segment.mark[0] in (*FORWARD_MARKS, *BACKWARD_MARKS)
