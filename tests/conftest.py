@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from tests.data_helpers import Assets, built_in_texts
+from tests.helpers.data import Assets, built_in_texts
 from titanlite.launch.process import forkserver
 from titanlite.tools.parity.process_pool import ProcessPool, RankDied
 
@@ -69,7 +69,7 @@ class RankPools:
         if pool and not pool.broken and pool.calls >= MAX_CALLS_PER_POOL:
             pool.close()
         if not pool or pool.broken:
-            forkserver("tests.preloaded")
+            forkserver("tests.helpers.preloaded")
             seconds = self.timeout_seconds or (60 if world_size <= 4 else 900)
             self.pools[world_size] = ProcessPool(world_size, timeout_seconds=seconds)
         return self.pools[world_size]

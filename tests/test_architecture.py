@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "titanlite").rglob("*.py"), ROOT / "train.py"])
 SEE_THE_FULL_CONFIG = (
-    *("train.py", "build.py", "launcher.py", "metrics/summary.py", "config/"),
+    *("train.py", "build.py", "launch/launcher.py", "metrics/summary.py", "config/"),
     *(
         "tools/plan/",
         "tools/advise/",
@@ -41,7 +41,7 @@ HEART = (
 # rank of tensor and pipeline parallel imports, with compiled blocks, float8 and asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_THE_HEART, LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 3571, 11_560, 30_135
-DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 130, 12
+DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 130, 11
 
 
 def relative(path: Path) -> str:

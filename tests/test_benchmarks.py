@@ -34,10 +34,13 @@ from titanlite.data.open import build_tokenizer
 from titanlite.optimizer import lr_factor
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = sorted(BENCHMARKS.glob("*.py"))
+BENCHMARKS, VERIFICATION = ROOT / "benchmarks", ROOT / "verification"
+FOLDERS = ("benchmarks", "benchmarks/*", "verification", "docs/build")
+SCRIPTS = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.py")) if path.name != "__init__.py"]
 LOGS = sorted((BENCHMARKS / "logs").iterdir())
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), BENCHMARKS / "NOTEBOOK.md"]
+TABLES = [BENCHMARKS / "README.md", VERIFICATION / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [BENCHMARKS / "NOTEBOOK.md", *TABLES]
 FILES = {"debug.toml", "metrics.jsonl", "plan.md"}  # that look like options
 TORCHTITAN = {"torchtitan_cpu": "0.2.2", "torchtitan_recorded": "0.2.2", "torchtitan_sft": "0.3.0"}
 """Scripts that run in torchtitan's environment."""
@@ -46,8 +49,7 @@ ONLY_IN_TORCHTITAN = {"job.config_file", "metrics.disable_color_printing"}
 
 @pytest.fixture
 def load_script(monkeypatch):
-    """Import a script of benchmarks/ under a name of its own, with its folder on the path as when it runs."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    """Import a script under a name of its own."""
 
     def load(path: Path) -> types.ModuleType:
         if version := TORCHTITAN.get(path.stem):
@@ -141,9 +143,17 @@ def test_benchmark_prints_its_help(path, load_script, capsys, monkeypatch):
 
 
 def missing_files(text: str) -> set[str]:
-    """Return the scripts, configs and logs of benchmarks/ that a text names and that do not exist."""
-    names = re.findall(r"benchmarks/(?:logs/)?\w+\.(?:py|toml|log)", text)
-    return {name for name in names if not (ROOT / name).is_file()}
+    """Return the scripts, configs and logs that a text names, by their paths or as modules, and that do not exist."""
+    names = re.findall(r"(?<![\w/])(?:benchmarks|verification|docs/build)/(?:\w+/)*\w+\.(?:py|toml|log)", text)
+    modules = re.findall(r"-m\s+((?:benchmarks|verification|docs\.build|tests)(?:\.[a-z]\w*)+)", text)
+    missing = {name for name in names if not any((folder / name).is_file() for folder in (ROOT, ROOT / "tests"))}
+    return missing | {name for name in modules if not is_program(name)}
+
+
+def is_program(module: str) -> bool:
+    """Return whether `python -m MODULE` runs a file of the repository."""
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
@@ -159,12 +169,29 @@ def test_each_log_is_quoted_by_a_page(log):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_each_script_is_named_by_a_page_or_used_by_a_script(path):
     used = any(path.stem in other.read_text() for other in SCRIPTS if other != path)
-    named = re.compile(rf"(?:benchmarks/|\]\(){path.name}\b")  # from a page, or from one beside it
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    named = re.compile(rf"(?:[/(]{re.escape(path.name)}|{re.escape(module)})\b")
     assert used or any(named.search(page.read_text()) for page in PAGES)
 
 
+def rows_of_table(page: Path) -> set[str]:
+    """Return what the rows of a page's tables link to in their first cell."""
+    return set(re.findall(r"^\| \[[\w ]+\]\(([\w/.]+)\) \|", page.read_text(), re.MULTILINE))
+
+
+def test_the_table_of_benchmarks_has_every_script_that_runs():
+    runs = [path for path in SCRIPTS if path.is_relative_to(BENCHMARKS) and "__main__" in path.read_text()]
+    assert rows_of_table(BENCHMARKS / "README.md") == {path.relative_to(BENCHMARKS).as_posix() for path in runs}
+
+
+def test_the_table_of_verification_has_every_campaign():
+    folders = {f"{path.name}/" for path in VERIFICATION.iterdir() if path.is_dir() and list(path.glob("*.py"))}
+    scripts = {path.name for path in SCRIPTS if path.parent == VERIFICATION}
+    assert rows_of_table(VERIFICATION / "README.md") == folders | scripts
+
+
 def test_these_checks_can_fail(load_script):
-    names = vars(load_script(BENCHMARKS / "wide_run.py"))
+    names = vars(load_script(ROOT / "verification" / "wide_run.py"))
     assert [*unknown_names_and_arguments("mesh.no_such_function()", names)]
     assert [*unknown_names_and_arguments("mesh.build_layout(parallelism, device, no_such_argument=1)", names)]
     assert [*unknown_names_and_arguments("mesh.build_layout()", names)]
@@ -173,13 +200,15 @@ def test_these_checks_can_fail(load_script):
     assert [*unknown_options('["--model.no_such_option=2"]')] == ["model.no_such_option"]
     assert not [*unknown_options('["--training.seq_len=2", "torch.float32"]')]
     assert missing_files("see benchmarks/logs/no_such.log") == {"benchmarks/logs/no_such.log"}
+    assert missing_files("run `python -m\nbenchmarks.speed.no_such`") == {"benchmarks.speed.no_such"}
+    assert not missing_files("run `python -m verification.chaos` and `python -m benchmarks.speed.startup_time`")
 
 
 # Two checkouts compared -----------------------------------------------------------------------------------------------
 
 
 def test_runs_of_two_checkouts_have_valid_options(tmp_path, load_script, monkeypatch):
-    script = load_script(BENCHMARKS / "same_numbers.py")
+    script = load_script(ROOT / "verification" / "same_numbers.py")
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:1")
     config = tmp_path / "config.toml"
     config.write_text("")
@@ -192,7 +221,7 @@ def test_runs_of_two_checkouts_have_valid_options(tmp_path, load_script, monkeyp
 
 
 def test_differences_of_two_checkouts_are_all_found(load_script):
-    differences = load_script(BENCHMARKS / "same_numbers.py").differences
+    differences = load_script(ROOT / "verification" / "same_numbers.py").differences
     nan, tensor = float("nan"), ("torch.float32", (1,), b"abcd")
     old = {"loss": nan, "w": tensor, "rank 0": [["send", 1], ["recv", 0]], "rank 1": Counter(item=2), "lr": 0.0}
     assert not differences(old, {**old, "loss": float("nan"), "rank 1": Counter(tolist=2)})
@@ -207,12 +236,12 @@ def test_differences_of_two_checkouts_are_all_found(load_script):
 
 @pytest.fixture
 def figure(load_script) -> types.ModuleType:
-    return load_script(BENCHMARKS / "layout_distance_figure.py")
+    return load_script(ROOT / "docs" / "build" / "layout_distance_figure.py")
 
 
 @pytest.fixture
 def layout_distance(load_script) -> types.ModuleType:
-    return load_script(BENCHMARKS / "layout_distance.py")
+    return load_script(ROOT / "verification" / "layout_distance.py")
 
 
 def test_runs_of_layout_distance_have_valid_options(layout_distance):
@@ -295,12 +324,12 @@ QUICK_STEPS = ("environment", "rates", "debug-compiled", "recorded-step", "trace
 
 @pytest.fixture
 def gpu_session(load_script) -> types.ModuleType:
-    return load_script(BENCHMARKS / "gpu_session.py")
+    return load_script(BENCHMARKS / "gpu" / "gpu_session.py")
 
 
 def dry_run(out: Path, *arguments: str) -> str:
     """Run gpu_session.py on a CPU and return what it prints."""
-    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), "--dry-run", f"--out={out}", *arguments]
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "gpu_session.py"), "--dry-run", f"--out={out}", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
@@ -564,12 +593,12 @@ def test_a_gpu_session_runs_every_gpu_test_once(gpu_session):
 
 @pytest.fixture
 def curves(load_script) -> types.ModuleType:
-    return load_script(BENCHMARKS / "published_curves.py")
+    return load_script(BENCHMARKS / "others" / "published_curves.py")
 
 
 @pytest.fixture
 def published_sft(load_script) -> types.ModuleType:
-    return load_script(BENCHMARKS / "published_sft.py")
+    return load_script(BENCHMARKS / "others" / "published_sft.py")
 
 
 TEXT = "First Citizen:\nWe know't, we know't.\n\n" * 40
@@ -599,7 +628,7 @@ def test_published_models_have_the_published_number_of_parameters(curves, tmp_pa
 
     def loaded(name: str, options: dict[str, Any]) -> LoadedConfig[Config]:
         arguments = [f"--{key}={value}" for key, value in (curves.prepare(TEXT, tmp_path) | options).items()]
-        return load([str(BENCHMARKS / name), *arguments])
+        return load([str(BENCHMARKS / "others" / name), *arguments])
 
     for options in curves.RUNS.values():
         check(loaded("published_nanogpt.toml", options), Launch(0, 0, 1, 1, n_devices=0))
@@ -676,7 +705,7 @@ def test_a_gpu_session_without_the_text_says_so(tmp_path, gpu_session):
 def test_a_published_curve_is_trained_and_printed(curves, tmp_path, capsys):
     options = curves.prepare(TEXT, tmp_path) | {"training.steps": 20, "validation.freq": 20}
     rows = curves.train(
-        BENCHMARKS / "published_nanogpt.toml", options | {"lr_scheduler.warmup_steps": 2}, tmp_path / "run"
+        BENCHMARKS / "others" / "published_nanogpt.toml", options | {"lr_scheduler.warmup_steps": 2}, tmp_path / "run"
     )
     curves.report("a run", rows)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.cases import Case, cases
+from tests.helpers.cases import Case, cases
 
 pytest_plugins = ["pytester"]
 
 FILE = """
 import pytest
-from tests.cases import Case, cases
+from tests.helpers.cases import Case, cases
 
 @cases("name", {"field": Case({}, always=True), "no": Case({}, always=False), "plain": {}, "list": {}}, always=["list"])
 def test_of_a_table(name):

@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md"))]
+PAGES = [README, *DOCS, *sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "verification" / "README.md"]
 PROSE_COLUMNS, README_LINES = 100, 200
 MOST_PAGES, MOST_LINES = 22, 4820
 """Of pages in docs/ that are written by hand. Commands write docs/reference/, docs/testing.md and docs/families.md."""
@@ -144,7 +144,7 @@ def test_an_unknown_option_is_found(text: str):
 
 @functools.cache
 def repository_files() -> list[str]:
-    folders = ("titanlite", "tests", "benchmarks", "configs", "docs", "examples")
+    folders = ("titanlite", "tests", "verification", "benchmarks", "configs", "docs", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
     return [path.relative_to(ROOT).as_posix() for path in files if path.is_file()]
 
@@ -167,7 +167,7 @@ def unknown_files(text: str) -> list[str]:
         if not is_known and not any(file == name or file.endswith(f"/{name}") for file in files):
             unknown.append(name)
     for name in SHIPPED.findall(text):
-        is_shipped = f"configs/{name}.toml" in files
+        is_shipped = {f"configs/{name}.toml", f"configs/reference/{name}.toml"}.intersection(files)
         if "." not in name and not name.isupper() and not is_shipped:
             unknown.append(name)
     return unknown
@@ -240,13 +240,13 @@ def test_pages_and_lines_by_hand_are_counted():
 @pytest.fixture(scope="module")
 def written() -> types.ModuleType:
     """Return the script that writes parts of pages. It imports the tables of many tests, which takes seconds."""
-    from tests import pages
+    from docs.build import pages
 
     return pages
 
 
 def test_the_reading_order_is_that_of_the_code(written):
-    assert README.read_text() == written.readme(README.read_text()), "run `python -m tests.pages`"
+    assert README.read_text() == written.readme(README.read_text()), "run `python -m docs.build.pages`"
 
 
 def test_a_wrong_reading_order_is_found(written):
@@ -258,14 +258,14 @@ def test_a_wrong_reading_order_is_found(written):
 @pytest.mark.parametrize("name", ["commands", "support"])
 def test_a_page_that_a_command_writes_is_up_to_date(written, name):
     page = (ROOT / "docs" / "reference" / f"{name}.md").read_text()
-    assert page == getattr(written, f"{name}_page")(), "run `python -m tests.pages`"
+    assert page == getattr(written, f"{name}_page")(), "run `python -m docs.build.pages`"
 
 
 def test_the_page_of_how_titanlite_is_tested_is_up_to_date():
-    from tests import families_page, testing_page
+    from docs.build import families_page, testing_page
 
-    assert testing_page.PAGE.read_text() == testing_page.page(), "run `python -m tests.testing_page`"
-    assert families_page.PAGE.read_text() == families_page.page(), "run `python -m tests.families_page`"
+    assert testing_page.PAGE.read_text() == testing_page.page(), "run `python -m docs.build.testing_page`"
+    assert families_page.PAGE.read_text() == families_page.page(), "run `python -m docs.build.families_page`"
 
 
 # The site
@@ -309,6 +309,7 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path):
     done = build_site(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".py", ".pyc") or path.name == "build"]
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', page.read_text())
         loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="([^"]+)"', page.read_text())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cases import Case, cases
-from tests.hf_helpers import DEEPSEEK as OF_DEEPSEEK
-from tests.hf_helpers import V2 as OF_V2
-from tests.hf_helpers import draw_biases, released, theirs, weights
+from tests.helpers.cases import Case, cases
+from tests.helpers.hf import DEEPSEEK as OF_DEEPSEEK
+from tests.helpers.hf import V2 as OF_V2
+from tests.helpers.hf import draw_biases, released, theirs, weights
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,
@@ -36,7 +36,7 @@ from tests.parallel.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
 from tests.parallel.test_parity import STEPS, compare, resolve
 from tests.test_model import SMALL, TOLERANCE, build, draw_tokens, gradients, on_meta, relative, section
 from titanlite.build import optimizer_for
-from titanlite.config.hf_config import hf_config
+from titanlite.config.hf.config_json import hf_config
 from titanlite.config.schema import Model
 from titanlite.hf.names import named_weights
 from titanlite.init import init_weights

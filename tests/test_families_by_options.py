@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.cases import cases
-from tests.hf_helpers import CPU, draw_biases, draw_weights, empty_model, theirs, weights
+from tests.helpers.cases import cases
+from tests.helpers.hf import CPU, draw_biases, draw_weights, empty_model, theirs, weights
 from tests.parallel import test_parity
 from tests.parallel.test_layouts import CP, DOCUMENTS, PP, SHARD, TP, USP, schedule, with_batches, world_size
 from tests.parallel.test_layouts import TOLERANCE as LAYOUT_TOLERANCE
 from tests.test_families import compare_with_hf
 from tests.test_model import SMALL, build, draw_tokens, section
 from titanlite import config
-from titanlite.config.hf_config import hf_config, model_options
+from titanlite.config.hf.config_json import hf_config, model_options
 from titanlite.config.loader import tomllib
 from titanlite.config.schema import Model
 from titanlite.hf.export import export

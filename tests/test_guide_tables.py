@@ -1,14 +1,10 @@
 """The tables of docs/memory_tables.md and docs/scaling.md are those of their log. Nightly, cases are planned again."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import guide_numbers
-import guide_plans
-import guide_tables
+from docs.build import guide_numbers, guide_plans, guide_tables
 
 LOG = guide_plans.read_log()
 CASES = guide_plans.all_cases()
@@ -26,7 +22,7 @@ PLANNED_AGAIN = (
 
 @pytest.mark.parametrize("path", guide_tables.TABLES, ids=lambda path: path.name)
 def test_the_pages_have_the_tables_of_the_log(path: Path):
-    assert path.read_text() == guide_tables.page(path, LOG), "run `python benchmarks/guide_tables.py`"
+    assert path.read_text() == guide_tables.page(path, LOG), "run `python -m docs.build.guide_tables`"
 
 
 def test_the_log_has_the_cases():
@@ -89,7 +85,7 @@ def test_what_the_page_says_of_communication(mode: str, dtype: str, ratio: float
 @pytest.mark.nightly
 def test_the_figure_is_drawn_from_the_log(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    import guide_figure
+    from docs.build import guide_figure
 
     guide_figure.draw(LOG, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

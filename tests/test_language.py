@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("titanlite", "tests", "benchmarks", "configs", "docs", "examples")
+FOLDERS = ("titanlite", "tests", "verification", "benchmarks", "configs", "docs", "examples")
 ENDINGS = (".py", ".md", ".toml", ".sh", ".yml", ".yaml")
 # This file lists the retired words, and the change log must name the old ones.
 EXEMPT = ("tests/test_language.py", "CHANGELOG.md")
@@ -69,8 +69,8 @@ TERMS = {
     "out of memory": "titanlite/metrics/profiling.py",
     "memory snapshot": "titanlite/metrics/profiling.py",
     "Chrome trace": "titanlite/metrics/profiling.py",
-    "multi-node": "titanlite/launcher.py",
-    "torchrun": "titanlite/launcher.py",
+    "multi-node": "titanlite/launch/launcher.py",
+    "torchrun": "titanlite/launch/launcher.py",
     "SLURM": "slurm.sh",
     "HSDP": "titanlite/parallel/fsdp.py",
     "FSDP2": "titanlite/parallel/fsdp.py",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from tests.checkpoint_helpers import change_state
-from tests.data_helpers import built_in_texts
+from tests.helpers.checkpoint import change_state
+from tests.helpers.data import built_in_texts
 from tests.test_train import COMPUTED, LOSS, Runs, folder, read_metrics, runs  # noqa: F401
 from titanlite import build, config
 from titanlite.checkpoint.folder import complete_steps

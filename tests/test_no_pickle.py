@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.data_helpers import Code, rejection
-from tests.fuzz.targets import TARGETS
-from tests.fuzz.test_fuzz import outcome
+from tests.helpers.data import Code, rejection
 from tests.test_architecture import SOURCES, relative
+from tests.verification.test_fuzz import outcome
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.worker import Worker, named
+from verification.fuzz.targets import TARGETS
 
 # The sources ---------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from tests.cases import cases
-from tests.data_helpers import some_texts, write
+from tests.helpers.cases import cases
+from tests.helpers.data import some_texts, write
 from tests.parallel.test_parity import resolve
 from tests.test_train import computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import build

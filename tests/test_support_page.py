@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import pages
+from docs.build import pages
 from tests.parallel import test_layouts, test_parity
 
 ROOT = Path(__file__).parents[1]

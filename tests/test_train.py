@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.cases import cases
-from tests.checkpoint_helpers import assert_skipped, change_state, flip
-from tests.launches import finish
+from tests.helpers.cases import cases
+from tests.helpers.checkpoint import assert_skipped, change_state, flip
+from tests.helpers.launches import finish
 from tests.parallel.test_step_costs import no_value_is_read
 from tests.test_architecture import LINES_OF_A_DEBUG_RUN, LINES_OF_A_RANK_OF_MANY_TECHNIQUES
 from titanlite import build, config, step_guard, train, train_step

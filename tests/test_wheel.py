@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_package_page_and_config_is_in_the_wheel(site: Path):
     files = [path for suffix in (".py", ".html") for path in (ROOT / "titanlite").rglob(f"*{suffix}")]
     expected = {path.relative_to(ROOT) for path in files}
-    expected |= {"titanlite" / path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.toml")}
+    expected |= {"titanlite" / path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml")}
     suffixes = (".py", ".html", ".toml")
     inside = {path.relative_to(site) for path in (site / "titanlite").rglob("*") if path.suffix in suffixes}
     assert inside == expected
@@ -52,6 +52,12 @@ def test_titanlite_train_debug_outside_the_checkout(site: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "outputs" / "debug" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
+
+
+def test_a_config_to_plan_is_found_by_its_name(site: Path, tmp_path: Path):
+    done = run(site / "bin" / "titanlite", "config", "405b", cwd=tmp_path, PYTHONPATH=str(site))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'flavor = "llama3_405b"' in done.stdout
 
 
 def test_a_name_that_no_config_has_is_one_line(site: Path, tmp_path: Path):

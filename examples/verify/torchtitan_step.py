@@ -3,8 +3,8 @@
     python examples/verify/torchtitan_step.py FOLDER [torchtitan's own options]
     torchrun --nproc-per-node=2 examples/verify/torchtitan_step.py FOLDER --parallelism.tensor_parallel_degree=2
 
-It runs in torchtitan's environment, on a CPU as benchmarks/torchtitan_cpu.py describes. The trainer is torchtitan's
-own: the step is recorded where it clips gradients, before and after.
+It runs in torchtitan's environment, on a CPU as benchmarks/others/torchtitan_cpu.py describes. The trainer is
+torchtitan's own: the step is recorded where it clips gradients, before and after.
 """
 
 # ruff: noqa: E402  (torchtitan reads its arguments when it is imported)
@@ -34,8 +34,10 @@ FOLDER, *options = sys.argv[1:]
 given = {option.partition("=")[0] for option in options}
 sys.argv[1:] = [*(f"--{name}={value}" for name, value in OPTIONS.items() if f"--{name}" not in given), *options]
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import torchtitan_cpu
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.others import torchtitan_cpu  # before torchtitan, which takes the device that it names
+
+# isort: split
 from torchtitan import train
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.distributed import utils

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.checkpoint_helpers import (
+from tests.helpers.checkpoint import (
     FILES,
     change_header,
     change_manifest,
@@ -24,7 +24,7 @@ from tests.checkpoint_helpers import (
     tensors,
     write_checkpoint,
 )
-from tests.data_helpers import Code
+from tests.helpers.data import Code
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import MANIFEST, STATE, FileEntry, Manifest, Stored, build_manifest

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.cases import cases
-from tests.checkpoint_helpers import write_checkpoint
+from tests.helpers.cases import cases
+from tests.helpers.checkpoint import write_checkpoint
 from tests.test_train import computed, error_message, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import optimizer
 from titanlite.checkpoint import checkpointer

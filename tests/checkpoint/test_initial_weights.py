@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import problems
+from tests.helpers.config import problems
+from tests.helpers.hf import build_hf
 from tests.hf.test_hf_round_trip import CONFIG, VOCABULARY
-from tests.hf_helpers import build_hf
 from tests.test_train import run_train
 from titanlite import config
-from titanlite.launcher import ranks_per_node
+from titanlite.launch.launcher import ranks_per_node
 
 NONE = 'or set checkpoint.initial_load_path = "none" to train from initial weights'
 

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.config_helpers import *
-from titanlite import config, launcher
+from tests.helpers.config import *
+from titanlite import config
 from titanlite.config import Launch
-from titanlite.launch import agent
+from titanlite.launch import agent, launcher
 
 # fmt: off
 REJECTED = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import *
+from tests.helpers.config import *
 from titanlite import config
 from titanlite.config.schema import numerics
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import *
+from tests.helpers.config import *
 from titanlite import config
 from titanlite.config import Config
 from titanlite.config.loader import sections_of, tomllib
@@ -439,7 +439,7 @@ def test_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin1").write_bytes(b"# \xe9\n")
     (tmp_path / "run.toml").touch()
-    shipped = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+    shipped = ", ".join(sorted(path.stem for path in (ROOT / "configs").rglob("*.toml")))
     for name, text in {"FOLDER": str(tmp_path), "USAGE": config.USAGE, "SHIPPED": shipped}.items():
         arguments, line = [argument.replace(name, text) for argument in arguments], line.replace(name, text)
     assert problems(lambda: config.load(arguments)) == [line]
@@ -537,14 +537,15 @@ def test_configs_of_an_installed_package(tmp_path: Path):
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "titanlite" / "config", tmp_path / "titanlite" / "config", ignore=ignore)
     shutil.copy(ROOT / "titanlite" / "__init__.py", tmp_path / "titanlite")
-    (tmp_path / "titanlite" / "configs").mkdir()
+    (tmp_path / "titanlite" / "configs" / "reference").mkdir(parents=True)
     (tmp_path / "titanlite" / "configs" / "own.toml").write_text("training.steps = 77")
+    (tmp_path / "titanlite" / "configs" / "reference" / "large.toml").write_text("training.steps = 79")
     (tmp_path / "own.toml").write_text("training.steps = 78")
     code = (
         f"import os; os.chdir({str(tmp_path)!r}); from titanlite import config\n"
-        "print([config.load([name]).config.training.steps for name in ('own', './own.toml')])"
+        "print([config.load([name]).config.training.steps for name in ('own', './own.toml', 'large')])"
     )
-    assert python("-c", code, PYTHONPATH=str(tmp_path)) == (0, "[77, 78]\n", "")
+    assert python("-c", code, PYTHONPATH=str(tmp_path)) == (0, "[77, 78, 79]\n", "")
 
 
 @pytest.mark.parametrize("flavor", SIZES)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
-from titanlite.config.hf_config import hf_config, model_options
-from titanlite.config.hf_families import FAMILIES
-from titanlite.config.hf_values import LARGEST_FILE
+from tests.helpers.config import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
+from titanlite.config.hf.config_json import hf_config, model_options
+from titanlite.config.hf.families import FAMILIES
+from titanlite.config.hf.values import LARGEST_FILE
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
 

@@ -1,18 +1,17 @@
 """Every config for GPUs is planned, fits its device, and is as docs/plan.md says."""
 
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import reference_configs  # noqa: E402
+from docs.build import reference_configs
+from titanlite.config.loader import find_config
+from titanlite.tools.plan.hints import hints
+from titanlite.tools.plan.result import Plan
 
-from titanlite.tools.plan.hints import hints  # noqa: E402
-from titanlite.tools.plan.result import Plan  # noqa: E402
+CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").rglob("*.toml"))
 
 
 def numbers(line: str) -> list[float]:
@@ -43,10 +42,10 @@ def test_the_page_is_true(plans, name):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_with_hints_says_why(plans, name):
     """A config whose plan prints a hint says in a comment why it is as it is."""
-    comments = "\n".join(line for line in (ROOT / "configs" / f"{name}.toml").read_text().splitlines() if "#" in line)
+    comments = "\n".join(line for line in find_config(name).read_text().splitlines() if "#" in line)
     found = hints(plans[name])
     assert ("hint to compile" in comments) == any("compile.enable" in hint for hint in found)
     assert ("hint about few microbatches" in comments) == any("microbatches for" in hint for hint in found)
@@ -54,6 +53,6 @@ def test_a_config_with_hints_says_why(plans, name):
 
 
 def test_every_config_for_gpus_is_on_the_page():
-    others = {path.stem for path in (ROOT / "configs").glob("*.toml")} - set(reference_configs.NAMES)
+    others = set(CONFIGS) - set(reference_configs.NAMES)
     assert all(name.startswith("debug") for name in others), others
     assert list(reference_configs.lines_of_the_page()) == list(reference_configs.NAMES)

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 import torch
 
-from tests.config_helpers import problems
+from tests.helpers.config import problems
 from titanlite import config
 from titanlite.config.schema import Model
 from titanlite.model import rope_table

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data_helpers import BYTES, T, as_lists, built_in_texts, flat, rejection, some_texts, training, write
+from tests.helpers.data import BYTES, T, as_lists, built_in_texts, flat, rejection, some_texts, training, write
 from titanlite import build, config
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Validation

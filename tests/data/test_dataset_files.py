@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data_helpers import rejection, training, write
+from tests.helpers.data import rejection, training, write
 from titanlite.data import files
 from titanlite.data.files import END, Segment, read_rows, segment_of
 

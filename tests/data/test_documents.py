@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.data_helpers import open_stream, rejection, rejections, source, texts_of, write
+from tests.helpers.data import open_stream, rejection, rejections, source, texts_of, write
 from titanlite.config.errors import TrainingError
 from titanlite.data import documents
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data_helpers import (
+from tests.helpers.data import (
     BYTES,
     NO_SPECIAL_TOKENS,
     T,
@@ -23,7 +23,7 @@ from tests.data_helpers import (
     some_texts,
     training,
 )
-from tests.launches import wait_until
+from tests.helpers.launches import wait_until
 from titanlite.config.schema import Validation
 from titanlite.data import loader as loader_module
 from titanlite.data import packing

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data_helpers import (
+from tests.helpers.data import (
     BYTES,
     NO_SPECIAL_TOKENS,
     T,

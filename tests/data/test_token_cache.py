@@ -21,9 +21,9 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from tests.cases import cases
-from tests.data_helpers import BYTES, Code, flat, rejection, some_texts, source, write
-from tests.launches import wait_until
+from tests.helpers.cases import cases
+from tests.helpers.data import BYTES, Code, flat, rejection, some_texts, source, write
+from tests.helpers.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.data import cache_builder, shard_builder, shard_files, token_cache, token_shards

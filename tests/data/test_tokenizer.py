@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data_helpers import BYTES, built_in_texts, flat, open_stream, rejection, source, write
+from tests.helpers.data import BYTES, built_in_texts, flat, open_stream, rejection, source, write
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_cache

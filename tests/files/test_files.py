@@ -12,11 +12,11 @@ import pyarrow.lib
 import pytest
 from pydantic import Field, ValidationError
 
-from tests.data_helpers import source
+from tests.helpers.data import source
 from titanlite import config
 from titanlite.checkpoint.manifest import read_json
 from titanlite.config.errors import TrainingError
-from titanlite.config.hf_values import read_json_object
+from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import read_file
 from titanlite.data.documents import open_dataset, read_documents

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import cases
-from tests.checkpoint_helpers import write_checkpoint
 from tests.config.test_hf_config import KIMI_K2, READ
-from tests.config_helpers import problems
+from tests.helpers.cases import cases
+from tests.helpers.checkpoint import write_checkpoint
+from tests.helpers.config import problems
+from tests.helpers.hf import FAMILIES, build_hf, empty_model
 from tests.hf.test_hf_export import command, from_pretrained
-from tests.hf_helpers import FAMILIES, build_hf, empty_model
 from titanlite.checkpoint.export import export_last_step
-from titanlite.config.hf_config import model_options
-from titanlite.config.hf_deepseek import yarn_magnitude
+from titanlite.config.hf.config_json import model_options
+from titanlite.config.hf.deepseek import yarn_magnitude
 from titanlite.config.schema import Model
 from titanlite.hf.config_files import config_files
 from titanlite.hf.load import load_hf_weights

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.cases import Case, cases
-from tests.checkpoint_helpers import write_checkpoint
-from tests.hf_helpers import (
+from tests.helpers.cases import Case, cases
+from tests.helpers.checkpoint import write_checkpoint
+from tests.helpers.hf import (
     CORRECTION,
     CPU,
     FAMILIES,

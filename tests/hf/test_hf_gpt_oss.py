@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.cases import cases
-from tests.hf_helpers import (
+from tests.helpers.cases import cases
+from tests.helpers.hf import (
     CPU,
     FAMILIES,
     SEQ_LEN,
@@ -24,8 +24,8 @@ from tests.hf_helpers import (
 from tests.parallel.test_parity import resolve
 from titanlite import build
 from titanlite.config import Config, ConfigError
-from titanlite.config.hf_config import hf_config
-from titanlite.config.hf_config import model_options as options_of_folder
+from titanlite.config.hf.config_json import hf_config
+from titanlite.config.hf.config_json import model_options as options_of_folder
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model
 from titanlite.hf import stacked_experts

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from tests.cases import cases
-from tests.hf_helpers import (
+from tests.helpers.cases import cases
+from tests.helpers.hf import (
     CPU,
     FAMILIES,
     LOGITS_TOLERANCE,

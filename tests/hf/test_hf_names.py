@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf_helpers import FAMILIES, build_hf, model_options, weights
+from tests.helpers.hf import FAMILIES, build_hf, model_options, weights
 from titanlite.hf.names import (
     from_hf,
     hf_name,

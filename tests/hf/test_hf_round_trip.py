@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.hf_helpers import CORRECTION, build_hf
+from tests.helpers.hf import CORRECTION, build_hf
 from tests.test_train import run_train
 from titanlite import build, config
 from titanlite.checkpoint import export
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 FAMILIES |= {"deepseek_v3": {}, "deepseek_v3, yarn, no latent of queries": {}, "deepseek_v3, epsilon of Moonlight": {}}
 FAMILIES |= {"gpt_oss": {}, "deepseek_v2": {}, "deepseek_v2, groups, yarn, no latent of queries": {}}
-"""Settings of transformers that differ from those of tests/hf_helpers.py."""
+"""Settings of transformers that differ from those of tests/helpers/hf.py."""
 CONFIG = """
 [job]
 dump_folder = "{folder}/run"

@@ -14,12 +14,12 @@ from typing import Any
 import tomli_w
 import torch
 
-from tests.cases import cases
-from tests.hf_helpers import draw_biases, draw_weights, empty_model
+from tests.helpers.cases import cases
+from tests.helpers.hf import draw_biases, draw_weights, empty_model
 from titanlite import config
 from titanlite.config import ConfigError
-from titanlite.config.hf_config import model_options
-from titanlite.config.hf_families import FAMILIES
+from titanlite.config.hf.config_json import model_options
+from titanlite.config.hf.families import FAMILIES
 from titanlite.config.schema import Model
 from titanlite.hf.load import load_hf_weights
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases import cases
-from tests.launches import wait_until
+from tests.helpers.cases import cases
+from tests.helpers.launches import wait_until
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable
 from titanlite.launch import cli
@@ -77,7 +77,7 @@ LONG = "a" * 5000
 def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments):
     monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
     monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
-    monkeypatch.setattr("titanlite.launcher.listen_as_launcher", lambda: None)
+    monkeypatch.setattr("titanlite.launch.launcher.listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launch.process.signals.listen", lambda received: None)
     monkeypatch.setattr(cli, "exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.cases import cases
-from tests.data_helpers import rejection
-from tests.launches import wait_until
-from tests.lock_holder import open_lock
+from tests.helpers.cases import cases
+from tests.helpers.data import rejection
+from tests.helpers.launches import wait_until
+from tests.helpers.lock_holder import open_lock
 from titanlite import config
 from titanlite.config.loader import ConfigError
 from titanlite.launch import folder_lock, run_folders
@@ -31,7 +31,7 @@ ELSEWHERE = "another machine"
 @contextlib.contextmanager
 def process(folder: Path, *arguments: str, waits: bool = True) -> Iterator[subprocess.Popen[str]]:
     """Start a process that locks the folder, and by default wait until it has; kill it after the body."""
-    command = [sys.executable, "-u", "-m", "tests.lock_holder", str(folder), *arguments]
+    command = [sys.executable, "-u", "-m", "tests.helpers.lock_holder", str(folder), *arguments]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         if waits:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import ROOT, finish, launched, wait_until
+from tests.helpers.launches import ROOT, finish, launched, wait_until
 
 RANK = """
 import os, resource, sys, time

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.cases import cases
-from tests.launches import finish, launched
+from tests.helpers.cases import cases
+from tests.helpers.launches import finish, launched
 from tests.test_train import SMALL
-from titanlite import config, launcher
+from titanlite import config
 from titanlite.checkpoint.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
-from titanlite.launch import checked_config, process
+from titanlite.launch import checked_config, launcher, process
 from titanlite.launch.checked_config import CHECKED_CONFIG, load_for_rank
 from titanlite.launch.same_config import name_ranks, options_of_run, require_same
 
@@ -124,7 +124,7 @@ def given(monkeypatch):
     assert not Path(os.environ[CHECKED_CONFIG]).exists()
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").rglob("*.toml")))
 def test_a_rank_has_the_config_of_its_launcher(tmp_path, given, name):
     loaded = config.load([name, f"--job.dump_folder={tmp_path}", "--optimizer.lr=0.1"])
     given(loaded)

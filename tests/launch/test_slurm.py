@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import wait_until
+from tests.helpers.launches import wait_until
 
 ROOT = Path(__file__).parents[2]
 SLURM = {

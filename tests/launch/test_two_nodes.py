@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import wait_until
+from tests.helpers.launches import wait_until
+from tests.helpers.two_nodes import TwoNodes, reason_to_skip
 from tests.test_train import SMALL, Runs, computed, read_metrics
-from tests.two_nodes import TwoNodes, reason_to_skip
 from titanlite.launch.process import children
 
 pytestmark = pytest.mark.nightly

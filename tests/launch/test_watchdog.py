@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.launches import finish, launched
+from tests.helpers.launches import finish, launched
 from titanlite.config import ConfigError
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import printable

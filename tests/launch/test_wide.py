@@ -100,7 +100,7 @@ def test_few_ranks_search_at_once_for_what_hangs(monkeypatch):
 
 
 def test_a_rank_makes_its_groups_with_as_many_calls_of_the_store_in_any_world():
-    command = [sys.executable, str(ROOT / "benchmarks" / "wide_run.py"), "--make-groups", "1024", str(WORLD)]
+    command = [sys.executable, str(ROOT / "verification" / "wide_run.py"), "--make-groups", "1024", str(WORLD)]
     result = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=True
     )

@@ -16,8 +16,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cases import cases
-from tests.launches import ROOT
+from tests.helpers.cases import cases
+from tests.helpers.launches import ROOT
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Metrics
 from titanlite.files.appended_file import AppendedFile

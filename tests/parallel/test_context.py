@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.cases import cases
+from tests.helpers.cases import cases
 from titanlite.model import Documents, ScaledDotProductAttention
 from titanlite.parallel import attention as attention_backends
 from titanlite.parallel import ring as ring_attention

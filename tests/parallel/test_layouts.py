@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from tests.cases import Case, cases
+from tests.helpers.cases import Case, cases
 from tests.parallel.test_parity import CPU, STEPS, ZERO_1, ZERO_2, CountCalls, compare, forward_backward, resolve, trace
 from titanlite import build, config, loss, optimizer
 from titanlite.checkpoint.checkpointer import Checkpointer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import Case, marks_for
+from tests.helpers.cases import Case, marks_for
 from titanlite import config, init
 from titanlite.parallel import fsdp
 from titanlite.tools.parity.compare import differences

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cases import Case, cases
-from tests.config_helpers import assert_rejected, load, modules_of_a_plain_llama, on
+from tests.helpers.cases import Case, cases
+from tests.helpers.config import assert_rejected, load, modules_of_a_plain_llama, on
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,

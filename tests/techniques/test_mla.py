@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import Case, cases
-from tests.config_helpers import assert_rejected, load, modules_of_a_plain_llama, on
-from tests.hf_helpers import empty_model
+from tests.helpers.cases import Case, cases
+from tests.helpers.config import assert_rejected, load, modules_of_a_plain_llama, on
+from tests.helpers.hf import empty_model
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.checkpoint_helpers import assert_skipped
+from tests.helpers.checkpoint import assert_skipped
 from tests.test_train import LOSS, computed, folder, read_metrics, run_train, runs  # noqa: F401
 from titanlite import train_step
 from titanlite.checkpoint.folder import complete_steps

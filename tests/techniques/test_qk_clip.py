@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import Case, cases
-from tests.config_helpers import assert_rejected, load
+from tests.helpers.cases import Case, cases
+from tests.helpers.config import assert_rejected, load
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import cases
 from tests.checkpoint.test_faults_of_saves import names
+from tests.helpers.cases import cases
 from tests.test_train import computed, error_message, folder, run_train, runs  # noqa: F401
 from titanlite.checkpoint.reader import plain_shard
 from titanlite.techniques.sdc import CHUNK_ELEMENTS, hash_of_bits

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.config_helpers import python
-from tests.data_helpers import BYTES, flat, some_texts, write
-from tests.hf_helpers import CPU, build_hf
+from tests.helpers.config import python
+from tests.helpers.data import BYTES, flat, some_texts, write
+from tests.helpers.hf import CPU, build_hf
 from tests.test_train import SMALL, read_metrics, run_train
 from titanlite import config
 from titanlite.config import ConfigError, Launch

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_helpers import flat, rejection, some_texts, write
-from tests.launches import wait_until
+from tests.helpers.data import flat, rejection, some_texts, write
+from tests.helpers.launches import wait_until
 from titanlite.data import token_cache
 from titanlite.tools import tokenize as command
 

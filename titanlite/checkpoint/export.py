@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanlite.checkpoint.folder import state_of
-from titanlite.config.hf_values import read_json_object
+from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError, read_toml, show
 from titanlite.config.schema import SEEDED, Model
 from titanlite.launch.arguments import Parser, count

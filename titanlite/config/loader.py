@@ -174,11 +174,11 @@ def find_config(name: str) -> Path:
     if path.name != name or path.suffix == ".toml":
         return path
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    shipped = sorted(file.stem for file in folder.glob("*.toml"))
-    if name not in shipped:
-        near = " or ".join(difflib.get_close_matches(name, shipped, cutoff=0.4)) or f"one of {', '.join(shipped)}"
+    files = {file.stem: file for part in (folder / "reference", folder) for file in part.glob("*.toml")}
+    if name not in files:
+        near = " or ".join(difflib.get_close_matches(name, files, cutoff=0.4)) or f"one of {', '.join(sorted(files))}"
         raise ConfigError([f"{name}: no config has this name; did you mean {near}? A path needs a folder or .toml"])
-    return folder / f"{name}.toml"
+    return files[name]
 
 
 def read_toml(file: str) -> dict[str, Any]:

@@ -108,10 +108,7 @@ _GPT: dict[str, Any] = {
     **{"norm": "layer", "activation": "gelu_tanh", "gated_ffn": False, "attention_bias": "all", "mlp_bias": True},
     **{"tie_embeddings": True, "rope_theta": 10_000.0},
 }
-_GPT2: dict[str, Any] = {
-    **{**_GPT, "partial_rotary_factor": 0.0, "learned_positions": 1024},
-    "hf_model_type": "gpt2",
-}
+_GPT2: dict[str, Any] = {**_GPT, "partial_rotary_factor": 0.0, "learned_positions": 1024, "hf_model_type": "gpt2"}
 
 
 def _starcoder2(theta: float, tied: bool = True) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _precision_rules(config: Config, changed: set[str], reject: Rejections) -> N
         message = f'{DTYPE} = "float64", and Hugging Face folders have at most 32 bits; set "float32"'
         reject("checkpoint.export_dtype", message, DTYPE, "checkpoint.last_save_in_hf")
     if config.checkpoint.last_save_in_hf:
-        from titanlite.config.hf_config import folder_rules  # here, since few runs write such a folder
+        from titanlite.config.hf.config_json import folder_rules  # here, since few runs write such a folder
 
         folder_rules(config.model, reject)
 

@@ -372,7 +372,7 @@ class Model(Section):
         flavor, defaults = values.get("flavor", "debug"), SIZES["debug"]
         if flavor == "from_hf":
             if defaults.keys() - values.keys():  # a resolved config has them all, and needs the folder no more
-                from titanlite.config.hf_config import options_from_hf
+                from titanlite.config.hf.config_json import options_from_hf
 
                 defaults = options_from_hf(values.get("hf_assets_path", ""))
         elif isinstance(flavor, str):

@@ -4,9 +4,9 @@ the model's own files say stays, but for what the run changed and what describes
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf_config import hf_config, model_options
-from titanlite.config.hf_families import FAMILIES
-from titanlite.config.hf_values import read_json_object, token_ids
+from titanlite.config.hf.config_json import hf_config, model_options
+from titanlite.config.hf.families import FAMILIES
+from titanlite.config.hf.values import read_json_object, token_ids
 from titanlite.config.schema import Model
 
 TOGETHER = (

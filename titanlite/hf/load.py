@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from titanlite.config.hf_config import WEIGHTS
-from titanlite.config.hf_values import read_json_object
+from titanlite.config.hf.config_json import WEIGHTS
+from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model
 from titanlite.hf.names import (

@@ -13,7 +13,7 @@ from titanlite.config.loader import ConfigError, print_problems, printable
 from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
 
 COMMANDS = {
-    "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
+    "train": ("titanlite.launch.launcher", "train a config on this node with as many ranks as it asks for"),
     "plan": ("titanlite.tools.plan.command", "plan memory, communication and step time without the hardware"),
     "calibrate": ("titanlite.tools.calibrate.command", "measure the devices at hand, for plans of runs on them"),
     "advise": ("titanlite.tools.advise.command", "search the layouts of a model on so many devices"),

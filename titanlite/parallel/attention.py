@@ -2,7 +2,7 @@
 output and log-sum-exp over all keys but only some of the keys, their gradients are these keys' contributions to a sum.
 
 torch's operators of these names are private. Their schemas were read from torch 2.11 and 2.13, which agree; every call
-to them stands in this file. The three for CUDA were run on meta tensors, "flash" on a null CUDA (tests/null_cuda), none
+to them is in this file. The three for CUDA ran on meta tensors, "flash" on a null CUDA (verification/null_cuda), none
 on a GPU yet. There is no dropout, so their backward reads no random state, and empty tensors stand for it.
 
 Shapes: B batch, T queries, S keys, H query heads, G KV heads, K head_dim.

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import cases
-from tests.data_helpers import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
+from tests.helpers.cases import cases
+from tests.helpers.data import BYTES, T, as_lists, consume, flat, rejection, some_texts, source, training, write
 from titanlite.config.errors import TrainingError
 from titanlite.config.schema import Validation
 from titanlite.data import open as opening

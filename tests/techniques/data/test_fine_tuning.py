@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import transformers
 
-from tests.cases import cases
-from tests.config_helpers import assert_rejected, load
-from tests.data_helpers import BYTES, as_lists, rejection, training
+from tests.helpers.cases import cases
+from tests.helpers.config import assert_rejected, load
+from tests.helpers.data import BYTES, as_lists, rejection, training
 from titanlite.config.schema import MixedDataset, Validation
 from titanlite.data import open as opening
 from titanlite.data import shard_builder, token_shards

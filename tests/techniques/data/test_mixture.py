@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.config_helpers import ROOT, load, problems
-from tests.data_helpers import (
+from tests.helpers.config import ROOT, load, problems
+from tests.helpers.data import (
     BYTES,
     NO_SPECIAL_TOKENS,
     Lists,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import cases
-from tests.data_helpers import (
+from tests.helpers.cases import cases
+from tests.helpers.data import (
     BYTES,
     T,
     as_lists,

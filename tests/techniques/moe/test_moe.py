@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.cases import Case, cases
+from tests.helpers.cases import Case, cases
 from tests.parallel.test_layouts import (
     COMPILED,
     CP,

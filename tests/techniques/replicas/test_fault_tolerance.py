@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-from tests.launches import wait_until
+from tests.helpers.launches import wait_until
 from tests.parallel.test_parity import CPU, resolve
 from tests.test_train import SMALL
 from titanlite import build

@@ -1,17 +1,12 @@
 """The table of docs/choose_a_layout.md is that of the log of its plans, and its rows are as the page says."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import choose_a_layout  # noqa: E402
-
-from titanlite.tools.advise.search_space import GIB, Candidate  # noqa: E402
+from docs.build import choose_a_layout
+from titanlite.tools.advise.search_space import GIB, Candidate
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +16,7 @@ def log() -> choose_a_layout.Log:
 
 def test_the_page_has_the_table_of_the_log(log):
     text = choose_a_layout.PAGE.read_text()
-    assert choose_a_layout.page(text, log) == text, "run `python benchmarks/choose_a_layout.py`"
+    assert choose_a_layout.page(text, log) == text, "run `python -m docs.build.choose_a_layout`"
     assert text.count(choose_a_layout.BEGIN) == text.count(choose_a_layout.END) == 1
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from tests.data_helpers import rejection
+from tests.helpers.data import rejection
 from titanlite import config
 from titanlite.launch.cli import run_command
 from titanlite.metrics.devices import Device, Measured

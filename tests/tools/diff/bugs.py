@@ -3,9 +3,9 @@
     python -m tests.tools.diff.bugs                       all bugs under all layouts: a table, about half an hour
     python -m tests.tools.diff.bugs --only "loss.py"      those whose file or description has this text
 
-A bug is a mutant of tests/mutants. Its edit is made in a copy of the project, which takes three steps of each layout in
-float64. They are compared with a single process without the bug. A bug that changes no number under a layout is of no
-interest there: its fingerprints are those of the layout without it, but for rounding.
+A bug is a mutant of verification/mutants. Its edit is made in a copy of the project, which takes three steps of each
+layout in float64. They are compared with a single process without the bug. A bug that changes no number under a layout
+is of no interest there: its fingerprints are those of the layout without it, but for rounding.
 
 Exit status: 0 if every bug that changes a number is named rightly.
 """
@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from tests.mutants.__main__ import copy_project, mutated
-from tests.mutants.table import MUTANTS, Mutant
 from tests.parallel.test_parity import resolve
 from tests.tools.diff.runs import run, single
 from titanlite.techniques.fingerprints import file
 from titanlite.techniques.fingerprints.sketch import distance
 from titanlite.tools.diff.compare import compare_runs
 from titanlite.tools.parity.process_pool import ProcessPool, RankError
+from verification.mutants.__main__ import copy_project, mutated
+from verification.mutants.table import MUTANTS, Mutant
 
 STEPS = 3
 ROUNDING = 1e-9

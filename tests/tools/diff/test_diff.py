@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from tests.mutants.table import MUTANTS
 from tests.parallel.test_parity import _mean_instead_of_sum, _no_sum_over_replicas, resolve
 from tests.tools.diff import bugs
 from tests.tools.diff.runs import run, single
@@ -25,6 +24,7 @@ from titanlite.tools.diff import compare
 from titanlite.tools.diff.compare import compare_runs, constant_ratio
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries
 from titanlite.tools.diff.report import quantities
+from verification.mutants.table import MUTANTS
 
 FINGERPRINTS = {"debug__fingerprint_freq": 1}
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import cases
-from tests.checkpoint_helpers import write_checkpoint
-from tests.config_helpers import problems, python
-from tests.hf_helpers import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
+from tests.helpers.cases import cases
+from tests.helpers.checkpoint import write_checkpoint
+from tests.helpers.config import problems, python
+from tests.helpers.hf import CPU, FAMILIES, WITH_EXPERTS, build_hf, empty_model, save_hf
 from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch

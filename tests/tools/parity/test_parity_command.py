@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
-from titanlite import config, launcher
+from titanlite import config
+from titanlite.launch import launcher
 from titanlite.tools.parity import command
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, print_comparison, tolerances
 from titanlite.tools.parity.reference import RandomSequences, Trace, run_reference
 from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"), key=lambda path: path.stem)
 CPU = torch.device("cpu")
 DEBUG = str(ROOT / "configs" / "debug_tp.toml")
 

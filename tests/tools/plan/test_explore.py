@@ -247,7 +247,7 @@ def test_what_was_planned_before_an_interrupt_is_written(tmp_path, capsys):
 )
 def test_the_first_choice_is_the_config_itself(command):
     name, *options = command.split()
-    arguments = [str(CONFIGS / f"{name}.toml"), *options]
+    arguments = [name, *options]
     loaded = load(arguments)
     config, device, world = resolve(loaded)
     plan = dataclasses.replace(plan_of(1, 0, 3), config=config, device=device, world_size=world)

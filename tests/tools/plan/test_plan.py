@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import cases
-from titanlite import build, config, launcher
+from tests.helpers.cases import cases
+from titanlite import build, config
 from titanlite.config.stage_split import module_names
-from titanlite.launch import cli
+from titanlite.launch import cli, launcher
 from titanlite.metrics import devices
 from titanlite.parallel import mesh
 from titanlite.tools.parity.training_run import TrainingRun
@@ -37,7 +37,7 @@ TENSOR, CONTEXT, PIPELINE, SHARD = (
 
 
 def loaded(*argv: str, file: str = "debug") -> config.LoadedConfig:
-    return config.load([str(ROOT / "configs" / f"{file}.toml"), *argv])
+    return config.load([file, *argv])
 
 
 def kinds_at_most(plan: Plan) -> dict[str, int]:
@@ -323,7 +323,7 @@ FLASH, CUDNN = (f"--training.attention_backend={name}" for name in ("flash", "cu
     ],
 )
 def test_torch_takes_cudnn_where_it_prefers_it(device, options, expected):
-    """tests/null_cuda compares the choices with torch's own."""
+    """verification/null_cuda compares the choices with torch's own."""
     config, device, _ = resolve(loaded(*options, f"--plan.device={device}"))
     assert takes_cudnn(config, device) == expected
 

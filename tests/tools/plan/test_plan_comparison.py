@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.table import Table
 
-from tests.data_helpers import rejection
+from tests.helpers.data import rejection
 from titanlite import config
 from titanlite.launch.cli import run_command
 from titanlite.tools.plan.comparison import comparison_table

@@ -56,7 +56,7 @@ def loaded(*options: str, file: str = "debug_moe") -> config.LoadedConfig:
 
 
 def argv(options: Iterable[str], file: str = "debug_moe") -> list[str]:
-    return [str(ROOT / "configs" / f"{file}.toml"), *(f"--{option}" for option in options)]
+    return [file, *(f"--{option}" for option in options)]
 
 
 def resolved(*options: str, n_devices: int = 0) -> config.Config:
@@ -233,7 +233,8 @@ def test_memory_is_that_of_a_real_run(options, ranks):
 
 
 MEASURE = """
-import sys, plan_accuracy
+import sys
+from benchmarks.planner import plan_accuracy
 plan_accuracy.map_each_tensor()
 layouts = {name: plan_accuracy.LAYOUTS_WITH_EXPERTS[name] for name in sys.argv[1:]}
 print(*plan_accuracy.compare_with_real_runs(layouts), sep="\\n")
@@ -247,7 +248,7 @@ def test_memory_of_ranks_is_that_of_real_ones():
     The processes must be new, since an environment variable has them map each tensor separately."""
     names = ["tensor 2, ep 2", "shard 2, ep 2, all tokens to one rank"]
     command = [sys.executable, "-c", MEASURE, *names]
-    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     table = done.stdout.splitlines()[-2:]
     assert [line.split("  ")[0] for line in table] == names, done.stderr
     assert "more than" not in done.stdout

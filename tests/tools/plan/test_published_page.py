@@ -1,20 +1,18 @@
 """The pages have the plans of published mixtures of experts that the log has, and the bounds are what they say."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.planner import moe_bounds
+from docs.build import published_page
 from titanlite.config import load
 from titanlite.metrics.devices import DEVICES
 from titanlite.tools.plan.cost_model import CostModel
 from titanlite.tools.plan.planner import resolve
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import moe_bounds  # noqa: E402
-import published_page  # noqa: E402
 
 MIB = 2**20
 

@@ -26,7 +26,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Comm
 from titanlite.config.types import MOST_RANKS
 from titanlite.launch.arguments import Parser, count, new_file
-from titanlite.launcher import count_devices, run_on_ranks
+from titanlite.launch.launcher import count_devices, run_on_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -29,7 +29,7 @@ from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Comm, Model, Parallelism
 from titanlite.data.documents import text_of
 from titanlite.launch.arguments import Parser, count, number
-from titanlite.launcher import run_on_ranks
+from titanlite.launch.launcher import run_on_ranks
 
 USAGE = """titanlite generate FOLDER ["prompt" ...] [--prompts FILE] [--chat] [--max-new-tokens N]
            [--temperature T] [--top-k K] [--top-p P] [--seed S] [--batch-size B]

@@ -11,8 +11,8 @@ from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
 from titanlite.checkpoint.folder import step_folders
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.config import hf_config
-from titanlite.config.hf_values import read_json_object, token_ids
+from titanlite.config.hf import config_json
+from titanlite.config.hf.values import read_json_object, token_ids
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
@@ -82,7 +82,7 @@ class ModelFolder:
 def open_folder(folder: Path) -> ModelFolder:
     """Return what a folder contains. Raises ConfigError if it is none of a model, or its description is damaged."""
     if (folder / "config.json").is_file():
-        options = Model.model_validate(hf_config.model_options(folder))
+        options = Model.model_validate(config_json.model_options(folder))
         return ModelFolder(folder, options, _hf_dtype(folder, options), True, {})
     config = read_config(folder / "config.toml")
     place = value_of_run(config, "checkpoint", "folder")

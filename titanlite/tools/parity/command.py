@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from titanlite.config import Config, ConfigError, Launch, check, load
 from titanlite.config.schema import Comm
 from titanlite.launch.arguments import Parser, count
+from titanlite.launch.launcher import count_devices, ranks_wanted
 from titanlite.launch.progress import progress
-from titanlite.launcher import count_devices, ranks_wanted
 from titanlite.tools.parity.shrink import adapt_to_cpu, shrink
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 
 from titanlite.config import ConfigError, load_values
-from titanlite.config.hf_values import read_json_object
+from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks

@@ -18,9 +18,9 @@ from titanlite.config.launch import ATTENTION_BACKENDS_ON_CUDA, quantity
 from titanlite.config.loader import ConfigError, LoadedConfig
 from titanlite.config.schema import stage_modules
 from titanlite.config.stage_split import module_names, rank_of_stage
+from titanlite.launch.launcher import ranks_wanted
 from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress_bar import progress_bar
-from titanlite.launcher import ranks_wanted
 from titanlite.metrics import devices
 from titanlite.metrics.flops import flops_per_token
 from titanlite.tools.plan.cost_model import GROUPS, CostModel

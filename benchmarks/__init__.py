@@ -1,0 +1,1 @@
+"""Measurements, in folders by what a script is for."""

@@ -1,0 +1,1 @@
+"""The pages, and in build/ the scripts that write some of them."""

@@ -1,0 +1,1 @@
+"""Hugging Face's config.json, to options of [model] and back."""

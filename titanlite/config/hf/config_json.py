@@ -1,0 +1,313 @@
+"""Hugging Face's config.json to the options of [model], and back, for the model types in families.py.
+
+A key that asks for what the model cannot do is rejected in one line, and so is a value of the wrong type, since anyone
+can write such a file. Missing keys have the defaults of transformers (verified with 5.23). It has two spellings of the
+rotary embedding's options: rope_theta and rope_scaling, as most files on the hub, and rope_parameters from 5.0 on.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.hf.experts import expert_options, hf_experts, types_with_experts
+from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN
+from titanlite.config.hf.layers import hf_layers, layer_options, layers_fit, rope_of_kinds
+from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
+from titanlite.config.hf.values import JsonObject, read_json_object
+from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
+from titanlite.config.model_sizes import COMMON
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""The file of all weights, or the index of several; a folder has one of the two."""
+ONLY: dict[str, tuple[Any, str]] = {
+    "attention_dropout": (0, "there is no dropout"),
+    "resid_pdrop": (0, "there is no dropout"),
+    "embd_pdrop": (0, "there is no dropout"),
+    "pretraining_tp": (1, "projections are not split"),
+    "qk_layernorm": (False, "queries and keys of every head have no norms of their own"),
+    "use_parallel_residual": (False, "attention and the feed-forward layer follow one another"),
+    "hidden_dropout": (0, "there is no dropout"),
+    "is_causal": (True, "attention is causal"),
+    "use_bidirectional_attention": (False, "attention is causal"),
+    "add_cross_attention": (False, "attention is to the sequence itself"),
+    "scale_attn_weights": (True, "scores are divided by the root of head_dim"),
+    "scale_attn_by_inverse_layer_idx": (False, "scores have the same factor in all layers"),
+    "clip_qkv": (None, "queries, keys and values are not clipped"),
+    "router_jitter_noise": (0, "the router has no noise"),
+    "quantization_config": (None, "quantized weights are not read; take or make bfloat16 ones (docs/hugging_face.md)"),
+    "attn_logit_softcapping": (None, "attention scores are not capped"),
+    "final_logit_softcapping": (None, "logits are not capped"),
+}
+"""Keys with the only value that the model has, and the reason. A key that is missing or null has that value."""
+QUANTIZATION = "quantization_config"
+DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+
+
+def options_from_hf(folder: Any) -> dict[str, Any]:
+    """Return the [model] values of model.flavor = "from_hf", from the value of model.hf_assets_path."""
+    if not isinstance(folder, str) or not folder:
+        problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
+        raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
+    return model_options(Path(folder))
+
+
+def model_options(folder: Path) -> dict[str, Any]:
+    """Return the values of [model] that describe the model of a folder's config.json: all but flavor and
+    hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
+    problems: list[str] = []
+    config = JsonObject(f"{folder / 'config.json'}: ", read_json_object(folder / "config.json"), problems)
+    if config.values.get("model_type") == "kimi_k2":  # which transformers lacks: a DeepSeek-V3 by another name
+        config.values["model_type"] = "deepseek_v3"
+    model_type = config.values.get("model_type")
+    if isinstance(model_type, str) and model_type not in FAMILIES:
+        from titanlite.config.hf.unsupported import features  # here, since few files need it
+
+        has, supported = ", ".join(features(config.values)), ", ".join(FAMILIES)
+        config.reject("model_type", f"unsupported{has and ': it has '}{has}; supported: {supported}")
+    else:
+        config.choice("model_type", tuple(FAMILIES))
+    if problems:  # what the other keys mean depends on it
+        raise ConfigError(problems)
+    family = FAMILIES[model_type]
+    config = JsonObject(config.where, config.values, problems, names=family.names)
+    architectures = config.values.get("architectures")
+    if architectures not in (None, [family.architecture]):
+        config.reject("architectures", f"expected {show([family.architecture])}, the model_type's language model")
+    for key, (value, reason) in ONLY.items():
+        if not ((family.has_dropout and key in DROPOUT) or (model_type == "gpt_oss" and key == QUANTIZATION)):
+            config.only(key, value, reason)
+    dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    n_layers = config.integer("num_hidden_layers")
+    # null is as many as query heads in every family
+    n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
+    options = {
+        **COMMON,
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": config.integer("num_key_value_heads", n_kv_heads),
+        "head_dim": config.integer("head_dim", family.head_dim or (dim // n_heads if dim % n_heads == 0 else -1)),
+        "ffn_dim": config.integer("intermediate_size", 4 * dim if model_type == "gpt2" else None),
+        "vocab_size": config.integer("vocab_size"),
+        "norm_eps": config.number("rms_norm_eps", family.norm_eps),
+        "tie_embeddings": config.boolean("tie_word_embeddings", family.tied),
+        **family.options,
+        "activation": _activation(config, model_type),
+        **_bias_options(config, model_type),
+        **layer_options(config, model_type, n_layers),
+        **_own_options(config, model_type, dim),
+    }
+    if model_type.startswith("deepseek"):
+        from titanlite.config.hf.deepseek import deepseek_options
+
+        options |= deepseek_options(config, n_heads, n_layers, options.pop("mscale_all_dim", 0.0))
+    elif family.experts:
+        options["moe"] = expert_options(config, model_type)
+    if model_type == "olmoe":
+        reads = ("hidden_size", "num_attention_heads")
+        config.only("head_dim", dim // n_heads, "the norm of all heads together is as wide as the model", *reads)
+    if problems:
+        raise ConfigError(problems)
+    options = {key: value for key, value in options.items() if key in COMMON or value != PLAIN.get(key, ())}
+    return options | ({"hf_model_type": model_type} if model_type in AMBIGUOUS else {})
+
+
+def _activation(config: JsonObject, model_type: str) -> str:
+    """Return the activation of the feed-forward layers."""
+    known = FAMILIES[model_type].activations
+    default = next(iter(known))
+    if len(known) == 1:
+        config.only("hidden_act", default, "the feed-forward layer is " + ("SwiGLU" if "silu" in known else "GeGLU"))
+        return known[default]
+    return known[config.choice("hidden_act", tuple(known), default)]
+
+
+def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any]:
+    """Return what only one model type has."""
+    if model_type == "granite":
+        scaling = config.number("logits_scaling", 1.0)
+        return {
+            "embedding_scale": config.number("embedding_multiplier", 1.0),
+            "attention_scale": config.number("attention_multiplier", 1.0),
+            "residual_scale": config.number("residual_multiplier", 1.0),
+            "logits_scale": 1 / scaling,
+        }
+    if model_type == "gemma":
+        return {"embedding_scale": math.sqrt(dim)}
+    if model_type == "gemma3_text":
+        scalar = config.integer("query_pre_attn_scalar", 256)
+        return {"embedding_scale": math.sqrt(dim), "attention_scale": 1 / math.sqrt(scalar)}
+    if model_type == "gpt2":
+        n_heads = config.integer("num_attention_heads")
+        config.only("num_key_value_heads", n_heads, "each query head has a KV head", "num_attention_heads")
+        config.only("head_dim", dim // n_heads, "it is n_embd / n_head", "num_attention_heads")
+        return {"learned_positions": config.integer("max_position_embeddings", 1024)}
+    if model_type == "glm4_moe":
+        return {"qk_norm": config.boolean("use_qk_norm", False)}
+    if model_type == "gpt_oss":
+        if config.object(QUANTIZATION).values:
+            config.object(QUANTIZATION).choice("quant_method", ("mxfp4",))
+        if not (config.values.get("rope_scaling") or config.values.get("rope_parameters")):
+            config.reject("rope_scaling", "expected the options of the rotary embedding, which YaRN scales")
+    return {}
+
+
+def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
+    """Return the options for biases. Where transformers does not read a key, it must not contradict."""
+    family = FAMILIES[model_type]
+    if "attention_bias" in family.options:
+        own = family.options["attention_bias"]
+    else:
+        own = "all" if model_type == "starcoder2" and config.boolean("use_bias", True) else "none"
+    if family.bias:
+        biases = family.bias if config.boolean("attention_bias", family.has_bias) else "none"
+    else:
+        biases = own
+        if config.boolean("attention_bias", own != "none") != (own != "none"):
+            config.reject("attention_bias", f"{show(model_type)} does not read it; remove it")
+    mlp = config.boolean("mlp_bias", False)
+    if mlp and not family.has_mlp_bias:
+        config.reject("mlp_bias", f"{show(model_type)} does not read it; remove it")
+    return {"attention_bias": biases, "mlp_bias": mlp or (own == "all")}
+
+
+def hf_config(
+    model: Section, *, max_seq_len: int, torch_dtype: str, bos: int | None, eos: int | None
+) -> dict[str, Any]:
+    """Return the contents of a config.json with which transformers computes what the model does.
+
+    Args:
+        model: the section [model] of a config.
+        max_seq_len: tokens of the longest sequence that the model was trained on.
+        torch_dtype: data type of the saved weights, as in "bfloat16".
+        bos, eos: ids of the tokens that begin and end a text; None: the tokenizer has none.
+
+    Raises:
+        ConfigError: if transformers has no family with this combination of options.
+    """
+    model_type = _model_type(model)
+    family = FAMILIES[model_type]
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        "torch_dtype": torch_dtype,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": max_seq_len,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_act": next(name for name, own in family.activations.items() if own == model.activation),
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        **_rotary_keys(model, model_type),
+        **hf_layers(model, model_type),
+        **_own_keys(model, model_type),
+    }
+    if family.bias:
+        config["attention_bias"] = model.attention_bias != "none"
+    if family.has_mlp_bias:
+        config["mlp_bias"] = model.mlp_bias
+    if model_type.startswith("deepseek"):
+        from titanlite.config.hf.deepseek import deepseek_keys
+
+        config |= deepseek_keys(model, model_type)
+    elif family.experts:
+        config |= hf_experts(model, model_type)
+    return {family.names.get(key, key): value for key, value in config.items()}
+
+
+def _rotary_keys(model: Section, model_type: str) -> dict[str, Any]:
+    if model_type == "gpt2":
+        return {}
+    if FAMILIES[model_type].kinds == "rope":
+        return hf_rope_of_kinds(*rope_of_kinds(model))
+    return hf_rope(model, model_type)
+
+
+def _own_keys(model: Section, model_type: str) -> dict[str, Any]:
+    """Return the keys that only one model type has, and that of padding where its default has another meaning: the
+    embedding of a token that pads is not trained there."""
+    if model_type == "granite":
+        scale = model.attention_scale
+        return {
+            "embedding_multiplier": model.embedding_scale,
+            "attention_multiplier": 1 / math.sqrt(model.head_dim) if scale == -1 else scale,
+            "residual_multiplier": model.residual_scale,
+            "logits_scaling": float(f"{1 / model.logits_scale:.15g}"),
+        }
+    if model_type == "gpt2":
+        dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        return {"max_position_embeddings": model.learned_positions, **dropout}
+    own = {
+        "gemma3_text": {"query_pre_attn_scalar": round(scores_divisor(model))},
+        "starcoder2": {"use_bias": model.mlp_bias, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    }.get(model_type, {})
+    pads = ("olmo2", "olmo3", "smollm3", "ministral3", "phi3", "glm", "glm4", "gemma", "gemma3_text")
+    return own | ({"pad_token_id": None} if model_type in pads else {})
+
+
+def scores_divisor(model: Section) -> float:
+    """Return the square of what scores of attention are divided by."""
+    return model.head_dim if model.attention_scale == -1 else model.attention_scale**-2
+
+
+def folder_rules(model: Section, reject: Rejections) -> None:
+    """Reject checkpoint.last_save_in_hf if transformers has no family with the model's options."""
+    try:
+        hf_config(model, max_seq_len=1, torch_dtype="float32", bos=None, eos=None)
+    except ConfigError as error:
+        reads = (f"model.{key}" for key in type(model).model_fields)
+        reject("checkpoint.last_save_in_hf", f"{error.problems[0]}; set false", *reads)
+
+
+def _model_type(model: Section) -> str:
+    """Return the model type of transformers that has the model's options. Raises ConfigError if none has."""
+    if model.mla.kv_lora_rank:
+        return "deepseek_v2" if model.moe.n_experts and model.moe.score_function == "softmax" else "deepseek_v3"
+    fits = types_with_experts(model) if model.moe.n_experts else _dense_types(model)
+    if model.moe.n_experts and model.moe.balance_bias and not fits["glm4_moe"]:
+        what = "is in no config.json but those of DeepSeek-V3, which has latent attention, and GLM-4.5"
+        raise ConfigError([f"model.moe.balance_bias = true: {what}; this model cannot be a Hugging Face folder"])
+    found = [name for name, fit in fits.items() if fit]
+    if model.hf_model_type:
+        if model.hf_model_type not in found:
+            others = f"; {', '.join(found)} would" if found else ""
+            problem = f"a model of this type cannot have all options of [model]{others}; remove it"
+            raise ConfigError([f"model.hf_model_type = {show(model.hf_model_type)}: {problem}"])
+        return model.hf_model_type
+    if not found:
+        differing = [key for key, value in PLAIN.items() if getattr(model, key) != value and key not in OLD]
+        keys = ["attention_bias", "mlp_bias", "qk_norm", "sliding_window", "dim", "n_heads", "head_dim", *differing]
+        keys += [f"moe.{key}" for key in type(model.moe).model_fields] if model.moe.n_experts else []
+        values = ", ".join(f"model.{key} = {show(value_of(model, key))}" for key in keys)
+        families = ", ".join(fits)
+        raise ConfigError([f"{values}: no family of transformers has all of these; expected those of {families}"])
+    return found[0]
+
+
+def _dense_types(model: Section) -> dict[str, bool]:
+    """Return, for each model type without experts, whether it has the model's options."""
+    fits = {}
+    for name, family in FAMILIES.items():
+        if not family.experts:
+            fits[name] = family.allows(model) and layers_fit(model, name)
+    # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
+    fits["llama"] = fits["llama"] and model.dim % model.n_heads == 0
+    fits["gpt2"] = fits["gpt2"] and model.n_heads * model.head_dim == model.dim and model.n_kv_heads == model.n_heads
+    fits["starcoder2"] = fits["starcoder2"] and (model.attention_bias == "all") == model.mlp_bias
+    divisor = scores_divisor(model)
+    is_gemma = math.isclose(model.embedding_scale**2, model.dim)
+    fits["gemma"] = fits["gemma"] and is_gemma
+    is_whole = math.isclose(divisor, round(divisor)) and round(divisor) > 0
+    fits["gemma3_text"] = fits["gemma3_text"] and is_gemma and is_whole
+    is_long = model.rope_scaling_factor > 1 and model.rope_scaling_type == "longrope"
+    fits["glm"] = fits["glm"] and model.hf_model_type == "glm"  # whose tensors have other names than those of options
+    fits["phi3"] = fits["phi3"] and (model.hf_model_type == "phi3" or is_long)
+    return {name: fit and (name == "phi3" or not is_long) for name, fit in fits.items()}

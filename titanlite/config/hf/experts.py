@@ -1,0 +1,113 @@
+"""The keys of experts in a config.json, to the section [model.moe] and back; DeepSeek's are in deepseek.py."""
+
+from typing import Any
+
+from titanlite.config.hf.families import FAMILIES, OLD, PLAIN
+from titanlite.config.hf.layers import layers_fit
+from titanlite.config.hf.values import JsonObject
+from titanlite.config.loader import Section, show
+
+GLM = {
+    **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+}
+"""GLM-4.5's defaults of the keys that it has in common with DeepSeek-V3."""
+SWIGLU = {"limit": 7.0, "alpha": 1.702}
+"""The defaults of gpt-oss."""
+
+
+def expert_options(config: JsonObject, model_type: str) -> dict[str, Any]:
+    """Return the section [model.moe] of a type with experts."""
+    if model_type == "glm4_moe":
+        from titanlite.config.hf import deepseek
+
+        return deepseek.expert_options(config, config.integer("first_k_dense_replace", 1, least=0), GLM)
+    own, both = FAMILIES[model_type].experts, ("num_experts", "num_local_experts")
+    numbers = [config.integer(key) for key in both if config.values.get(key) is not None] or [config.integer(own)]
+    if numbers[0] != numbers[-1]:
+        config.reject("num_local_experts", "expected the same as num_experts; remove one of the two")
+    moe = {"n_experts": numbers[0], "n_experts_per_token": config.integer("num_experts_per_tok")}
+    if moe["n_experts_per_token"] > moe["n_experts"]:
+        config.reject("num_experts_per_tok", f"expected at most the number of experts, {moe['n_experts']}", *both)
+    if model_type == "qwen3_moe":
+        moe["expert_dim"] = config.integer("moe_intermediate_size")
+        moe["every_n_layers"] = config.integer("decoder_sparse_step", 1)
+        moe["n_first_dense_layers"] = _first_dense_layers(config)
+    else:
+        config.only("decoder_sparse_step", 1, f"{show(model_type)} has experts in every layer")
+        config.only("mlp_only_layers", [], f"{show(model_type)} has experts in every layer")
+    if model_type in ("mixtral", "gpt_oss"):
+        config.only("norm_topk_prob", True, f"{show(model_type)} divides scores by their sum")
+    if model_type == "gpt_oss":
+        bounds = {f"swiglu_{key}": config.number(f"swiglu_{key}", value) for key, value in SWIGLU.items()}
+        return {**moe, **bounds, "normalize_scores": True, "expert_bias": True, "router_bias": True}
+    return {**moe, "normalize_scores": model_type == "mixtral" or config.boolean("norm_topk_prob", False)}
+
+
+def _first_dense_layers(config: JsonObject) -> int:
+    """Return the number of layers in mlp_only_layers, which must be the first ones."""
+    layers = config.values.get("mlp_only_layers")
+    if layers is None:
+        return 0
+    if not isinstance(layers, list) or any(type(each) is not int for each in layers):
+        config.reject("mlp_only_layers", "expected a list of integers")
+    elif layers != list(range(len(layers))):
+        config.reject("mlp_only_layers", "expected the first layers in order, as in [0, 1]: only these can be dense")
+    else:
+        return len(layers)
+    return 0
+
+
+def hf_experts(model: Section, model_type: str) -> dict[str, Any]:
+    """Return the keys of a type with experts."""
+    moe = model.moe
+    if model_type == "glm4_moe":
+        from titanlite.config.hf import deepseek
+
+        return deepseek.expert_keys(model) | {"use_qk_norm": model.qk_norm}
+    config = {FAMILIES[model_type].experts: moe.n_experts, "num_experts_per_tok": moe.n_experts_per_token}
+    if model_type == "mixtral":
+        return {**config, "intermediate_size": model.expert_dim, "router_jitter_noise": 0.0}
+    if model_type == "gpt_oss":
+        bounds = {f"swiglu_{key}": getattr(moe, f"swiglu_{key}") for key in SWIGLU}
+        return {**config, **bounds, "intermediate_size": model.expert_dim}
+    config["norm_topk_prob"] = moe.normalize_scores
+    if model_type == "olmoe":  # whose default pads with token 1, and the embedding of padding is not trained
+        return {**config, "intermediate_size": model.expert_dim, "clip_qkv": None, "pad_token_id": None}
+    dense = list(range(min(moe.n_first_dense_layers, model.n_layers)))
+    layers = {"mlp_only_layers": dense, "decoder_sparse_step": moe.every_n_layers}
+    return {**config, "moe_intermediate_size": model.expert_dim, **layers}
+
+
+def types_with_experts(model: Section) -> dict[str, bool]:
+    """Return, for each model type with experts, whether it has the model's options."""
+    bias, moe = model.attention_bias, model.moe
+    own = [moe.expert_bias, moe.router_bias, moe.swiglu_limit > 0]
+    in_every_layer = all(model.has_experts(layer) for layer in range(model.n_layers))
+    family_options = {key: value for key, value in PLAIN.items() if key not in OLD}
+    plain = all(getattr(model, key) == value for key, value in family_options.items())
+    plain = plain and model.rope_scaling_type != "longrope"
+    is_routed = not moe.n_shared_experts and moe.n_groups_per_token == moe.n_groups
+    is_routed = is_routed and moe.score_function == "softmax" and moe.score_scaling == 1
+    plain = plain and is_routed and not model.mlp_bias and not any(own)
+    is_gpt_oss = FAMILIES["gpt_oss"].allows(model) and layers_fit(model, "gpt_oss")
+    is_gpt_oss = is_gpt_oss and model.rope_scaling_type != "longrope"
+    is_olmoe = model.qk_norm == "all_heads" and bias != "qkv" and not model.sliding_window
+    return {
+        "gpt_oss": all(own) and is_routed and in_every_layer and moe.normalize_scores and is_gpt_oss,
+        "mixtral": plain and in_every_layer and not model.qk_norm and bias == "none" and moe.normalize_scores,
+        "qwen3_moe": plain and model.qk_norm is True and bias != "qkv",
+        "glm4_moe": _is_glm(model),
+        "olmoe": plain and in_every_layer and is_olmoe and model.n_heads * model.head_dim == model.dim,
+    }
+
+
+def _is_glm(model: Section) -> bool:
+    """Return whether GLM-4.5 has a model's options: scores of each expert by itself, biases that balance experts, and
+    shared experts."""
+    moe = model.moe
+    is_routed = moe.score_function == "sigmoid" and moe.every_n_layers == 1 and moe.n_shared_experts > 0
+    fits_groups = moe.n_experts >= 2 * moe.n_groups
+    is_routed = is_routed and moe.group_score == "top_2_sum"
+    has_own = moe.expert_bias or moe.router_bias or moe.swiglu_limit > 0
+    return FAMILIES["glm4_moe"].allows(model) and is_routed and moe.balance_bias and fits_groups and not has_own

@@ -1,0 +1,152 @@
+"""The options of the rotary embedding in a config.json, in both spellings, and back."""
+
+from typing import Any
+
+from titanlite.config.hf.values import JsonObject
+from titanlite.config.loader import Section, show
+
+ALL_CHANNELS = (1, "all channels are rotated")
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+ROPE_KEYS_OF_TYPE: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "beta_fast", "beta_slow", "attention_factor", "finetuned", "truncate"},
+    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
+}
+LONGROPE = {"su": "longrope", "yarn": "longrope"}
+"""What LongRoPE was called in early files of Phi-3."""
+HAVE_MSCALE = ("deepseek_v2", "deepseek_v3", "ministral3")
+"""Model types with YaRN's factors mscale and mscale_all_dim."""
+
+
+def rope_options(config: JsonObject, theta: float, rotated: float | None) -> dict[str, Any]:
+    """Return the options of the rotary embedding, in either spelling; where a file has both, they must agree. `rotated`
+    is the model type's default of the share of a head's channels that are rotated; None: always all."""
+    spellings = [key for key in ("rope_scaling", "rope_parameters") if config.values.get(key) not in (None, {})]
+    first, *second = spellings or ["rope_scaling"]
+    options = rope_at(config, first, theta, rotated)
+    if second and not config.problems and rope_at(config, *second, theta, rotated) != options:
+        config.reject("rope_parameters", "expected the same as rope_scaling and rope_theta; remove one of the two")
+    return options
+
+
+def rope_at(config: JsonObject, key: str, theta: float, rotated: float | None = None) -> dict[str, Any]:
+    """Return the options in the object at a key of config.json, or of an object in it."""
+    rope, model_type = config.object(key), config.values.get("model_type", "")
+    options: dict[str, Any] = {"rope_theta": rope.number("rope_theta", config.number("rope_theta", theta))}
+    if rotated is None:
+        rope.only("partial_rotary_factor", *ALL_CHANNELS)
+        config.only("partial_rotary_factor", *ALL_CHANNELS)
+    else:
+        holder = rope if rope.values.get("partial_rotary_factor") is not None else config
+        share = holder.number("partial_rotary_factor", rotated)
+        if share > 1:
+            holder.reject("partial_rotary_factor", "expected a number of at most 1")
+        options["partial_rotary_factor"] = min(share, 1.0)
+    name = "rope_type" if "rope_type" in rope.values else "type"
+    if model_type == "phi3":
+        rope.values[name] = LONGROPE.get(rope.values.get(name), rope.values.get(name))
+    kinds = [each for each in ROPE_KEYS_OF_TYPE if each != "longrope" or model_type == "phi3"]
+    kind = rope.choice(name, tuple(kinds), "default")
+    if name in rope.rejected:  # the other keys are of that type
+        return options
+    has_mscale = kind == "yarn" and model_type in HAVE_MSCALE
+    known = ROPE_KEYS | ROPE_KEYS_OF_TYPE[kind] | ({"mscale", "mscale_all_dim"} if has_mscale else set())
+    if model_type == "ministral3":
+        known |= {"llama_4_scaling_beta", "max_position_embeddings"}
+        beta = rope.values.get("llama_4_scaling_beta")
+        options["llama4_scaling_beta"] = 0.0 if beta in (None, 0) else rope.number("llama_4_scaling_beta")
+    for other in sorted(rope.values.keys() - known):
+        if rope.values[other] is not None:
+            rope.reject(other, f"the rotary embedding of type {show(kind)} has no such option; unsupported")
+    if kind == "default":
+        return options
+    if kind == "longrope":
+        return options | _longrope(config, rope)
+    options |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor", least=1.0)}
+    if kind in ("llama3", "yarn"):
+        # transformers prefers the key outside the object, and falls back to the length that the model has now.
+        key = "original_max_position_embeddings"
+        holders = [each for each in (config, rope) if each.values.get(key) is not None]
+        original = holders[0].integer(key) if holders else config.integer("max_position_embeddings")
+        options["rope_original_seq_len"] = original
+    if kind == "llama3":
+        options |= {f"rope_{part}_freq_factor": rope.number(f"{part}_freq_factor") for part in ("low", "high")}
+    if kind == "yarn":
+        options |= {"rope_beta_fast": rope.number("beta_fast", 32.0), "rope_beta_slow": rope.number("beta_slow", 1.0)}
+        options["rope_attention_factor"] = rope.number("attention_factor", -1)
+        if not rope.boolean("truncate", True):
+            options["rope_yarn_truncate"] = False
+        if options["rope_scaling_factor"] == 1 and options["rope_attention_factor"] not in (-1, 1):
+            rope.reject("attention_factor", "read only when factor is above 1; remove it")
+    if has_mscale and model_type == "ministral3":
+        for each in ("mscale", "mscale_all_dim"):
+            rope.only(each, 1, "with both 1, rotated queries and keys have no factor")
+        if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+            options["rope_attention_factor"] = rope.number("attention_factor", 1.0)
+    elif has_mscale:
+        from titanlite.config.hf.deepseek import yarn_factors
+
+        options |= yarn_factors(rope, options["rope_scaling_factor"], options["rope_attention_factor"])
+    return options
+
+
+def _longrope(config: JsonObject, rope: JsonObject) -> dict[str, Any]:
+    """Return the options of LongRoPE. Its factor is that of the lengths, unless the file has it."""
+    key = "original_max_position_embeddings"
+    original = (rope if rope.values.get(key) is not None else config).integer(key, 4096, least=2)
+    factor = rope.number("factor", max(config.integer("max_position_embeddings", 4096) / original, 1.0), least=1.0)
+    if factor == 1:
+        rope.reject("long_factor", f"expected max_position_embeddings above {key}: nothing is scaled", key)
+    return {
+        "rope_scaling_type": "longrope",
+        "rope_scaling_factor": factor,
+        "rope_original_seq_len": original,
+        "rope_attention_factor": rope.number("attention_factor", -1),
+        "rope_short_factors": rope.numbers("short_factor"),
+        "rope_long_factors": rope.numbers("long_factor"),
+    }
+
+
+def hf_rope(model: Section, model_type: str = "") -> dict[str, Any]:
+    """Return the options of the rotary embedding in both spellings."""
+    kind, scaling, own = model.rope_scaling_type, None, {}
+    if model.partial_rotary_factor != 1:
+        own["partial_rotary_factor"] = model.partial_rotary_factor
+    if model.rope_scaling_factor > 1 and kind == "longrope":
+        scaling = {"type": kind, "short_factor": model.rope_short_factors, "long_factor": model.rope_long_factors}
+        if model.rope_attention_factor != -1:
+            scaling["attention_factor"] = model.rope_attention_factor
+        own["original_max_position_embeddings"] = model.rope_original_seq_len
+        own["max_position_embeddings"] = round(model.rope_original_seq_len * model.rope_scaling_factor)
+    elif model.rope_scaling_factor > 1:
+        scaling = {"rope_type": kind, "factor": model.rope_scaling_factor}
+        if kind != "linear":
+            scaling["original_max_position_embeddings"] = model.rope_original_seq_len
+        if kind == "llama3":
+            scaling |= {f"{part}_freq_factor": getattr(model, f"rope_{part}_freq_factor") for part in ("low", "high")}
+        if kind == "yarn":
+            scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+            scaling |= {} if model.rope_yarn_truncate else {"truncate": False}
+            if model.mla.kv_lora_rank:
+                from titanlite.config.hf.deepseek import hf_yarn_factors
+
+                scaling |= hf_yarn_factors(model)
+            elif model.rope_attention_factor != -1:
+                scaling["attention_factor"] = model.rope_attention_factor
+            if model_type == "ministral3":
+                scaling["llama_4_scaling_beta"] = model.llama4_scaling_beta
+    parameters = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"}), **own}
+    parameters |= {"rope_type": kind} if scaling else {}
+    parameters.pop("max_position_embeddings", None)
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters, **own}
+
+
+def hf_rope_of_kinds(full: Section, local: Section) -> dict[str, Any]:
+    """Return the options of the rotary embedding of a model whose layers with a window have another one, in both
+    spellings, of the layers without and with a window."""
+    keys = hf_rope(full)
+    sliding = {"rope_theta": local.rope_theta, "rope_type": "default"}
+    keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}
+    return {**keys, "rope_local_base_freq": local.rope_theta}

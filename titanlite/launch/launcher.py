@@ -1,0 +1,180 @@
+"""Start a config's ranks on this node with torchrun's agent.
+
+    titanlite train CONFIG [--section.key=value ...]
+
+Environment:
+    NGPU=N          ranks on this node, instead of what the config's degrees ask for
+    LOG_RANK=0,1    ranks of this node whose lines are shown (default 0); those of all ranks are in DUMP_FOLDER/logs
+    MAX_RESTARTS=N  how often all ranks are started anew after one has failed, to resume from the newest checkpoint
+                    (default 0)
+    NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, JOB_ID   for a multi-node run; run the command on each node.
+                    NNODES=MIN:MAX starts, and restarts, with as many nodes as there are
+
+The config is checked once, here, before any rank starts: a mistake is one line, not a traceback of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
+from titanlite.config.launch import (
+    count_from_environment,
+    plan_command,
+    quantity,
+    raise_open_file_limit,
+    require_torchft,
+)
+from titanlite.config.loader import show
+from titanlite.config.reference import help_text
+from titanlite.config.schema import count_parameters
+from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
+from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores, listen_as_launcher
+
+BYTES_PER_PARAMETER = 6
+"""Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
+
+
+def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
+    """Return the number of ranks on all nodes: the product of the degrees; one per device if the shard degree is -1;
+    NGPU per node if that is set.
+
+    Args:
+        environment: NGPU and NNODES are read from it.
+        n_devices: accelerators of a node.
+    """
+    _, nodes = nodes_of(environment)
+    if environment.get("NGPU"):
+        return nodes * count_from_environment(environment, "NGPU", 1)
+    parallelism = loaded.config.parallelism
+    if parallelism.data_parallel_shard_degree == -1:
+        return max(parallelism.ranks_per_shard, nodes * max(n_devices, 1))
+    return parallelism.world_size
+
+
+def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
+    """Return the number of ranks to start on this node.
+
+    Args:
+        environment: NGPU and NNODES are read from it.
+        n_devices: accelerators of a node.
+
+    Raises:
+        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, nodes without devices have
+            too little memory for weights and optimizer states, or the folder of initial weights is wrong.
+    """
+    (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
+    needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not n_devices and needed > nodes * memory:
+        problem = (
+            f"{loaded.file}: needs {quantity(wanted, 'device')}, and this node has none; its memory of "
+            f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of {needed / 2**30:,.0f} GiB; "
+            f"{plan_command(loaded.file)}"
+        )
+        raise ConfigError([problem])
+    if wanted % nodes:
+        ranks = quantity(wanted, "rank")
+        raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
+    ranks = wanted // nodes
+    for number in {least, nodes}:
+        config = check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since checkpoint/ imports launch/
+
+    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
+    return ranks
+
+
+def count_devices() -> int:
+    """Return the number of accelerators of this node. Importing torch takes seconds, so it is asked only where a driver
+    is installed."""
+    if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many nodes a launch has at least and at most: NNODES, or the two parts of NNODES=MIN:MAX.
+
+    Raises:
+        ConfigError: if they are not integers in this order.
+    """
+    text = environment.get("NNODES") or "1"
+    least, most = (count_from_environment({"NNODES": part}, "NNODES", 1) for part in (text.split(":", 1) * 2)[:2])
+    if least > most:
+        raise ConfigError([f"environment: NNODES = {show(text)}: expected MIN <= MAX"])
+    return least, most
+
+
+def require_place(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is."""
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
+    if missing and nodes_of(environment)[1] > 1:
+        raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
+
+
+def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
+    """Return the environment variables by which a rank finds its launcher, its config and the folder of its lines if
+    they are not shown. The folder is created, and the config written into it. Raises ConfigError if that fails."""
+    dump_folder = loaded.config.job.dump_folder
+    folder = Path(dump_folder) / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = write_for_ranks(loaded, folder)
+    except OSError as error:
+        problem = f"job.dump_folder = {show(dump_folder)}: cannot be written: {error.strerror}"
+        raise ConfigError([problem]) from None
+    return {STARTED_BY: str(os.getpid()), LOG_FOLDER: str(folder), CHECKED_CONFIG: file}
+
+
+def main(argv: list[str]) -> int:
+    """Check a config, start its ranks on this node, and return the run's exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n{help_text()}")
+        return 0
+    signals = listen_as_launcher()
+    loaded = load(argv)
+    ranks = ranks_per_node(loaded, os.environ, count_devices())
+    require_place(os.environ)
+    if loaded.config.fault_tolerance.enable:
+        require_torchft()
+    restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)
+    environment = environment_of_ranks(ranks) | launch_variables(loaded)
+    raise_open_file_limit(2 * ranks * nodes_of(os.environ)[1] if os.environ.get("NODE_RANK", "0") == "0" else 0)
+    from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
+
+    command = [sys.executable, "-m", "titanlite.rank", *argv]
+    return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
+
+
+def run_on_ranks(ranks: int, arguments: list[str]) -> int:
+    """Run `titanlite` with these arguments on ranks of this node, with torchrun, and return its exit status. The ranks
+    end when this process does, and torchrun with them; Ctrl-C on a terminal reaches neither."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
+    environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as torchrun:
+        try:
+            return torchrun.wait()
+        except BaseException:  # Ctrl-C
+            torchrun.kill()
+            raise
+
+
+def environment_of_ranks(ranks: int) -> dict[str, str]:
+    """Return the environment variables of so many ranks of this node."""
+    return {
+        # torchrun's agent gives each rank one thread; on a CPU they share the cores instead.
+        "OMP_NUM_THREADS": str(max(available_cores() // ranks, 1)),
+        # Fewer, larger segments: less memory lost to fragmentation. The older name of this variable,
+        # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
+        **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        **os.environ,
+    }

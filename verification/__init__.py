@@ -1,0 +1,1 @@
+"""Campaigns and long runs that look for what no test of a few seconds finds."""
