@@ -245,13 +245,14 @@ def written() -> types.ModuleType:
     return pages
 
 
-def test_the_reading_order_is_that_of_the_code(written):
-    assert README.read_text() == written.readme(README.read_text()), "run `python -m docs.build.pages`"
+def test_the_reading_order_and_the_parts_are_those_of_the_code(written):
+    for page, rewritten in ((README, written.readme), (ROOT / "docs" / "architecture.md", written.architecture)):
+        assert page.read_text() == rewritten(page.read_text()), "run `python -m docs.build.pages`"
 
 
 def test_a_wrong_reading_order_is_found(written):
     text = README.read_text()
-    number = re.search(r"\| ([\d,]+) \|", text.partition(written.BEGIN)[2])[1]
+    number = re.search(r"\| ([\d,]+) \|", text.partition("<!-- lines: begin -->")[2])[1]
     assert written.readme(text.replace(f"| {number} |", "| 7 |")) == text
 
 

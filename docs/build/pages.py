@@ -2,7 +2,8 @@
 
     python -m docs.build.pages
 
-It writes the reading order in README.md, docs/reference/commands.md and docs/reference/support.md.
+It writes the reading order in README.md, the table of parts there and in docs/architecture.md, and the pages
+docs/reference/commands.md and docs/reference/support.md.
 tests/test_docs.py fails until they are what this script writes. `titanlite config --reference` writes
 docs/reference/config.md.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from docs.build.page_tables import with_table
 from tests import test_architecture, test_families, test_families_by_options
 from tests.helpers.cases import Case, marks_for
 from tests.parallel import test_layouts, test_parity
@@ -27,10 +29,10 @@ from titanlite.launch.arguments import Parser
 from titanlite.launch.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-README, COMMANDS_PAGE, SUPPORT_PAGE = (
-    ROOT / name for name in ("README.md", "docs/reference/commands.md", "docs/reference/support.md")
+README, ARCHITECTURE, COMMANDS_PAGE, SUPPORT_PAGE = (
+    ROOT / name
+    for name in ("README.md", "docs/architecture.md", "docs/reference/commands.md", "docs/reference/support.md")
 )
-BEGIN, END = "<!-- lines: begin -->", "<!-- lines: end -->"
 LINES_PER_MINUTE = 15
 """How fast a reader of code is taken to be, comments and docstrings included. Nobody was timed."""
 COLUMNS = 100
@@ -59,9 +61,18 @@ def reading_order() -> str:
     text = (
         f"The heart is these {len(paths)} files: {total:,} lines, {total / LINES_PER_MINUTE / 60:.1f} hours at "
         f"{LINES_PER_MINUTE} lines per minute. That rate is an assumption. A debug run with checkpoints imports at "
-        f"most {test_architecture.LINES_OF_A_DEBUG_RUN:,} lines, which a test counts. The package has {package:,}."
+        f"most {test_architecture.LINES_OF_A_DEBUG_RUN:,} lines, which a test counts. The package has {package:,}: "
+        "each part has a ceiling, which is fixed."
     )
-    return f"{table(['file in titanlite/', 'lines', 'minutes'], rows)}\n{wrapped(text)}"
+    return f"{table(['file in titanlite/', 'lines', 'minutes'], rows)}\n{wrapped(text)}\n{parts_table()}"
+
+
+def parts_table() -> str:
+    """Return the table of the parts of the package: their lines, and the most that they may have."""
+    lines = test_architecture.lines_by_part()
+    rows = [[part, f"{lines[part]:,}", f"{most:,}"] for part, most in test_architecture.CEILINGS.items()]
+    rows.append(["all", f"{sum(lines.values()):,}", f"{test_architecture.LINES_OF_THE_PACKAGE:,}"])
+    return table(["part", "lines", "ceiling"], rows)
 
 
 def minutes(n_lines: int) -> str:
@@ -71,9 +82,12 @@ def minutes(n_lines: int) -> str:
 
 def readme(text: str) -> str:
     """Return README.md with its block of the reading order rewritten."""
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{reading_order()}\n{END}{after}"
+    return with_table(text, "lines", reading_order())
+
+
+def architecture(text: str) -> str:
+    """Return docs/architecture.md with its table of the parts rewritten."""
+    return with_table(text, "parts", parts_table())
 
 
 # docs/reference/commands.md -------------------------------------------------------------------------------------------
@@ -253,6 +267,7 @@ def support_page() -> str:
 
 def main() -> None:
     README.write_text(readme(README.read_text()))
+    ARCHITECTURE.write_text(architecture(ARCHITECTURE.read_text()))
     COMMANDS_PAGE.write_text(commands_page())
     SUPPORT_PAGE.write_text(support_page())
 
