@@ -54,11 +54,10 @@ def unpicklers(source: str) -> set[str]:
     tree, full_names, found = ast.parse(source), dict[str, str](), set[str]()
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []:
-            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            full_names[alias.asname or alias.name.split(".")[0]] = (
-                prefix + alias.name if prefix or alias.asname else alias.name.split(".")[0]
-            )
-            found.add(prefix + alias.name)
+            full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            root = full if isinstance(node, ast.ImportFrom) or alias.asname else alias.name.split(".")[0]
+            full_names[alias.asname or root.rpartition(".")[2]] = root
+            found.add(full)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             root, _, rest = ast.unparse(node).partition(".")
@@ -93,7 +92,6 @@ def test_a_file_that_reads_pickles_is_found(source: str, found: str):
 
 
 # What is read --------------------------------------------------------------------------------------------------------
-
 
 PICKLES = {f"protocol {protocol}": pickle.dumps(Code(), protocol) for protocol in (0, 2, 5)}
 
