@@ -227,6 +227,7 @@ def test_the_pages_are_few_and_short():
     n_pages, n_lines = pages_by_hand({path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in DOCS})
     assert n_pages <= MOST_PAGES
     assert n_lines <= MOST_LINES
+    assert f"are at most {MOST_PAGES}, with {MOST_LINES:,} lines" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_pages_and_lines_by_hand_are_counted():

@@ -217,7 +217,7 @@ def all_steps(memory_gib: float) -> list[Step]:
         Step("recorded-step", "Recorded step", "recorded", 12),
         tests.pop("tests-resume"),
         tests.pop("tests-compile"),
-        Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 60),
+        Step("torchtitan", "torchtitan 0.2.2", "torchtitan", 50),
     ]
     steps += [Step(name, "Several ranks on one GPU", "parity", 30, options) for name, options in PARITY.items()]
     steps.append(Step(PUBLISHED_CASE, "Published configuration", "train", 60, llama_8b(2, FULL)))
