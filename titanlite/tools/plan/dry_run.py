@@ -120,8 +120,7 @@ def dry_run(
         if config.optimizer.name == "Muon":
             from titanlite.tools.plan import muon_step  # here, since most plans do without
 
-            create_states = muon_step.create_states
-            record = muon_step.recorder(config, layout.mesh, names, axes)
+            create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
