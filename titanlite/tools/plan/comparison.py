@@ -44,8 +44,7 @@ def read_measurement(file: Path) -> Measurement:
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        problem = f"{file}: is not the metrics.jsonl of a run: {type(error).__name__}: {error}"
-        raise ConfigError([problem]) from None
+        raise ConfigError([f"{file}: is not the metrics.jsonl of a run: {type(error).__name__}: {error}"]) from None
     if not after_first:
         raise ConfigError([f"{file}: has no logged step but the first; train more steps"])
     seconds, tokens, rates, memory = zip(*after_first, strict=True)

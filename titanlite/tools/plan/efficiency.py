@@ -150,8 +150,7 @@ HOST_WAIT = Share(2e-5, 1e-5, 5e-5, "9 us of a launch and a wait: github.com/fla
 HOST_LINK = Share(0.86, 0.70, 0.90, "55.6 of 64 GB/s by nvbandwidth, over PCIe 5 x16; the least is an estimate")
 """Of the bandwidth between host memory and a device."""
 HOST_MEMORY = Share(0.45, 0.20, 0.70, f"of the CPU's fused AdamW: {ESTIMATE}")
-PINNING = Share(2.8e9, 1.0e9, 4.5e9, "32 MB in 11.6 ms, 33.4 GiB in 8.0 s: rapidsai/dask-cuda 106, ik_llama.cpp 1517")
-"""Bytes/s of memory that a node pins; least, and that its ranks take turns: TensorRT-LLM, pull request 17773."""
+PINNING = Share(2.8e9, 1.0e9, 4.5e9, "bytes/s of a node: rapidsai/dask-cuda 106, TensorRT-LLM 17773, ik_llama.cpp 1517")
 STORAGE = Share(2e9, 0.5e9, 6.4e9, f"6.4 GB/s: awslabs/awsome-distributed-ai, pull request 1225; the rest: {ESTIMATE}")
 """Bytes/s that a node writes to the folder of checkpoints, where that is not known."""
 TILE = 128

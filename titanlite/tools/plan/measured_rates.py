@@ -26,8 +26,7 @@ def work_seconds(measured: Measured, work: Work) -> float:
             raise ConfigError([f"plan.device: no matrix multiplication in {work.dtype} was measured there"])
         n, *sizes = work.sizes
         return n * 2 * math.prod(sizes) / rate_at(measured.matmul[work.dtype], sizes)
-    backward = "backward" in work.name
-    rows = measured.attention_backward if backward else measured.attention
+    rows = measured.attention_backward if "backward" in work.name else measured.attention
     queries, keys, head_dim = work.sizes
     return work.flops / rate_at(rows, (math.sqrt(queries * keys), head_dim))
 

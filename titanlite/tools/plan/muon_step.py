@@ -37,8 +37,7 @@ def create_states(optimizer: Muon) -> None:
     """Have the optimizer create its states, without the collectives of a step."""
     for weight in optimizer.matrices:
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    others = [weight for group in optimizer.adamw.param_groups for weight in group["params"]]
-    for weight in others:
+    for weight in (weight for group in optimizer.adamw.param_groups for weight in group["params"]):
         weight.grad = torch.zeros_like(weight)
     optimizer.adamw.state = optimizer.state
     optimizer.adamw.step()

@@ -97,8 +97,7 @@ def make_plan(
 
     dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
     offloads = config.training.enable_cpu_offload and device.kind == "gpu"
-    offload = dtype.itemsize / reduced.itemsize if offloads else None
-    rates = {"offload": offload, "cudnn": takes_cudnn(config, device)}
+    rates = {"offload": dtype.itemsize / reduced.itemsize if offloads else None, "cudnn": takes_cudnn(config, device)}
 
     def time_of(changed: str = "", *, faster: bool = False) -> StepTime:
         models = (CostModel(device, run.axes, per_node, changed, faster=faster, **rates) for run in dry_runs)

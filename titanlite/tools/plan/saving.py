@@ -19,13 +19,12 @@ class Saving(NamedTuple):
         size: bytes of the weights and the optimizer states.
         copy_seconds: until each rank's part is in host memory.
         write_seconds: until each node has written its part: as expected, at least and at most.
-        pinned: bytes of a node's memory that the first asynchronous save pins: a block for each slice of a tensor, of a
-            power of two (torch's CachingHostAllocator).
+        pinned: bytes of a node's memory that the first asynchronous save pins, in a block of 2^n for each tensor.
     """
 
     size: int
     copy_seconds: float
-    write_seconds: tuple[float, float, float]
+    write_seconds: tuple[float, ...]
     pinned: float
 
 
@@ -44,10 +43,7 @@ def saving(config: Config, device: Device, world_size: int, devices_per_node: in
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)
     nodes = math.ceil(world_size / devices_per_node)
-    rates = STORAGE.expected, STORAGE.high, STORAGE.low
-    expected, least, most = (size / nodes / (device.storage_bandwidth or rate) for rate in rates)
-    if on_host:
-        return Saving(size, 0.0, (expected, least, most), 0.0)
+    write = tuple(size / nodes / (device.storage_bandwidth or x) for x in (STORAGE.expected, STORAGE.high, STORAGE.low))
     shards = world_size / parallelism.pipeline_parallel_degree / parallelism.data_parallel_replicate_degree
     blocks = sum(2 ** math.ceil(math.log2(n / shards)) for n in sizes) * shards / n_parameters  # over all slices
-    return Saving(size, size / world_size / link, (expected, least, most), size / nodes * blocks)
+    return Saving(size, 0.0 if on_host else size / world_size / link, write, 0.0 if on_host else size / nodes * blocks)

@@ -59,15 +59,10 @@ def all_actions(schedule: Schedule, n_ranks: int, n_stages: int, n_microbatches:
             pipeline_parallel_stages_per_rank=n_stages // n_ranks,
         )
         with fake_world(0, n_ranks):
-            order = PipelineRunner(
-                {number: nn.Identity() for number in range(n_stages) if ranks[number] == 0},
-                parallelism,
-                group=torch.distributed.group.WORLD,
-                n_microbatches=n_microbatches,
-                hidden_shape=(1, 1),
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-            ).order
+            own = {number: nn.Identity() for number in range(n_stages) if ranks[number] == 0}
+            group, device = torch.distributed.group.WORLD, torch.device("cpu")
+            messages = {"n_microbatches": n_microbatches, "hidden_shape": (1, 1), "dtype": torch.float32}
+            order = PipelineRunner(own, parallelism, group=group, device=device, **messages).order
     return [own_actions(schedule, rank, n_ranks, n_microbatches, order) for rank in range(n_ranks)]
 
 

@@ -37,9 +37,8 @@ class StageCost:
 
     def after(self, streams: Streams | None, key: tuple) -> Cost:
         """Return the cost of a phase after what is in flight; None: on an idle device."""
-        segments = self.dry_run.phases.get(key, [])
         kind, accumulates = key[0], key[0] == Pass.BACKWARD and key[1] > 0
-        events = (segment.events for segment in segments)
+        events = (segment.events for segment in self.dry_run.phases.get(key, []))
         return self.cost_model.cost(events, streams, forward=kind == Pass.FORWARD, accumulates=accumulates)
 
     def of_action(self, action: Action) -> Cost:
@@ -59,9 +58,8 @@ class StageCost:
         """Return the cost of the update of all the stage's weights. Its collectives are those of a rank, however many
         weights or stages it has: `communicates` says whether to count them."""
         events = [event for segment in self.dry_run.phases[("update",)] for event in segment.events]
-        cost = Cost()
+        cost, model = Cost(), self.cost_model
         computation = [event for event in events if not isinstance(event, Communication)]
-        model = self.cost_model
         if model.offload is None and self.offloads_optimizer:
             by_kind: dict[bool, list] = {True: [], False: []}
             for event in computation:
@@ -74,7 +72,7 @@ class StageCost:
             if key[0] == "muon":
                 cost.add(self.of_phase(key), key[2])
         if communicates:
-            cost.add(self.cost_model.cost([[event for event in events if isinstance(event, Communication)]]))
+            cost.add(model.cost([[event for event in events if isinstance(event, Communication)]]))
         return cost
 
 
@@ -130,9 +128,8 @@ def _time_with_pipeline(
     config: Config, stages: list[StageCost], ranks: list[int], actions: list[list[Group]]
 ) -> StepTime:
     parallelism, n_stages, n_steps = config.parallelism, len(stages), config.gradient_accumulation_steps
-    degree = parallelism.pipeline_parallel_degree
     message = _message_bytes(config)
-    neighbours = [0, parallelism.world_size // degree]
+    neighbours = [0, parallelism.world_size // parallelism.pipeline_parallel_degree]
     message_seconds = stages[0].cost_model.collective_seconds("send", message, neighbours)
     spans = simulate(
         actions,
