@@ -127,13 +127,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     shutil.copyfile(file, folder / "tokenizer.json")  # a file may have another name
 
 
-def _write_weights(
-    reader: Any,
-    options: Model,
-    folder: Path,
-    dtype: torch.dtype,
-    max_file_bytes: int,
-) -> int:
+def _write_weights(reader: Any, options: Model, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> int:
     """Write the safetensors files, and their index if there are several. Return how many they are."""
     shapes = tensor_shapes(options)
     ours = hf_tensors(options, shapes)
