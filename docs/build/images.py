@@ -55,7 +55,8 @@ TENSORBOARD_SETTINGS = {
 def make_plan_figure() -> None:
     """Draw the plan of configs/70b.toml on white with rounded corners, readable on a light and on a dark page."""
     from titanlite.config import load
-    from titanlite.tools.plan.figures import STYLE, memory_figure, schedule_figure, time_figure
+    from titanlite.tools.html_page import STYLE
+    from titanlite.tools.plan.figures import memory_figure, schedule_figure, time_figure
     from titanlite.tools.plan.planner import make_plan
 
     plan = make_plan(load([str(ROOT / CONFIG)]))
