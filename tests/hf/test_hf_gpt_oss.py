@@ -139,7 +139,6 @@ def test_layers_without_a_window_are_written(tmp_path: Path):
         ({"swiglu_limit": 0}, r"swiglu_limit = 0: expected a finite number > 0"),
         ({"swiglu_alpha": "x"}, r'swiglu_alpha = "x": expected a finite number > 0'),
         ({"num_experts_per_tok": 33}, r"expected at most the number of experts, 32"),
-        ({"mlp_bias": True}, r"mlp_bias = true: .*does not read it"),
         ({"hidden_act": "gelu"}, r'hidden_act = "gelu": expected "silu"'),
         ({"layer_types": ["linear_attention"] * 24}, r"layer_types = a list: expected"),
         (
@@ -153,6 +152,11 @@ def test_a_config_that_cannot_be_read_is_rejected_in_one_line(tmp_path: Path, ch
     with pytest.raises(ConfigError, match=line) as caught:
         options_of_folder(write_config(tmp_path, **changes))
     assert len(caught.value.problems) == 1
+
+
+def test_a_key_that_transformers_does_not_read_changes_nothing(tmp_path: Path):
+    options = [options_of_folder(write_config(tmp_path, mlp_bias=value)) for value in (None, True)]
+    assert options[0] == options[1]
 
 
 def test_quantized_weights_of_other_types_are_rejected(tmp_path: Path):
