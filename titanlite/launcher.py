@@ -42,6 +42,7 @@ from titanlite.launch.process import (
     available_cores,
     listen_as_launcher,
 )
+from titanlite.launch.safe_path import python, safe_environment
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
@@ -162,7 +163,7 @@ def main(argv: list[str]) -> int:
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
     """Run `titanlite` with these arguments on ranks of this node, with torchrun, and return its exit status. The ranks
     end when this process does, and torchrun with them; Ctrl-C on a terminal reaches neither."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command = [*python("from torch.distributed.run import main; main()"), "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", "-m", "titanlite", *arguments]
     environment = {**environment_of_ranks(ranks), ENDS_WITH_STDIN: "1"}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as torchrun:
@@ -182,4 +183,5 @@ def environment_of_ranks(ranks: int) -> dict[str, str]:
         # PYTORCH_CUDA_ALLOC_CONF, is read too (2.11 warns of it, 2.13 prefers it), so whoever sets that one means it.
         **({} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         **os.environ,
+        **safe_environment(),
     }

@@ -1,8 +1,7 @@
 """A process with limits of memory and time, for what the files of a tokenizer, a chat template, a row and the footer of
 a parquet file may ask for.
 
-python -m titanlite.data.worker HF_ASSETS_PATH        started by Worker: pickles on stdin and stdout; it ends with its
-                                                      parent, when stdin does
+Worker starts it, sends and receives pickles on its stdin and stdout, and it ends with its parent, when stdin does.
 """
 
 import contextlib
@@ -24,6 +23,7 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
 from titanlite.data.hf_tokenizer import SECONDS, HuggingFaceTokenizer, reason_of
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.launch.safe_path import python, safe_environment
 
 MEMORY = 7 * 2**28
 """Bytes of data in a worker's memory, at most."""
@@ -42,10 +42,10 @@ class Worker:
         environment |= {"TOKENIZERS_PARALLELISM": "true", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # no large arenas
         self.path, self._lock = hf_assets_path, threading.Lock()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "titanlite.data.worker", hf_assets_path],
+            [*python("from titanlite.data.worker import main; main()"), hf_assets_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
+            env={**os.environ, **safe_environment(), **environment},
             start_new_session=True,  # a signal to all processes of a launch asks its ranks to stop, and no worker
         )
 
@@ -148,7 +148,3 @@ def main() -> None:
         except BaseException as error:  # of Rust code, it may be no Exception
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
             send("error", ConfigError([problem]))
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from titanlite.launch.safe_path import safe_environment
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STARTED_BY = "TITANLITE_LAUNCHER"
 """Environment variable: the process ID of the launcher that started a rank."""
@@ -251,8 +253,11 @@ def forkserver(preload: str) -> ForkServerContext:
     context.set_forkserver_preload([preload])
     # Processes are killed in the end. What they leave is freed then, so no warning is needed.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]), dict(os.environ)
+    os.environ |= safe_environment()
     multiprocessing.forkserver.ensure_running()
+    os.environ.clear()
+    os.environ |= environment
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 

@@ -1,0 +1,82 @@
+"""No process of a run or a command imports a file of the user's folder that has the name of a module of Python's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import SMALL
+from titanlite.launch.safe_path import safe_environment
+
+ROOT = Path(__file__).parents[2]
+TITANLITE = "from titanlite.launch.cli import main; main()"
+"""What the command titanlite has; its folder is on the path, and not the working directory."""
+MODULES = "array", "copy", "dataclasses", "pickle", "queue", "random", "selectors", "shutil", "socket", "threading"
+"""Modules that ranks and helpers import, some of them before their first line."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with files that have the names of modules, and with a config."""
+    for name in MODULES:
+        (tmp_path / f"{name}.py").write_text(f"import os\nos.write(2, b'the file {name}.py was imported\\n')\n1 / 0\n")
+    (tmp_path / "small.toml").write_text(SMALL.format(folder=tmp_path))
+    return tmp_path
+
+
+def run(folder: Path, *command: str, **environment: str) -> str:
+    """Run a command in a folder and return its output."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    options = {"env": inherited | environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=folder, timeout=200, check=False, **options)
+    assert "was imported" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def command(tmp_path: Path) -> str:
+    """Return a script like the one that pip installs."""
+    (tmp_path / "commands").mkdir()
+    script = tmp_path / "commands" / "titanlite"
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path.append({str(ROOT)!r})\n{TITANLITE}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_ranks(folder: Path):
+    run(folder, command(folder), "train", "small.toml", "--training.steps=1")
+
+
+@pytest.mark.parametrize("path", ["", ":", ":/a::/b:", f"/a:{ROOT}"])
+def test_no_entry_of_pythonpath_is_empty(path: str, monkeypatch):
+    """An empty entry is the working directory, as after PYTHONPATH=$PYTHONPATH:/a."""
+    monkeypatch.setenv("PYTHONPATH", path)
+    others = [each for each in ("/a", "/b") if each in path]
+    assert safe_environment() == {"PYTHONSAFEPATH": "1", "PYTHONPATH": ":".join([str(ROOT), *others])}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["parity", "small.toml", "--steps=1"],
+        ["plan", "small.toml"],
+        ["tokenize", "small.toml"],
+        pytest.param(["calibrate", "rates.toml", "--ranks=2"], marks=pytest.mark.nightly),
+    ],
+    ids=["parity", "plan", "tokenize", "calibrate"],
+)
+def test_helpers_of_commands(folder: Path, arguments: list[str]):
+    run(folder, command(folder), *arguments)
+
+
+def test_an_uninstalled_clone(folder: Path):
+    """It starts in a folder with such files, and its ranks find the package."""
+    run(folder, str(ROOT / "run_train.sh"), "small.toml", "--training.steps=1", PYTHON=sys.executable)
+
+
+def test_a_script_of_the_clone_is_started_by_torchrun(folder: Path):
+    """torchrun itself is the user's; what it starts is titanlite's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run(ROOT, *torchrun, str(ROOT / "train.py"), str(folder / "small.toml"), "--training.steps=1")
