@@ -16,11 +16,13 @@ The config is checked once, here, before any rank starts: a mistake is one line,
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
@@ -31,7 +33,7 @@ from titanlite.config.launch import (
     raise_open_file_limit,
     require_torchft,
 )
-from titanlite.config.loader import show
+from titanlite.config.loader import printable, show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -119,11 +121,39 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
     return least, most
 
 
-def require_place(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is."""
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
-    if missing and nodes_of(environment)[1] > 1:
-        raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
+def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
+    """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is, or a
+    variable that the launcher or the ranks of this node read is wrong."""
+    nodes, problems = nodes_of(environment)[1], []
+
+    def expect(name: str, is_right: Callable[[str], Any], expected: str) -> None:
+        if (value := environment.get(name)) and not is_right(value):
+            problems.append(f"environment: {name} = {show(value)}: expected {expected}")
+
+    def below(limit: int) -> Callable[[str], bool]:
+        return lambda text: re.fullmatch("[0-9]{1,9}", text) is not None and int(text) < limit
+
+    if nodes > 1:
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
+        problems += [f"environment: {name}: expected a value where NNODES is above 1" for name in missing]
+        expect(
+            "MASTER_ADDR",
+            re.compile(r"[\w.-]+|\[?[0-9a-fA-F:.]+(%\w+)?\]?").fullmatch,
+            "the name of a host, or its IP address",
+        )
+        expect("MASTER_PORT", lambda text: below(65536)(text) and int(text), "a port, 1 to 65535")
+        expect("JOB_ID", lambda text: printable(text) == text, "UTF-8 without control characters")
+    if environment.get("NNODES"):
+        expect("NODE_RANK", below(nodes), f"an integer >= 0 and < {nodes}, which NNODES is")
+    shown = f"ranks of this node, 0 to {ranks - 1}, as in 0 or 0,1"
+    expect(
+        "LOG_RANK",
+        lambda text: all(map(below(10**9), text.split(","))) and any(map(below(ranks), text.split(","))),
+        shown,
+    )
+    expect("OMP_NUM_THREADS", re.compile("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*").fullmatch, "an integer >= 1")
+    if problems:
+        raise ConfigError(problems)
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
@@ -148,7 +178,7 @@ def main(argv: list[str]) -> int:
     signals = listen_as_launcher()
     loaded = load(argv)
     ranks = ranks_per_node(loaded, os.environ, count_devices())
-    require_place(os.environ)
+    require_place(os.environ, ranks)
     if loaded.config.fault_tolerance.enable:
         require_torchft()
     restarts = count_from_environment(os.environ, "MAX_RESTARTS", 0)

@@ -11,8 +11,6 @@ from tests.test_train import SMALL
 from titanlite.launch.safe_path import safe_environment
 
 ROOT = Path(__file__).parents[2]
-TITANLITE = "from titanlite.launch.cli import main; main()"
-"""What the command titanlite has; its folder is on the path, and not the working directory."""
 MODULES = "array", "copy", "dataclasses", "pickle", "queue", "random", "selectors", "shutil", "socket", "threading"
 """Modules that ranks and helpers import, some of them before their first line."""
 
@@ -40,7 +38,9 @@ def command(tmp_path: Path) -> str:
     """Return a script like the one that pip installs."""
     (tmp_path / "commands").mkdir()
     script = tmp_path / "commands" / "titanlite"
-    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path.append({str(ROOT)!r})\n{TITANLITE}\n")
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path.append({str(ROOT)!r})\n")
+    with script.open("a") as file:
+        file.write("from titanlite.launch.cli import main\nif __name__ == '__main__':\n    main()\n")
     script.chmod(0o755)
     return str(script)
 

@@ -1,5 +1,6 @@
 """All ranks train with the same config: those of a node have their launcher's, and those of different nodes compare."""
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -14,11 +15,12 @@ from tests.test_train import SMALL
 from titanlite import config, launcher
 from titanlite.checkpoint.changed_options import changes
 from titanlite.config.loader import options_of, table_of, value_of
-from titanlite.launch import checked_config, process
+from titanlite.launch import checked_config, process, same_config
 from titanlite.launch.checked_config import CHECKED_CONFIG, load_for_rank
 from titanlite.launch.same_config import name_ranks, options_of_run, require_same
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "titanlite"
 MIXTURE = {"datasets": [{"name": "a", "dataset": "text", "dataset_path": "a", "weight": 2}, {"name": "b", "weight": 1}]}
 
 
@@ -71,6 +73,30 @@ def test_versions_are_compared(ranks):
     other = {"torch": "2.0"}
     (problem,) = set(ranks(4).run(problem_of, options=[options_of_run(load()), options_of_run(load()) | other] * 2))
     assert ' on ranks 0, 2, "2.0" on ranks 1, 3; ' in problem
+
+
+def require_same_code(changed: list[dict[str, str]]) -> str:
+    """Return what is wrong with the files of the ranks, one of which has each change, as this rank finds it."""
+    files, own = same_config.code(), changed[dist.get_rank()]
+    same_config.code = lambda: {name: value for name, value in {**files, **own}.items() if value}
+    try:
+        return problem_of([options_of_run(load())] * len(changed))
+    finally:
+        same_config.code = functools.cache(lambda: files)
+
+
+def test_ranks_with_other_code_are_named_with_its_files(ranks):
+    """One has edited a file, one lacks one, and one has one more."""
+    changed = [{}, {"model.py": "0" * 16}, {"loss.py": ""}, {"model.py": "1" * 16, "new.py": "2" * 16}]
+    (problem,) = set(ranks(4).run(require_same_code, changed=changed))
+    files = "loss.py, model.py, new.py; start all nodes with the same code"
+    assert problem == f"titanlite's code on ranks 1-3 is not that of rank 0: {files}"
+
+
+def test_the_code_is_every_file_of_the_package():
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert same_config.code().keys() == files
+    assert len(set(same_config.code().values())) == len({(PACKAGE / name).read_bytes() for name in files})
 
 
 def test_every_other_option_is_compared():

@@ -74,7 +74,7 @@ def require_torchft() -> None:
     if not importlib.util.find_spec("torchft"):
         problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
     address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
-    if not address.startswith(("http://", "https://")):
+    if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?", address):
         problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
         problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
     if problems:

@@ -66,6 +66,11 @@ class NewStores:
             self.server = dist.TCPStore(self.address, 0, is_master=True, multi_tenant=True)
             port = self.server.port
         place = RendezvousStoreInfo.build(met.rank, dist.PrefixStore("titanlite", met.store), self.address, port)
+        if met.rank:
+            logs = os.path.dirname(log_file(os.environ[LOG_FOLDER], 0))
+            print_to_console(
+                f"rank 0 is on {place.master_addr}, and prints there; the lines of all ranks are in {logs}"
+            )
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
     def __getattr__(self, name: str) -> Any:
@@ -115,6 +120,9 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if not self.statuses:  # nodes have joined: the ranks save
             self._pcontext.close(signal.SIGTERM, SECONDS_TO_SAVE)
+        else:
+            restarts = worker_group.spec.max_restarts
+            print_to_console(f"restart {restarts - self._remaining_restarts} of {restarts}")
         super()._restart_workers(worker_group)
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:
@@ -202,14 +210,14 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
     """Return torchrun's rendezvous of a launch, and the address by which this node is reached.
 
     Raises:
-        ConfigError: if MASTER_ADDR has no address within five minutes; a cluster may need a while to name its nodes.
+        ConfigError: if MASTER_ADDR has no address within a minute; a cluster may need a while to name its nodes.
     """
     least, _, most = (environment.get("NNODES") or "1").partition(":")
     if (most or least) == "1":  # localhost, or torch asks DNS for the node's own name
         address = "localhost"
         return RendezvousParameters("c10d", f"{address}:0", uuid.uuid4().hex, 1, 1, address, is_host=True), address
     first, port = environment["MASTER_ADDR"], int(environment.get("MASTER_PORT") or 29500)
-    run_id, is_host = environment.get("JOB_ID") or "titanlite", environment["NODE_RANK"] == "0"
+    run_id, is_host = environment.get("JOB_ID") or "titanlite", int(environment["NODE_RANK"]) == 0
     # torch would compare MASTER_ADDR with the node's own names, and tell the others the name that the node has for
     # itself. Where these differ, or mean another interface, all nodes would wait forever.
     with progress(f"waiting until MASTER_ADDR = {first} has an address"):
@@ -218,7 +226,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[RendezvousParameters, st
     return RendezvousParameters("c10d", f"{first}:{port}", run_id, *nodes, address, **options), address
 
 
-def _address_towards(host: str, port: int, seconds: float = 300.0) -> str:
+def _address_towards(host: str, port: int, seconds: float = 60.0) -> str:
     """Return this node's address on the network by which it reaches another."""
     deadline = time.monotonic() + seconds
     while True:

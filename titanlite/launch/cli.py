@@ -10,7 +10,15 @@ import sys
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, print_problems, printable
-from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
+from titanlite.launch.process import (
+    ENDS_WITH_STDIN,
+    UnfailingStream,
+    end_with_stdin,
+    exit_process,
+    forget_rank,
+    listen_as_launcher,
+    open_streams,
+)
 
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -50,6 +58,10 @@ def usage() -> str:
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    forget_rank()
+    open_streams()
+    sys.stderr = UnfailingStream(sys.stderr)
+    sys.stdout = UnfailingStream(sys.stdout) if name == "train" else sys.stdout
     try:
         try:
             status = run(name, arguments)

@@ -13,6 +13,7 @@ import functools
 import math
 import multiprocessing
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -206,10 +207,41 @@ log = 2
 """File descriptor of this rank's file in logs/: that of standard error if its lines are hidden, or it has none."""
 
 
+def forget_rank() -> None:
+    """Remove the variables of a rank from the environment, where a notebook may have left them, unless torchrun or the
+    launcher has started this process."""
+    if not {"TORCHELASTIC_RUN_ID", STARTED_BY} & os.environ.keys():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+
+
+def open_streams() -> None:
+    """Open the standard streams that are closed, since files would take their numbers, have the others show what their
+    encoding lacks as escapes, and give a user who is unknown to the system the name and home that libraries ask for."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ["USER"] = os.environ.get("USER") or f"{os.getuid()}"
+        os.environ.setdefault("HOME", f"{os.environ.get('TMPDIR') or '/tmp'}/home-of-{os.getuid()}")
+
+
 def start_rank() -> None:
     """Prepare the process of a rank. A second call does nothing."""
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         return
+    if "WORLD_SIZE" not in os.environ:
+        forget_rank()
+    open_streams()
     signals.listen(signals.received_by_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a shell may have started it, which may end before it
         _end_with_parent()
@@ -320,7 +352,7 @@ def print_to_console(text: str, *, hidden: bool = False) -> None:
 
 class UnfailingStream:
     """A stream that also writes to the rank's file, and whose errors are ignored: a full disk behind the console's
-    redirection must not end a run."""
+    redirection, or a reader that has gone, must not end a run."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream
@@ -331,12 +363,12 @@ class UnfailingStream:
     def write(self, text: str) -> int:
         if log != 2:
             append(log, text)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the second: it is closed
             return self._stream.write(text)
         return 0
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
 
@@ -362,6 +394,7 @@ def exit_process(status: int) -> NoReturn:
     would turn a finished run into a failed one."""
     begin_to_end()
     clean_up()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)

@@ -1,8 +1,10 @@
 """All ranks must have the same config. Each node reads a file of its own, which may be an old copy."""
 
+import functools
 import itertools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +22,18 @@ def options_of_run(config: Section) -> dict[str, Any]:
     return {"titanlite": __version__, "torch": str(torch.__version__), **options_by_key(config, without=MAY_DIFFER)}
 
 
+@functools.cache
+def code() -> dict[str, str]:
+    """Return a hash of each file of the package, by its path in it."""
+    package = Path(__file__).parents[1]
+    files = {f"{path.relative_to(package)}": path for path in sorted(package.rglob("*.py"))}
+    return {name: checksum(path.read_bytes()) for name, path in files.items()}
+
+
 def require_same(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with one line that is the same on all ranks, if options differ between ranks. Every rank must
-    call it. Only a hash of the options is sent, unless they differ."""
+    """Raise ConfigError, with one line that is the same on all ranks, if options, or the files of the package, differ
+    between ranks. Every rank must call it. Only a hash of them is sent, unless they differ."""
+    options = {**options, **code()}
     own_hash = int(checksum(json.dumps(options).encode()), 16) >> 1  # an int64
     extremes = torch.tensor([own_hash, -own_hash])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -31,8 +42,13 @@ def require_same(options: Mapping[str, Any]) -> None:
     rank0, gathered = [options], [{} for _ in range(dist.get_world_size())]
     dist.broadcast_object_list(rank0, src=0)
     dist.all_gather_object(gathered, differences(rank0[0], options))
-    parts = []
-    for key in dict.fromkeys(itertools.chain(*gathered)):
+    keys, parts = dict.fromkeys(itertools.chain(*gathered)), []
+    if files := sorted(key for key in keys if key.endswith(".py")):
+        where = name_ranks([rank for rank, different in enumerate(gathered) if different.keys() & {*files}])
+        more = f" and {len(files) - 8} more" if len(files) > 8 else ""
+        problem = f"titanlite's code on {where} is not that of rank 0: {', '.join(files[:8])}{more}"
+        raise ConfigError([f"{problem}; start all nodes with the same code"])
+    for key in keys:
         ranks: dict[str, list[int]] = {}
         for rank, different in enumerate(gathered):
             value = different[key][1] if key in different else rank0[0].get(key)
