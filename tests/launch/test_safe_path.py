@@ -61,7 +61,7 @@ def test_no_entry_of_pythonpath_is_empty(path: str, monkeypatch):
     "arguments",
     [
         ["parity", "small.toml", "--steps=1"],
-        ["plan", "small.toml"],
+        ["plan", "small.toml", "--parallelism.data_parallel_shard_degree=2"],
         ["tokenize", "small.toml"],
         pytest.param(["calibrate", "rates.toml", "--ranks=2"], marks=pytest.mark.nightly),
     ],

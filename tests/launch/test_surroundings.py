@@ -28,8 +28,8 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[byt
     """Start a command in a folder that has the config small.toml."""
     (folder / "small.toml").write_text(SMALL.format(folder=folder))
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [*options.pop("before", []), sys.executable, "-m", "titanlite", *arguments]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
 
@@ -147,7 +147,7 @@ def gone() -> int:
 CONSOLES: dict[str, Callable[[], dict[str, Any]]] = {
     "ascii": lambda: {"env": {"PYTHONIOENCODING": "ascii"}},
     "latin-1": lambda: {"env": {"PYTHONIOENCODING": "latin-1"}},
-    "LANG=C": lambda: {"env": {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}},
+    "LANG=C": lambda: {"env": {"LANG": "C", "LC_ALL": "C"}},
     "TERM=dumb": lambda: {"env": {"TERM": "dumb"}},
     "no output": lambda: {"preexec_fn": close(1)},
     "no errors": lambda: {"preexec_fn": close(2)},

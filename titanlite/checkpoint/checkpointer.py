@@ -32,6 +32,7 @@ from titanlite.checkpoint.folder import (
     UNCONFIRMED,
     CheckpointFolder,
     complete_steps,
+    no_link,
     state_of,
 )
 from titanlite.checkpoint.initial_weights import is_hugging_face
@@ -242,7 +243,7 @@ class Checkpointer:
         name = f"rank-{rank:05d}.safetensors"
         with collected_problems(self.group, OSError) as problems:
             stored = with_all_ranks(
-                lambda: write_file(folder / name, slices),
+                lambda: write_file(no_link(folder) / name, slices),
                 lambda: _size(folder / name),
                 f"writing {folder / name}",
                 group=self.group,
@@ -253,7 +254,7 @@ class Checkpointer:
         dist.gather_object((name, stored), files, group=self.group)
         with collected_problems(self.group, OSError) as problems:
             if files is not None:
-                write_synced(folder / STATE, state)
+                write_synced(no_link(folder) / STATE, state)
                 write_synced(folder / MANIFEST, build_manifest(dict(files), state))
                 sync_folder(folder)
                 self._names.publish(step)

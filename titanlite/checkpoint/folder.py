@@ -12,7 +12,10 @@ A resume reads the newest that is good or unconfirmed. Whenever the process is k
 newest step that was ever complete remains under such a name. Only rank 0 changes the folder.
 """
 
+import contextlib
+import errno
 import itertools
+import os
 import re
 import shutil
 import threading
@@ -64,11 +67,18 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def no_link(path: Path) -> Path:
+    """Return a path. Raises OSError if it is a link, which leads to a folder of others."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "expected the folder of a checkpoint, not a link", str(path))
+    return path
+
+
 class CheckpointFolder:
     """Renames and deletes checkpoints. Every method raises OSError if the disk does."""
 
     def __init__(self, path: Path, keep_latest_k: int):
-        self.path, self.keep_latest_k = path, keep_latest_k
+        self.path, self.keep_latest_k, self._place = path, keep_latest_k, os.path.realpath(path)
         self._deleting: list[threading.Thread] = []
 
     def recover(self) -> None:
@@ -98,6 +108,9 @@ class CheckpointFolder:
 
     def create(self, step: int) -> Path:
         """Create the empty folder that a checkpoint is written into."""
+        self._require_same_place()
+        self._delete_oldest("")  # more than at the last start, if keep_latest_k is lower now, as after a full disk
+        self.close()
         path = self.named(step, TEMPORARY)
         self.remove_unfinished(step)
         path.mkdir(parents=True)
@@ -105,12 +118,13 @@ class CheckpointFolder:
 
     def remove_unfinished(self, step: int) -> None:
         """Free the space of a checkpoint that could not be written."""
-        shutil.rmtree(self.named(step, TEMPORARY), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(self.named(step, TEMPORARY))
 
     def publish(self, step: int) -> None:
         """Make a checkpoint whose files are all on the disk one that a run can resume from. Delete older unconfirmed
         ones beyond the newest k."""
-        self._rename(self.named(step, TEMPORARY), self.named(step, UNCONFIRMED))
+        self._rename(no_link(self.named(step, TEMPORARY)), self.named(step, UNCONFIRMED))
         self._delete_oldest(UNCONFIRMED)
 
     def confirm(self, step: int) -> None:
@@ -135,6 +149,13 @@ class CheckpointFolder:
         for path in checkpoints(self.path, suffix):
             self._delete(path)
 
+    def _require_same_place(self) -> None:
+        """Raise OSError if the path leads elsewhere since the start: what is there is not this run's."""
+        if os.path.realpath(self.path) != self._place:
+            raise OSError(
+                errno.ELOOP, f"leads to another folder since the run has begun, in {self._place}", str(self.path)
+            )
+
     def close(self) -> None:
         """Wait until everything that was deleted is gone, but not for long: the next start deletes the rest."""
         for thread in self._deleting:
@@ -142,6 +163,7 @@ class CheckpointFolder:
 
     def _rename(self, source: Path, target: Path) -> None:
         """Rename a checkpoint; one that has the name already stays complete under another until then."""
+        self._require_same_place()
         replaced = self.named(state_of(target)[0], REPLACED)
         if target.exists():
             target.rename(replaced)
@@ -156,6 +178,7 @@ class CheckpointFolder:
 
     def _delete(self, path: Path) -> None:
         """Delete a checkpoint in the background; from now on it is no longer complete."""
+        self._require_same_place()
         renamed = path.rename(path.with_name(f"{path.name}.old{TEMPORARY}"))
         thread = threading.Thread(target=_remove, args=(renamed,), name="delete checkpoint")
         thread.start()

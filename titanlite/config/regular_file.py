@@ -1,4 +1,4 @@
-"""Reading files of others: pipes and devices, from which a read may never end, and files that are too large."""
+"""Opening regular files only: no pipes and devices, from which a read may never end, and none that are too large."""
 
 import errno
 import os
@@ -12,9 +12,20 @@ def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
     once."""
     # O_NONBLOCK: else opening a pipe waits for its writer.
     descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open(_regular(descriptor, path), "rb", buffering)
+
+
+def open_own(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a file that this process writes, as an opener of `open`. Raises OSError at once if there is anything else
+    than a regular file: a link would lead to a file of others."""
+    return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, mode), path)
+
+
+def _regular(descriptor: int, path: Path | str) -> int:
+    """Return the descriptor of a regular file. Raises OSError for another."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return open(descriptor, "rb", buffering)
+        return descriptor
     os.close(descriptor)
     number, problem = (
         (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "expected a regular file")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, printable
+from titanlite.config.regular_file import open_own
 
 Int63 = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A count, a size or an index that a record has: what the 63 bits of a positive int64 hold."""
@@ -83,7 +84,7 @@ def sync_folder(path: Path) -> None:
 
 def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file, and wait until it is on the disk. A new one has this mode, but for the umask."""
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
+    with open(path, "wb", opener=lambda name, flags: open_own(name, flags, mode)) as file:
         file.write(data)
         sync(file)
 

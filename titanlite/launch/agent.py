@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo, registry
 
 from titanlite.config.loader import ConfigError
+from titanlite.config.regular_file import open_own
 from titanlite.launch.process import (
     LOG_FOLDER,
     SIGNALS,
@@ -158,7 +159,7 @@ class Agent(LocalElasticAgent):
             if json.loads(self.ranks_store().compare_set("end", "", json.dumps(record))) != record:
                 return ""
         if status < 0:
-            with contextlib.suppress(OSError), open(log, "a") as file:
+            with contextlib.suppress(OSError), open(log, "a", opener=open_own) as file:
                 print(message, file=file)
         return message
 

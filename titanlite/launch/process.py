@@ -315,7 +315,8 @@ def keep_log(folder: str) -> None:
         return
     try:
         os.makedirs(folder, exist_ok=True)
-        log = os.open(log_file(folder, int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe does not wait
+        log = os.open(log_file(folder, int(os.environ.get("RANK", "0"))), flags, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
     shown = (os.environ.get("LOG_RANK") or "0").split(",")

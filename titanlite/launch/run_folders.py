@@ -43,7 +43,7 @@ def check_writable(folders: Mapping[str, Path]) -> None:
             problems.append(f"{option} = {show(str(folder))}: {reason}")
             continue
         files = [folder / name for name in ("metrics.jsonl", "config.toml")]
-        odd = [file for file in files if os.path.lexists(file) and not file.is_file()]
+        odd = [file for file in files if os.path.lexists(file) and (file.is_symlink() or not file.is_file())]
         problems += [f"{file}: expected a regular file, or none; move or remove this" for file in odd]
     if problems:
         raise ConfigError(problems)

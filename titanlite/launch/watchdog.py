@@ -27,6 +27,7 @@ from typing import Any
 
 from titanlite.config import ConfigError, Launch
 from titanlite.config.errors import TrainingError
+from titanlite.config.regular_file import open_own
 from titanlite.config.schema import Comm
 from titanlite.launch import process, progress
 from titanlite.launch.process_table import machine
@@ -121,7 +122,7 @@ class Watchdog:
     def _dump_stacks(self) -> None:
         folder = self.dump_folder / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank-{self.launch.rank:05d}.txt").open("w") as file:
+        with open(folder / f"rank-{self.launch.rank:05d}.txt", "w", opener=open_own) as file:
             file.write(f"{progress.current}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

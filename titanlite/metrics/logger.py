@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titanlite.config.launch import quantity
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.regular_file import open_own
 from titanlite.config.schema import Metrics
 from titanlite.files.appended_file import AppendedFile, report
 from titanlite.files.durable import replace_file
@@ -238,7 +239,7 @@ def _remove_later_steps(path: Path, last_step: int) -> None:
             earlier.append(line.rstrip(b"\n") + b"\n")
     if damaged:
         aside = path.with_name(f"{path.name}.damaged")
-        with aside.open("ab") as file:
+        with open(aside, "ab", opener=open_own) as file:
             file.writelines(damaged)
         print(f"{path}: moved {quantity(len(damaged), 'damaged line')} to {aside.name}", flush=True)
     if b"".join(earlier) != content:
