@@ -20,9 +20,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.initial_weights import check_initial_weights
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
@@ -33,7 +32,7 @@ from titanlite.config.launch import (
     raise_open_file_limit,
     require_torchft,
 )
-from titanlite.config.loader import printable, show
+from titanlite.config.loader import show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -48,6 +47,8 @@ from titanlite.launch.safe_path import python, safe_environment
 
 BYTES_PER_PARAMETER = 6
 """Persistent memory of a parameter, at least: weight, exp_avg and exp_avg_sq in bfloat16."""
+PATTERNS = {"MASTER_ADDR": r"[\w.-]*|\[?[0-9a-fA-F:.]+(%\w+)?\]?", "JOB_ID": "[^\0-\x1f\x7f\ud800-\udfff]*"}
+"""What the text variables of a launch on several nodes may be: the name of a node or an IP address, and any UTF-8."""
 
 
 def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
@@ -124,36 +125,23 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
 def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
     """Raise ConfigError if a launch on several nodes does not say which node this is, and where the first one is, or a
     variable that the launcher or the ranks of this node read is wrong."""
-    nodes, problems = nodes_of(environment)[1], []
-
-    def expect(name: str, is_right: Callable[[str], Any], expected: str) -> None:
-        if (value := environment.get(name)) and not is_right(value):
-            problems.append(f"environment: {name} = {show(value)}: expected {expected}")
-
-    def below(limit: int) -> Callable[[str], bool]:
-        return lambda text: re.fullmatch("[0-9]{1,9}", text) is not None and int(text) < limit
-
+    nodes = nodes_of(environment)[1]
     if nodes > 1:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
-        problems += [f"environment: {name}: expected a value where NNODES is above 1" for name in missing]
-        expect(
-            "MASTER_ADDR",
-            re.compile(r"[\w.-]+|\[?[0-9a-fA-F:.]+(%\w+)?\]?").fullmatch,
-            "the name of a host, or its IP address",
-        )
-        expect("MASTER_PORT", lambda text: below(65536)(text) and int(text), "a port, 1 to 65535")
-        expect("JOB_ID", lambda text: printable(text) == text, "UTF-8 without control characters")
+        problems = [f"{name}: expected a value" for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
+        problems = [f"environment: {problem} where NNODES is above 1" for problem in problems]
+        for name, pattern in PATTERNS.items():
+            if not re.fullmatch(pattern, value := environment.get(name, "")):
+                problems.append(f"environment: {name} = {show(value)}: expected a name without odd characters")
+        if problems:
+            raise ConfigError(problems)
+        count_from_environment(environment, "MASTER_PORT", 1, 65535)
     if environment.get("NNODES"):
-        expect("NODE_RANK", below(nodes), f"an integer >= 0 and < {nodes}, which NNODES is")
-    shown = f"ranks of this node, 0 to {ranks - 1}, as in 0 or 0,1"
-    expect(
-        "LOG_RANK",
-        lambda text: all(map(below(10**9), text.split(","))) and any(map(below(ranks), text.split(","))),
-        shown,
-    )
-    expect("OMP_NUM_THREADS", re.compile("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*").fullmatch, "an integer >= 1")
-    if problems:
-        raise ConfigError(problems)
+        count_from_environment(environment, "NODE_RANK", 0, nodes - 1)
+    shown = (environment.get("LOG_RANK") or "0").split(",")
+    least = min(count_from_environment({"LOG_RANK": rank or ","}, "LOG_RANK", 0) for rank in shown)
+    count_from_environment({"LOG_RANK": f"{least}"}, "LOG_RANK", 0, ranks - 1)  # else no rank is shown
+    for threads in (environment.get("OMP_NUM_THREADS") or "1").split(","):
+        count_from_environment({"OMP_NUM_THREADS": threads or ","}, "OMP_NUM_THREADS", 1)
 
 
 def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:

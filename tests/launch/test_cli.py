@@ -140,7 +140,7 @@ def test_a_command_imports_nothing_heavy_for_its_help():
     code = f"""
 import sys
 from titanlite.launch import cli
-cli.exit_process = sys.exit
+cli.process.exit_process = sys.exit
 for arguments in {light}:
     sys.argv = ["titanlite", *arguments, "--help"]
     try:

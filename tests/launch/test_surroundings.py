@@ -111,7 +111,7 @@ def test_a_wrong_variable_is_one_line(name: str, value: str):
 def test_a_wrong_port_is_found_before_any_rank(tmp_path: Path):
     variables = PLACE | {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "tcp://10.0.0.1:29500"}
     status, lines = errors_of(tmp_path, "train", "small.toml", env=variables)
-    expected = 'error: environment: MASTER_PORT = "tcp://10.0.0.1:29500": expected a port, 1 to 65535'
+    expected = 'error: environment: MASTER_PORT = "tcp://10.0.0.1:29500": expected an integer >= 1 and <= 65535'
     assert (status, lines) == (2, [expected])
 
 

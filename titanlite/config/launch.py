@@ -49,11 +49,12 @@ class Launch:
         return cls(*(count_from_environment(os.environ, name, least) for name, least in variables.items()), n_devices)
 
 
-def count_from_environment(environment: Mapping[str, str], name: str, least: int) -> int:
+def count_from_environment(environment: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int:
     """Return a count in an environment variable; the least value if it is unset or empty."""
     text = environment.get(name) or str(least)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}"])
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        limit = f" and <= {most}" if most < math.inf else ""
+        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}{limit}"])
     return int(text)
 
 

@@ -10,15 +10,7 @@ import sys
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, print_problems, printable
-from titanlite.launch.process import (
-    ENDS_WITH_STDIN,
-    UnfailingStream,
-    end_with_stdin,
-    exit_process,
-    forget_rank,
-    listen_as_launcher,
-    open_streams,
-)
+from titanlite.launch import process
 
 COMMANDS = {
     "train": ("titanlite.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -58,10 +50,10 @@ def usage() -> str:
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    forget_rank()
-    open_streams()
-    sys.stderr = UnfailingStream(sys.stderr)
-    sys.stdout = UnfailingStream(sys.stdout) if name == "train" else sys.stdout
+    process.forget_rank()
+    process.open_streams()
+    sys.stderr = process.UnfailingStream(sys.stderr)
+    sys.stdout = process.UnfailingStream(sys.stdout) if name == "train" else sys.stdout
     try:
         try:
             status = run(name, arguments)
@@ -69,7 +61,7 @@ def main() -> None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"error: titanlite {name}: interrupted", file=sys.stderr)
-        exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
+        process.exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
@@ -84,7 +76,7 @@ def main() -> None:
             print(f"error: titanlite {name}: {printable(what)}", file=sys.stderr)
         status = 1
     if name in ENDED_AT_ONCE:
-        exit_process(status)
+        process.exit_process(status)
     sys.exit(status)
 
 
@@ -107,11 +99,11 @@ def run(name: str, arguments: list[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     if name == "train":
-        listen_as_launcher()  # before the imports, which take a while
+        process.listen_as_launcher()  # before the imports, which take a while
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
-    if ENDS_WITH_STDIN in os.environ:
-        end_with_stdin()
+    if process.ENDS_WITH_STDIN in os.environ:
+        process.end_with_stdin()
     return run_command(name, arguments)
 
 
