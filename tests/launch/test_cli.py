@@ -76,10 +76,10 @@ LONG = "a" * 5000
 )  # fmt: skip
 def test_a_name_that_no_file_can_have_is_one_line(monkeypatch, capsys, arguments):
     monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
-    monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
+    monkeypatch.setattr(cli.process, "listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launcher.listen_as_launcher", lambda: None)
     monkeypatch.setattr("titanlite.launch.process.signals.listen", lambda received: None)
-    monkeypatch.setattr(cli, "exit_process", sys.exit)
+    monkeypatch.setattr(cli.process, "exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
@@ -235,8 +235,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """Run a command in this process, and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["titanlite", *arguments])
-    monkeypatch.setattr(cli, "listen_as_launcher", lambda: None)
-    monkeypatch.setattr(cli, "exit_process", sys.exit)
+    monkeypatch.setattr(cli.process, "listen_as_launcher", lambda: None)
+    monkeypatch.setattr(cli.process, "exit_process", sys.exit)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as end:

@@ -13,6 +13,7 @@ import pytest
 from tests.test_train import SMALL
 from titanlite import launcher
 from titanlite.config import ConfigError
+from titanlite.config.launch import require_torchft
 from titanlite.launch import agent
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,13 @@ def test_a_wrong_port_is_found_before_any_rank(tmp_path: Path):
     status, lines = errors_of(tmp_path, "train", "small.toml", env=variables)
     expected = 'error: environment: MASTER_PORT = "tcp://10.0.0.1:29500": expected an integer >= 1 and <= 65535'
     assert (status, lines) == (2, [expected])
+
+
+@pytest.mark.parametrize("address", ["", "http://", "http://host:port", "http://a b:29510", "tcp://host:29510"])
+def test_a_wrong_address_of_the_lighthouse_is_one_line(address: str, monkeypatch):
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+    with pytest.raises(ConfigError, match="TORCHFT_LIGHTHOUSE = .*: expected the address of torchft's lighthouse"):
+        require_torchft()
 
 
 def test_a_name_without_an_address_is_one_line(monkeypatch):

@@ -50,7 +50,6 @@ def usage() -> str:
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    process.forget_rank()
     process.open_streams()
     sys.stderr = process.UnfailingStream(sys.stderr)
     sys.stdout = process.UnfailingStream(sys.stdout) if name == "train" else sys.stdout
@@ -110,6 +109,7 @@ def run(name: str, arguments: list[str]) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Run the module of a subcommand. Return its exit status, or print what is wrong with the config, the launch or the
     arguments, and return 2."""
+    process.forget_rank()
     module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
     try:
         return importlib.import_module(module).main(arguments)
