@@ -119,7 +119,7 @@ def test_a_wrong_port_is_found_before_any_rank(tmp_path: Path):
 @pytest.mark.parametrize("address", ["", "http://", "http://host:port", "http://a b:29510", "tcp://host:29510"])
 def test_a_wrong_address_of_the_lighthouse_is_one_line(address: str, monkeypatch):
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
-    with pytest.raises(ConfigError, match="TORCHFT_LIGHTHOUSE = .*: expected the address of torchft's lighthouse"):
+    with pytest.raises(ConfigError, match=r"TORCHFT_LIGHTHOUSE = .*: expected the address of torchft's lighthouse"):
         require_torchft()
 
 
