@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -121,6 +122,17 @@ def test_frequencies_that_old_versions_saved_are_ignored(tmp_path: Path):
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
     change(tmp_path / SINGLE, {"model.rotary_emb.inv_freq": torch.ones(4), **extra})
     load_hf_weights(tmp_path, empty_model(model_options()), model_options())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_may_lack_the_prefix_of_the_model(family: str, tmp_path: Path):
+    hf, options = save_hf(tmp_path, family), model_options(family)
+    tensors = {re.sub(r"^(model|transformer)\.", "", name): each for name, each in load_file(tmp_path / SINGLE).items()}
+    save_file({**tensors, "rotary_emb.inv_freq": torch.ones(4)}, tmp_path / SINGLE)
+    model = empty_model(options)
+    load_hf_weights(tmp_path, model, options)
+    expected = expected_weights(hf, model, options)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in named_weights(model).items())
 
 
 def test_a_tied_model_may_have_its_embedding_twice(tmp_path: Path):

@@ -85,6 +85,8 @@ FURTHER = {
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "rope_theta": 77.0},
     **{"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "use_bidirectional_attention": True},
     **{"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False, "add_cross_attention": True},
+    **{"pretraining_tp": 2, "attention_dropout": 0.1, "router_jitter_noise": 0.1, "resid_pdrop": 0.1},
+    **{"architectures": ["LLaMAForCausalLM"], "qk_layernorm": True, "sliding_window": 7, "use_parallel_residual": True},
     **{"query_pre_attn_scalar": 7, "rope_interleave": False, "norm_topk_prob": False, "use_sliding_window": True},
 }
 """Keys that are tried with every model type, whether it has them or not."""

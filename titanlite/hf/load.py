@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 EMBEDDING = "tok_embeddings.weight"
 EXPERT_DIMS = 3
 """Dimensions of a parameter of experts: experts, rows, columns."""
-PREFIX = "transformer."
-"""What GPT-2's names begin with, except in its own release."""
+PREFIXES = ("model.", "transformer.")
+"""What names begin with, except in a folder of a model without its output head, as GPT-2's own release is."""
 NOT_A_WEIGHT = re.compile(
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+    r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 )
 """Rotary frequencies and masks, which older versions of transformers saved. They follow from the config."""
 STACKED = "experts.gate_up_proj"
@@ -75,9 +75,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     parameters, files = named_weights(model), tensor_files(folder)
     all_shapes = tensor_shapes(options)
     pairs = [(there, hf_shape(ours, all_shapes, options)) for there, ours in hf_tensors(options, all_shapes).items()]
-    has_prefix = any(name.startswith(PREFIX) for name in files)
-    as_in_folder = str if has_prefix else lambda name: name.removeprefix(PREFIX)
-    of_folder = {as_in_folder(name): shape for there, shape in pairs for name in there}
+    of_folder = {name_in(files, name): shape for there, shape in pairs for name in there}
     for name in [name for name in of_folder if name + BLOCKS in files]:
         of_folder |= {name + kind: shape for kind, shape in quantized_shapes(of_folder.pop(name)).items()}
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -87,7 +85,7 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     if problems:
         raise ConfigError(problems)
     tensors = {
-        name: [*map(as_in_folder, _tensors(parameter, hf_names(name, options)))]
+        name: [name_in(files, each) for each in _tensors(parameter, hf_names(name, options))]
         for name, parameter in parameters.items()
     }
     for name in [name for name in tensors if is_stacked(name, options) and tensors[name][0] not in of_folder]:
@@ -135,6 +133,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in files.items()}
 
 
+def name_in(files: Mapping[str, Path], name: str) -> str:
+    """Return a tensor's name in a folder, which may lack the prefix."""
+    bare = name.partition(".")[2] if name.startswith(PREFIXES) else name
+    return bare if bare in files or bare + BLOCKS in files else name
+
+
 def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -> dict[str, Path]:
     """Return the tensors of a DeepSeek-V3 that the model has: all but those of the layers behind its last one, which
     predict further tokens (multi-token prediction). Raises ConfigError if rows of the file are in another order."""
@@ -145,7 +149,7 @@ def _without_predictors(folder: Path, files: dict[str, Path], *, prints: bool) -
     n_layers, n_further = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     if type(n_layers) is not int or type(n_further) is not int:
         return files
-    layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in files}
+    layers = {name: re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name) for name in files}
     further = {name for name, found in layers.items() if found and 0 <= int(found[1]) - n_layers < n_further}
     if further and prints:
         what = f"skipped {len(further)} tensors of layers for multi-token prediction, from layer {n_layers} on"
@@ -236,7 +240,7 @@ def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model)
 
     Each rank compares the rows that it has.
     """
-    name = hf_name(EMBEDDING, options)
+    name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)
         shards = [_read(tensor, ranges).to(embedding.dtype) for tensor in tensors]

@@ -19,28 +19,22 @@ from titanlite.config.model_sizes import COMMON
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""
-ONLY: dict[str, tuple[Any, str]] = {
-    "attention_dropout": (0, "there is no dropout"),
-    "resid_pdrop": (0, "there is no dropout"),
-    "embd_pdrop": (0, "there is no dropout"),
-    "pretraining_tp": (1, "projections are not split"),
-    "qk_layernorm": (False, "queries and keys of every head have no norms of their own"),
-    "use_parallel_residual": (False, "attention and the feed-forward layer follow one another"),
-    "hidden_dropout": (0, "there is no dropout"),
-    "is_causal": (True, "attention is causal"),
-    "use_bidirectional_attention": (False, "attention is causal"),
-    "add_cross_attention": (False, "attention is to the sequence itself"),
-    "scale_attn_weights": (True, "scores are divided by the root of head_dim"),
-    "scale_attn_by_inverse_layer_idx": (False, "scores have the same factor in all layers"),
-    "clip_qkv": (None, "queries, keys and values are not clipped"),
-    "router_jitter_noise": (0, "the router has no noise"),
-    "quantization_config": (None, "quantized weights are not read; take or make bfloat16 ones (docs/hugging_face.md)"),
-    "attn_logit_softcapping": (None, "attention scores are not capped"),
-    "final_logit_softcapping": (None, "logits are not capped"),
-}
-"""Keys with the only value that the model has, and the reason. A key that is missing or null has that value."""
 QUANTIZATION = "quantization_config"
-DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "qk_layernorm": (False, "queries and keys of every head have no norms of their own", ("stablelm",)),
+    "use_parallel_residual": (False, "attention and the feed-forward layer follow one another", ("stablelm",)),
+    "is_causal": (True, "attention is causal", ()),
+    "use_bidirectional_attention": (False, "attention is causal", ("gemma", "gemma3_text")),
+    "add_cross_attention": (False, "attention is to the sequence itself", ("gpt2",)),
+    "scale_attn_weights": (True, "scores are divided by the root of head_dim", ("gpt2",)),
+    "scale_attn_by_inverse_layer_idx": (False, "scores have the same factor in all layers", ("gpt2",)),
+    "clip_qkv": (None, "queries, keys and values are not clipped", ("olmoe",)),
+    QUANTIZATION: (None, "quantized weights are not read; take or make bfloat16 ones (docs/hugging_face.md)", ()),
+    "attn_logit_softcapping": (None, "attention scores are not capped", ("gemma3_text",)),
+    "final_logit_softcapping": (None, "logits are not capped", ("gemma3_text",)),
+}
+"""Keys with the only value that the model has, the reason, and the model types that read the key; (): all. A key that
+is missing or null has that value. What is random in training alone, dropout and noise of the router, is not read."""
 
 
 def options_from_hf(folder: Any) -> dict[str, Any]:
@@ -70,11 +64,8 @@ def model_options(folder: Path) -> dict[str, Any]:
         raise ConfigError(problems)
     family = FAMILIES[model_type]
     config = JsonObject(config.where, config.values, problems, names=family.names)
-    architectures = config.values.get("architectures")
-    if architectures not in (None, [family.architecture]):
-        config.reject("architectures", f"expected {show([family.architecture])}, the model_type's language model")
-    for key, (value, reason) in ONLY.items():
-        if not ((family.has_dropout and key in DROPOUT) or (model_type == "gpt_oss" and key == QUANTIZATION)):
+    for key, (value, reason, readers) in ONLY.items():
+        if (not readers or model_type in readers) and (model_type != "gpt_oss" or key != QUANTIZATION):
             config.only(key, value, reason)
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     n_layers = config.integer("num_hidden_layers")
@@ -153,22 +144,16 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
 
 
 def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
-    """Return the options for biases. Where transformers does not read a key, it must not contradict."""
+    """Return the options for biases, from the keys that transformers reads."""
     family = FAMILIES[model_type]
     if "attention_bias" in family.options:
         own = family.options["attention_bias"]
     else:
         own = "all" if model_type == "starcoder2" and config.boolean("use_bias", True) else "none"
+    mlp = own == "all"
     if family.bias:
-        biases = family.bias if config.boolean("attention_bias", family.has_bias) else "none"
-    else:
-        biases = own
-        if config.boolean("attention_bias", own != "none") != (own != "none"):
-            config.reject("attention_bias", f"{show(model_type)} does not read it; remove it")
-    mlp = config.boolean("mlp_bias", False)
-    if mlp and not family.has_mlp_bias:
-        config.reject("mlp_bias", f"{show(model_type)} does not read it; remove it")
-    return {"attention_bias": biases, "mlp_bias": mlp or (own == "all")}
+        own = family.bias if config.boolean("attention_bias", family.has_bias) else "none"
+    return {"attention_bias": own, "mlp_bias": mlp or (family.has_mlp_bias and config.boolean("mlp_bias", False))}
 
 
 def hf_config(

@@ -65,8 +65,6 @@ class Family:
     """How layers may differ: "windows", also "rope", which layers with a window have without scaling, or "no_rope"."""
     rotated: float | None = None
     """Default of partial_rotary_factor; None: all channels are rotated."""
-    has_dropout: bool = False
-    """Its released models were trained with dropout, which is not read."""
 
     def allows(self, model: Section) -> bool:
         """Return whether a model of this type can have the options of a model, experts and layers apart."""
@@ -169,7 +167,6 @@ FAMILIES = {
         names={"rms_norm_eps": "norm_epsilon"},
         activations={**TANH, **GELU},
         window=0,
-        has_dropout=True,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -183,7 +180,6 @@ FAMILIES = {
             **{"hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"},
         },
         activations=GELU,
-        has_dropout=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

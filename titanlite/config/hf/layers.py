@@ -48,11 +48,10 @@ def pattern_of(kinds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _window(config: JsonObject, model_type: str) -> int:
     """Return the sliding window of the layers that have one; 0: none."""
     family = FAMILIES[model_type]
-    default = (family.window or 0) if "sliding_window" not in config.values else 0
+    if family.window is None:
+        return 0
+    default = family.window if "sliding_window" not in config.values else 0
     window = config.integer("sliding_window", default)
-    if family.window is None and window:
-        hint = ', or set model_type "mistral"' if model_type == "llama" else ""
-        config.reject("sliding_window", f"{show(model_type)} does not read it; remove it{hint}")
     if model_type in QWEN:
         window = window if config.boolean("use_sliding_window", False) else 0
     if model_type == "qwen3_moe" and window:

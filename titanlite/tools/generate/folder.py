@@ -17,7 +17,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.load import EMBEDDING, HF_DTYPES, PREFIX, tensor_files
+from titanlite.hf.load import EMBEDDING, HF_DTYPES, name_in, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama
 
@@ -100,8 +100,8 @@ def open_folder(folder: Path) -> ModelFolder:
 
 def _hf_dtype(folder: Path, options: Model) -> torch.dtype:
     """Return the dtype of the embedding, which is that of all weights. A damaged file is an error when it is loaded."""
-    files, name = tensor_files(folder), hf_name(EMBEDDING, options)
-    name = name if name in files else name.removeprefix(PREFIX)
+    files = tensor_files(folder)
+    name = name_in(files, hf_name(EMBEDDING, options))
     try:
         with safe_open(files.get(name), framework="pt") as tensors:
             return getattr(torch, HF_DTYPES.get(tensors.get_slice(name).get_dtype(), "float32"))

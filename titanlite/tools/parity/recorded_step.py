@@ -32,7 +32,7 @@ from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
-from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIX, first_of, open_safetensors, tensor_files
+from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
 
@@ -197,7 +197,7 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Return tensors by titanlite's names, float64. `files` has the file of each tensor by its name there, `shapes`
     the shape of each one that is needed. Raises ConfigError if a tensor is missing, superfluous or wrong."""
-    is_hf = any(name.startswith(("model.", "lm_head.", PREFIX)) for name in files)
+    is_hf = any(name.startswith(("lm_head.", *PREFIXES)) for name in files)
     names, there = {name: name for name in shapes}, dict(shapes)
     for tensors, ours in hf_tensors(model, shapes).items() if is_hf else ():
         names |= dict.fromkeys(ours, tensors[0])
