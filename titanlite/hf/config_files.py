@@ -4,7 +4,7 @@ the model's own files say stays, but for what the run changed and what describes
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hf.config_json import hf_config, model_options
+from titanlite.config.hf.config_json import hf_config, model_of
 from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import read_json_object, token_ids
 from titanlite.config.schema import Model
@@ -36,7 +36,7 @@ def config_files(
         if own is None or own in known:
             del special_tokens[key]
     after = hf_config(options, **arguments, bos=None, eos=None)
-    before = hf_config(Model.model_validate(model_options(source)), **arguments, bos=None, eos=None)
+    before = hf_config(model_of(source), **arguments, bos=None, eos=None)
     before |= {key: released.get(key) for key in NO_OPTION if key in before}
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "max_position_embeddings" in changed and after["rope_scaling"]:

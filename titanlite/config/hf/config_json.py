@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from titanlite.config import load_values
 from titanlite.config.hf.experts import expert_options, hf_experts, types_with_experts
 from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN
 from titanlite.config.hf.layers import hf_layers, layer_options, layers_fit, rope_of_kinds
@@ -16,6 +17,8 @@ from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf.values import JsonObject, read_json_object
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
+from titanlite.config.schema import Model, count_parameters
+from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""
@@ -45,6 +48,18 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
     return model_options(Path(folder))
 
 
+def model_of(folder: Path) -> Model:
+    """Return the model of a folder's config.json, which is not larger than the weights beside it, if there are any.
+    Raises ConfigError as a run on such a model does."""
+    file, weights = folder / "config.json", folder.glob("*.safetensors")
+    sizes = [each.stat().st_size for each in weights if each.is_file()]
+    model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
+    if sizes and (n_parameters := count_parameters(model)) > 2 * sum(sizes):  # a weight has 4 bits or more
+        problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
+        raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
+    return model
+
+
 def model_options(folder: Path) -> dict[str, Any]:
     """Return the values of [model] that describe the model of a folder's config.json: all but flavor and
     hf_assets_path. Raises ConfigError with a line for each key that is wrong or not supported."""
@@ -68,7 +83,7 @@ def model_options(folder: Path) -> dict[str, Any]:
         if (not readers or model_type in readers) and (model_type != "gpt_oss" or key != QUANTIZATION):
             config.only(key, value, reason)
     dim, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    n_layers = config.integer("num_hidden_layers")
+    n_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     # null is as many as query heads in every family
     n_kv_heads = n_heads if "num_key_value_heads" in config.values else family.n_kv_heads or n_heads
     options = {
@@ -146,10 +161,8 @@ def _own_options(config: JsonObject, model_type: str, dim: int) -> dict[str, Any
 def _bias_options(config: JsonObject, model_type: str) -> dict[str, Any]:
     """Return the options for biases, from the keys that transformers reads."""
     family = FAMILIES[model_type]
-    if "attention_bias" in family.options:
-        own = family.options["attention_bias"]
-    else:
-        own = "all" if model_type == "starcoder2" and config.boolean("use_bias", True) else "none"
+    has_biases = model_type == "starcoder2" and config.boolean("use_bias", True)
+    own = "all" if has_biases else family.options.get("attention_bias", "none")
     mlp = own == "all"
     if family.bias:
         own = family.bias if config.boolean("attention_bias", family.has_bias) else "none"

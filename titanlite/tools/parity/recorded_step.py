@@ -26,7 +26,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titanlite.config import ConfigError, load_values
+from titanlite.config import ConfigError
+from titanlite.config.hf.config_json import model_of
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
@@ -120,8 +121,7 @@ def read_step(folder: Path) -> RecordedStep:
     """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model."""
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
-    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}, "training": {"seq_len": 1}}
-    model = load_values(options, str(folder / "config.json"), []).config.model
+    model = model_of(folder)
     if model.moe.n_experts:
         problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
         raise ConfigError([f"{folder / 'config.json'}: {problem}"])
