@@ -12,12 +12,12 @@ import pytest
 
 from tests.helpers.config import FLAVOR, LAYERS, ROOT, WINDOW, load, problems
 from titanlite.checkpoint.initial_weights import is_hugging_face
-from titanlite.config.hf.config_json import hf_config, model_of, model_options
+from titanlite.config.hf.config_json import hf_config, model_options
 from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import LARGEST_FILE
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
-from titanlite.data.open import build_tokenizer
+from titanlite.hf.config_files import model_of
 from titanlite.tools.generate.folder import open_folder
 
 LLAMA: dict[str, Any] = {
@@ -557,8 +557,9 @@ UNSUPPORTED = {
     "falcon": "attention beside the feed-forward layer (parallel_attn)",
     "mamba": "layers without attention (state_size)",
     "nemotron": "another activation than silu and gelu (hidden_act)",
-    "qwen2_moe": "gated shared experts (shared_expert_intermediate_size), experts (num_experts)",
+    "qwen2_moe": "gated shared experts (shared_expert_intermediate_size)",
     "qwen3_next": "layers without attention (linear_conv_kernel_dim), gated shared experts",
+    "deepseek_v4": "attention to tokens that an indexer chooses (index_topk), several residual streams (hc_mult)",
     "t5": "an encoder (is_encoder_decoder)",
     "qwen2_vl": "inputs besides text (vision_config)",
 }
@@ -637,11 +638,7 @@ def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_pa
     (tmp_path / "here").mkdir()
     lines = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: place}))
     assert lines == [f"{place}/config.json: no such file{hint} that folder"]
-    for read in (
-        lambda: is_hugging_face(Path(place)),
-        lambda: open_folder(Path(place)),
-        lambda: build_tokenizer(place),
-    ):
+    for read in (lambda: is_hugging_face(Path(place)), lambda: open_folder(Path(place))):
         assert hint in problems(read)[0]
     assert hint not in problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: "here/model"}))[0]
 

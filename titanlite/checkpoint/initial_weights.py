@@ -20,7 +20,8 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
         return
-    from titanlite.config.hf.config_json import WEIGHTS, model_of  # here, since most runs read no such folder
+    from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
+    from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
     if not any((Path(place) / name).is_file() for name in WEIGHTS):

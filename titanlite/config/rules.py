@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 from titanlite.config import keys
-from titanlite.config.loader import Rejections, show, value_of
+from titanlite.config.loader import Rejections, options_of, show, value_of
 from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
@@ -99,7 +99,9 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
     for dependent in DEPENDENT_OPTIONS:
         switch, value = dependent.switch, value_of(config, dependent.switch)
         section, _, name = switch.rpartition(".")
-        turned_off = value in dependent.off and name in value_of(config, section).model_fields_set
+        is_required = options_of(Config)[switch].is_required()  # then the flavor sets it
+        is_set = switch in changed if is_required else name in value_of(config, section).model_fields_set
+        turned_off = value in dependent.off and is_set
         if dependent.reads(value) or turned_off:
             continue
         needed = " or ".join(map(show, dependent.on)) or f"above {max(dependent.off)}"

@@ -317,6 +317,5 @@ def _cover(indices: Tensor) -> Range:
     if not len(indices):
         return slice(0, 0), None
     first, last = int(indices.min()), int(indices.max())
-    places = indices - first
-    in_order = torch.equal(places, torch.arange(last - first + 1))
-    return slice(first, last + 1), None if in_order else places
+    in_order = torch.equal(indices, torch.arange(first, last + 1))
+    return slice(first, last + 1), None if in_order else indices - first

@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import load_values
 from titanlite.config.hf.experts import expert_options, hf_experts, types_with_experts
 from titanlite.config.hf.families import AMBIGUOUS, FAMILIES, OLD, PLAIN
 from titanlite.config.hf.layers import hf_layers, layer_options, layers_fit, rope_of_kinds
@@ -17,11 +16,17 @@ from titanlite.config.hf.rope import hf_rope, hf_rope_of_kinds
 from titanlite.config.hf.values import JsonObject, read_json_object
 from titanlite.config.loader import ConfigError, Rejections, Section, show, value_of
 from titanlite.config.model_sizes import COMMON
-from titanlite.config.schema import Model, count_parameters
 from titanlite.config.types import MOST_LAYERS
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """The file of all weights, or the index of several; a folder has one of the two."""
+TOGETHER = (
+    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"},
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "num_hidden_layers"},
+)
+"""Keys that say the same thing: where one has changed, all are written as for a model without such files."""
+NO_OPTION = ("max_position_embeddings", "num_nextn_predict_layers")
+"""Keys that no option of the model has, so that the exported value is compared with that of the file."""
 QUANTIZATION = "quantization_config"
 ONLY: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "qk_layernorm": (False, "queries and keys of every head have no norms of their own", ("stablelm",)),
@@ -46,18 +51,6 @@ def options_from_hf(folder: Any) -> dict[str, Any]:
         problem = f"model.hf_assets_path = {show(folder)}: expected the folder of a config.json"
         raise ConfigError([f'{problem}; model.flavor = "from_hf" reads it'])
     return model_options(Path(folder))
-
-
-def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json, which is not larger than the weights beside it, if there are any.
-    Raises ConfigError as a run on such a model does."""
-    file, weights = folder / "config.json", folder.glob("*.safetensors")
-    sizes = [each.stat().st_size for each in weights if each.is_file()]
-    model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > 2 * sum(sizes):  # a weight has 4 bits or more
-        problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
-        raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
-    return model
 
 
 def model_options(folder: Path) -> dict[str, Any]:

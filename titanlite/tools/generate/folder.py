@@ -11,12 +11,12 @@ from titanlite.checkpoint.checkpointer import load_weights
 from titanlite.checkpoint.export import config_file_of_run, model_options, read_config, value_of_run
 from titanlite.checkpoint.folder import step_folders
 from titanlite.checkpoint.reader import CheckpointReader
-from titanlite.config.hf.config_json import model_of
 from titanlite.config.hf.values import how_to_download, read_json_object, token_ids
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, HF_DTYPES, name_in, tensor_files
 from titanlite.hf.names import hf_name
 from titanlite.model import Llama

@@ -27,12 +27,12 @@ from pydantic import Field
 from torch import Tensor
 
 from titanlite.config import ConfigError
-from titanlite.config.hf.config_json import model_of
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
