@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,25 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
     try:
-        value = json.loads(read_file(file, LARGEST_FILE).decode("utf-8-sig"), parse_constant=_no_constant)
+        return parse_json_object(read_file(file, LARGEST_FILE))
     except FileNotFoundError:
         problem = "no such file"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except (ValueError, RecursionError) as error:
-        problem = f"not valid JSON: {str(error) or 'nested too deeply'}"
-    else:
-        if isinstance(value, dict):
-            return value
-        problem = f"expected a JSON object, got {_shown(value)}"
+    except ValueError as error:
+        problem = str(error)
     raise ConfigError([f"{file}: {problem}"])
+
+
+def parse_json_object(content: bytes) -> dict[str, Any]:
+    """Return the object that a JSON text has. Raises ValueError if it has another value, no JSON, or a key twice."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {_shown(value)}")
+    return value
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
@@ -41,6 +49,14 @@ def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{_shown(key)} is there twice")
+    return values
 
 
 def _shown(value: Any) -> str:

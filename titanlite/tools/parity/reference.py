@@ -22,8 +22,7 @@ from titanlite.optimizer import scale_gradients, set_lr
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
 "step N loss", "step N norm" and "step N gradient NAME", both before clipping, and "step N losses of datasets",
-float64 [datasets], of every step; "final weight NAME", also
-of buffers that checkpoints have; "validation loss", of the batch after the last step."""
+float64 [datasets], of every step; "final weight NAME", also of buffers; "validation loss", of the batch after them."""
 
 
 def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
