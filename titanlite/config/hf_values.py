@@ -14,28 +14,22 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 """Bytes of a config.json, and the largest integer in one."""
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
+def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
+    """Return the object in a JSON file, or in a part of it. Raises ConfigError if it is large, or anything else."""
     try:
-        return parse_json_object(read_file(file, LARGEST_FILE))
+        text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except FileNotFoundError:
         problem = "no such file"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:
-        problem = str(error)
-    raise ConfigError([f"{file}: {problem}"])
-
-
-def parse_json_object(content: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text has. Raises ValueError if it has another value, no JSON, or a key twice."""
-    try:
-        value = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {_shown(value)}")
-    return value
+        problem = f"not valid JSON: {str(error) or 'nested too deeply'}"
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = f"expected a JSON object, got {_shown(value)}"
+    raise ConfigError([f"{file}: {problem}"])
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
@@ -52,11 +46,9 @@ def _no_constant(name: str) -> None:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+    for key in [key for key, n in Counter(key for key, _ in pairs).items() if n > 1][:1]:
         raise ValueError(f"{_shown(key)} is there twice")
-    return values
+    return dict(pairs)
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 from torch import Tensor
 
-from titanlite.config.hf_values import parse_json_object
+from titanlite.config.hf_values import read_json_object
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 from titanlite.files.durable import Int63, Record, parse, replace_file
@@ -73,8 +73,8 @@ def read(folder: Path, step: int) -> tuple[Description, dict[str, Tensor]]:
     try:
         content = read_file(path, LARGEST_FILE)
         tensors = deserialize(content)
-        header = parse_json_object(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        description = parse_json_object((header.get("__metadata__") or {}).get(KEY, "{}").encode())
+        header = read_json_object(path, content[8 : 8 + int.from_bytes(content[:8], "little")])
+        description = read_json_object(path, (header.get("__metadata__") or {}).get(KEY, "{}").encode())
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except (SafetensorError, ValueError) as error:

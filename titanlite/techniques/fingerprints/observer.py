@@ -50,11 +50,9 @@ class Place:
 
 class Fingerprints(Observer):
     """Writes the fingerprints of every `freq`-th step, and of the first one. Every rank must make the same calls. It
-    has to be the first of the observers, since a later one may run the forward and backward again.
-
-    `full_model`, on the meta device, has the names of all stages; `shard` the tokens of every sequence that this rank
-    has; `guard` the loss scale of a step.
-    """
+    has to be the first of the observers, since a later one may run the forward and backward again. `full_model`, on
+    the meta device, has the names of all stages; `shard` the tokens of every sequence that this rank has; `guard` the
+    loss scale of a step."""
 
     def __init__(
         self,
@@ -110,8 +108,7 @@ class Fingerprints(Observer):
             return
         self._own, self._calls, self._seen = {}, Counter(), set()
         if self._updated_step == step - 1:
-            updated = {name: each for name, each in self._full.items() if name.startswith("update ")}
-            self._full = {name.replace("update", "input", 1): each for name, each in updated.items()}
+            self._full = {f"input{name[6:]}": each for name, each in self._full.items() if name.startswith("update ")}
         else:
             self._full = {}
             self._add_weights_and_states("input")
@@ -200,8 +197,7 @@ class Fingerprints(Observer):
         dist.all_reduce(sums)
         added[[index for index, name in enumerate(names) if name in self._own]] = 1
         dist.all_reduce(added)  # on the host, as names are
-        n_replicas = sums[:, -1:]
-        sums = sums[:, :-1] / n_replicas.where(n_replicas > 0, 1)
+        sums = sums[:, :-1] / sums[:, -1:].where(sums[:, -1:] > 0, 1)
         return {name: own for name, own, n in zip(names, sums, added.tolist(), strict=True) if n}
 
     def _write(self) -> None:

@@ -20,26 +20,23 @@ from titanlite.techniques.fingerprints.file import Description
 from titanlite.techniques.fingerprints.sketch import N_PRODUCTS, distance
 from titanlite.tools.diff.computation import GRADIENT_NORM, inputs_of_entries, module_of
 
-GROWTH, LARGE = 32, 0.5
+GROWTH, LARGE, GROWTH_OF_OUTPUT = 32, 0.5, 12
 """A tensor may differ by this many times as much as its inputs, or as rounding once. Between right layouts, 20 times
 was the most in 1,000 steps (benchmarks/logs/fingerprints.log). Both distances may be wrong by a factor of 2. Distances
-from LARGE on are only half as many times those of their inputs: 11 times was the most there."""
-GROWTH_OF_OUTPUT = 12
-"""The same for the output of a block, which is its input and more: 5 times was the most."""
+from LARGE on are only half as many times those of their inputs: 11 times was the most there; the output of a block,
+which is its input and more, at most 12 times: 5 was the most."""
 PRODUCTS_ONLY = {"float8": 4, "int8": 4}
-"""The same for rounding to these types, which happens to the operands of a block's seven matrix products alone: two
-right blocks are sqrt(14) roundings apart, or less. 1.4 was the most."""
+"""The same for rounding to types to which only the operands of a block's seven matrix products are rounded: two right
+blocks are sqrt(14) roundings apart, or less. 1.4 was the most."""
 GROWTH_OF_ROOT = 16
 """The same for what turns a small difference into a large one in some elements: Adam takes a step of full size in the
 direction of a gradient that is rounding only, and a router sends a token to another expert. Of a relative distance d
 about a fraction d of the elements is affected, so the distance grows with the root of d. 7 times was the most, of Muon
 in bfloat16, whose iteration magnifies what is small."""
-LIKELY = 1e-3
-"""Where fewer tokens than this are expected to be sent to other experts, none is."""
+LIKELY = 1e-3  # where fewer tokens than this are expected to be sent to other experts, none is
 FACTOR, GROWTH_OF_FACTOR = 0.25, 8
-"""Rounding has no direction: it is nearly orthogonal to a tensor, and adds to the norms of both. So one tensor may be a
-multiple of the other by no more than the first, as a fraction of the larger, or than the second times the distance of
-their inputs: 4.4 times was the most between right layouts, whose steps had left each other."""
+"""Rounding is nearly orthogonal to a tensor, and adds to the norms of both. So one may be a multiple of the other by no
+more than the first, as a fraction of the larger, or the second times their inputs' distance: 4.4 times was the most."""
 MULTIPLE = 0.3
 """Where more than this fraction of a tensor is no multiple of the other, it is not taken for one."""
 FAR = 0.7
@@ -95,9 +92,8 @@ def compare_runs(a: Path, b: Path) -> Iterable[Step]:
     """Yield the comparison of each step that both runs have fingerprints of. Raises ConfigError if there is none, a
     file is damaged, or the runs have global batches of other sizes."""
     steps_a, steps_b = file.steps_of(a), file.steps_of(b)
-    for folder, steps in ((a, steps_a), (b, steps_b)):
-        if not steps:
-            raise ConfigError([f"{folder}: no fingerprints; set debug.fingerprint_freq"])
+    if not (steps_a and steps_b):
+        raise ConfigError([f"{b if steps_a else a}: no fingerprints; set debug.fingerprint_freq"])
     common, before = sorted({*steps_a} & {*steps_b}), Step(-1, [], ([], []), ())
     if not common:
         ranges = " and ".join(f"{steps[0]} to {steps[-1]}" for steps in (steps_a, steps_b))
@@ -127,7 +123,7 @@ def compare_step(
     a, b = (own | {GRADIENT_NORM: _gradient_norm(own)} for own in (a, b))
     distances = {name: distance(a[name], b[name]) for name in inputs}
     norms = {name: max(_norm(a[name]), _norm(b[name])) for name in inputs}
-    limits, entries = _Limits(descriptions, distances, norms, before, is_first=is_first), []
+    limits, entries = _Limits(descriptions, norms, before, is_first=is_first), []
     used = {name: far for name, far in distances.items() if " ".join(name.split(" ")[:2]) not in limits.unused}
     lists = {id(own): own for own in inputs.values()}  # many tensors have the same one
     largest = {key: max([used[each] for each in own if each in used], default=0.0) for key, own in lists.items()}
@@ -153,13 +149,10 @@ def compare_step(
 
 
 class _Limits:
-    """How far two runs may be from each other in each tensor of a step. `distances` are those of all tensors, `norms`
-    their larger norms."""
+    """How far two runs may be from each other in each tensor of a step. `norms` are their larger norms."""
 
-    def __init__(
-        self, descriptions: Descriptions, distances: Distances, norms: Distances, before: Distances, *, is_first: bool
-    ):
-        self.distances, self.norms, self.before, self.is_first = distances, norms, before, is_first
+    def __init__(self, descriptions: Descriptions, norms: Distances, before: Distances, *, is_first: bool):
+        self.norms, self.before, self.is_first = norms, before, is_first
         self.rounding, self.of_weights, self.of_states = (
             max(ROUNDING[getattr(each, name)] for each in descriptions)
             for name in ("compute_dtype", "weights_dtype", "state_dtype")
@@ -168,10 +161,10 @@ class _Limits:
             ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in (d.compute_dtype for d in descriptions)
         )
         self.same_weights_dtype = descriptions[0].weights_dtype == descriptions[1].weights_dtype
-        self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in distances) else 0.0
+        self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in norms) else 0.0
         """Those that may be sent to other experts."""
         self.forward_before = max([far for name, far in before.items() if name.startswith("forward ")], default=0.0)
-        gradients = [name for name in distances if name.startswith("gradient ") and name != GRADIENT_NORM]
+        gradients = [name for name in norms if name.startswith("gradient ") and name != GRADIENT_NORM]
         self.parameters = {name.removeprefix("gradient "): norms[name] for name in gradients}
         ascending = sorted(self.parameters.items(), key=lambda parameter: parameter[1])
         self.largest = {module_of(name): norm for name, norm in ascending}

@@ -18,10 +18,6 @@ ALL_STEPS = """Each column is a tensor, in the order of computation within a ste
 the relative distance of the two runs."""
 ONE_STEP = """Dots are the relative distances of the step's tensors, in the order of computation. The line is what the \
 distances of a tensor's inputs and rounding explain: a dot above it, marked by a ring, is computed in another way."""
-BODY = """\
-<h1>titanlite diff</h1>
-{figures}<h2>In numbers</h2>
-{report}"""
 
 
 def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
@@ -31,7 +27,8 @@ def write_html(steps: list[Step], a: Path, b: Path, target: Path) -> None:
         figures = [svg_figure(step_figure(shown), "step", ONE_STEP, title=f"Step {shown.number}")]
         if len(steps) > 1:
             figures.append(svg_figure(steps_figure(steps), "steps", ALL_STEPS, title="All steps"))
-    body = BODY.format(figures="".join(figures), report=printed(report(steps, a, b), REPORT_WIDTH))
+    numbers = f"<h2>In numbers</h2>\n{printed(report(steps, a, b), REPORT_WIDTH)}"
+    body = "".join(["<h1>titanlite diff</h1>\n", *figures, numbers])
     target.write_text(page(f"titanlite diff: {a.name} and {b.name}", body), encoding="utf-8", newline="\n")
 
 

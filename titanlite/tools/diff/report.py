@@ -22,8 +22,7 @@ MEANING = {
     "gradient": "the gradient of {}",
     "update": "the change of {} by the optimizer",
 }
-STYLES = ("green", "bold red", "yellow")
-"""The colour of the verdict by the exit status."""
+STYLES = ("green", "bold red", "yellow")  # of the verdict, by the exit status
 SMALLEST_RATIO = 1e-3
 """Ratios nearer to 1 are no factor of a layout."""
 MOST_NAMES = 5
@@ -62,9 +61,8 @@ def verdict_lines(steps: list[Step]) -> list[str]:
         return [f"INCOMPLETE: one run lacks tensors of the other from step {step.number} on; no other tensor differs"]
     phase, _, tensor = entry.name.partition(" ")
     meaning = "the loss" if tensor == "loss" else MEANING[phase].format(tensor)
-    lines = [
-        f"{'DIFFERENT' if entry.differs else 'TOO COARSE TO COMPARE'}: first in step {step.number}, {phase}: {meaning}"
-    ]
+    word = "DIFFERENT" if entry.differs else "TOO COARSE TO COMPARE"
+    lines = [f"{word}: first in step {step.number}, {phase}: {meaning}"]
     lines.append(f"distance {entry.distance:.1e}, of which its inputs and rounding explain {entry.allowed:.1e}")
     if entry.differs and abs(entry.ratio - 1) > SMALLEST_RATIO:
         lines.append(f"B is {entry.ratio:.6g} x A{_explained(entry, step)}")

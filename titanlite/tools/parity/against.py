@@ -41,7 +41,7 @@ def run_against(folder: Path) -> int:
     finite."""
     recorded = read_step(folder)
     step, (n_sequences, seq_len) = recorded.step, recorded.tokens_BT.shape
-    dtypes = f"weights {step.dtypes.weights}, compute {step.dtypes.compute}, reduce {step.dtypes.reduce}"
+    dtypes = ", ".join(f"{name} {dtype}" for name, dtype in step.dtypes.model_dump().items())
     print(f"{folder}: {printable(step.program) or 'a step of another program'}")
     print(f"{n_sequences} sequences of {seq_len} tokens, {recorded.n_valid} valid; {dtypes}\n")
     groups = compare(recorded)
@@ -249,14 +249,14 @@ def _other_losses(recorded: RecordedStep, groups: dict[str, list[Row]], kind: st
     of gradients and loss are of it."""
     valid_BT, degrees, n_sequences = recorded.targets_BT != IGNORED, recorded.step.degrees, len(recorded.targets_BT)
     counts: dict[int, list[str]] = {}
-    for count, name in (
-        (degrees.accumulation_steps, "accumulation steps"),
-        (degrees.dp, "data-parallel ranks"),
-        (degrees.microbatches, "microbatches"),
-        (degrees.accumulation_steps * degrees.dp, "accumulation steps of all data-parallel ranks"),
-        (n_sequences, "sequences"),
-    ):
-        if count > 1 and n_sequences % count == 0 and ("ranks" not in name or degrees.dp > 1):
+    for name, count in {
+        "accumulation steps": degrees.accumulation_steps,
+        "data-parallel ranks": degrees.dp,
+        "microbatches": degrees.microbatches,
+        "accumulation steps of all data-parallel ranks": degrees.accumulation_steps * degrees.dp * (degrees.dp > 1),
+        "sequences": n_sequences,
+    }.items():
+        if count > 1 and n_sequences % count == 0:
             counts.setdefault(count, []).append(name)
     unmasked = dataclasses.replace(recorded, positions_BT=None)
     others = [(unmasked, "without the document mask", None)] if recorded.positions_BT is not None else []

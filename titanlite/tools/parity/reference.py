@@ -34,12 +34,9 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone.
-
-    The number of valid targets differs much from one sequence to the next, so that a loss averaged over ranks or
-    gradient accumulation steps, instead of over tokens, differs from the reference. They count as a mixture of three
-    datasets, which take turns.
-    """
+    """Sequences of random tokens, computed from the seed and the global index alone. The number of valid targets
+    differs much from one to the next, so that a loss averaged over ranks or gradient accumulation steps, instead of
+    over tokens, differs from the reference. They count as a mixture of three datasets, which take turns."""
 
     names = ("a", "b", "c")
 

@@ -11,12 +11,10 @@ from titanlite.config.schema import Mla, Moe
 
 
 def shrink(loaded: LoadedConfig[Config], dtype: str) -> tuple[LoadedConfig[Config], list[str]]:
-    """Make the model, the sequence and the batch of a resolved config as small as its layout allows.
-
-    The degrees, the schedule, stages given by name, gradient accumulation, grouped-query attention, tied embeddings,
-    biases, norms, the document mask and the optimizer stay as they are, and a sliding window stays shorter than the
-    sequence. Also return the changed sizes, as "section.key old -> new".
-    """
+    """Make the model, the sequence and the batch of a resolved config as small as its layout allows. Degrees, schedule,
+    stages given by name, gradient accumulation, grouped-query attention, tied embeddings, biases, norms, document mask
+    and optimizer stay as they are, and a sliding window stays shorter than the sequence. Also return the changed sizes,
+    as "section.key old -> new"."""
     config, sizes = loaded.config, _smaller_sizes(loaded.config)
     keys = {option.replace("__", "."): size for option, size in sizes.items()}
     changes = [f"{key} {old} -> {size}" for key, size in keys.items() if (old := value_of(config, key)) != size]
@@ -32,9 +30,8 @@ def _smaller_sizes(config: Config) -> dict[str, Any]:
     low_precision = config.float8.enable or config.int8.enable
     n_kv_heads = tensor * ulysses * min(2, model.n_kv_heads // (tensor * ulysses))
     n_heads = n_kv_heads * min(2, model.n_heads // model.n_kv_heads)
-    n_layers = model.n_layers
-    if not parallelism.module_fqns_per_model_part:
-        n_layers = min(n_layers, max(parallelism.n_stages + 1, 2, len(model.layer_pattern)))
+    least = max(parallelism.n_stages + 1, 2, len(model.layer_pattern))
+    n_layers = model.n_layers if parallelism.module_fqns_per_model_part else min(model.n_layers, least)
     local_batch_size = min(training.local_batch_size, 2)
     if pipeline > 1:  # the least that keeps every rank busy; all schedules accept it
         local_batch_size = min(config.n_microbatches, max(2 * pipeline, parallelism.n_stages))
