@@ -83,7 +83,7 @@ WARM_UP = 4  # steps without a measurement: compilation, and clocks that settle
 MEDIANS = (THROUGHPUT, "tflops", "mfu(%)", "time_metrics/data_loading(%)")
 PEAKS = ("memory/max_active(GiB)", "memory/max_reserved(GiB)")
 RESERVE = 5  # seconds of a call that no step gets: to end a process, to write the summary
-LAST_LINES = 15  # of the output of a step that failed, in the summary
+LAST_LINES = 15  # lines of a failed step's output that the summary shows
 KERNELS = 25  # lines of the trace's table
 ON_NULL_CUDA = ("environment", "rates", "train", "pytest", "card", "recorded", "torchtitan", "plan")
 KEPT = ("state.json", "session.log", "summary.md", "trace.json.gz", "device.toml", "recorded.tar")
@@ -217,7 +217,7 @@ def running() -> dict[int, int]:
 def reason(output: str) -> str:
     """Return the line of a failed command's output that says why."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if lines and re.search(r"\d+ (failed|errors?)\b", lines[-1]):  # of pytest
+    if lines and re.search(r"\d+ (failed|errors?)\b", lines[-1]):  # pytest's closing line
         return lines[-1].strip("= ")
     errors = [line for line in lines if re.search(r"Error\b|error:|expected", line)]
     return (errors or lines or [""])[-1][:300]

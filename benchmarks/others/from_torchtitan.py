@@ -41,7 +41,7 @@ def train_and_record(folder: Path) -> None:
     options = ["--training.steps=10", "--training.seq_len=256", "--training.local_batch_size=8", "--debug.seed=1"]
     options += ["--training.mixed_precision_param=float32", "--lr_scheduler.warmup_steps=2", "--checkpoint.enable"]
     options += ["--checkpoint.interval=5", "--checkpoint.last_save_in_hf", f"--job.dump_folder={folder}"]
-    options += ["--activation_checkpoint.mode=none"]  # which would change names of parameters
+    options += ["--activation_checkpoint.mode=none"]  # checkpointing would change names of parameters
     sys.argv[1:2] = options
 
     from torchtitan import train

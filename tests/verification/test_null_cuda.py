@@ -277,7 +277,7 @@ def test_a_gpu_session_has_the_sizes_and_time_limits_that_it_needs(tmp_path: Pat
     assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(
         ["environment", *steps], "done"
     )
-    assert results[base]["memory/max_active(GiB)"] == pytest.approx(gib, rel=0.01)  # of NOTEBOOK.md
+    assert results[base]["memory/max_active(GiB)"] == pytest.approx(gib, rel=0.01)  # the figures of NOTEBOOK.md
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         restart_time_limit()
         try:
             encodings = self.tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
-        except BaseException as error:  # of Rust code, it may be no Exception
+        except BaseException as error:  # a panic of Rust code is no Exception
             for chunk in chunks if len(chunks) > 1 else []:
                 self.encode_chunks([chunk])
             problem = f"{self.file}: cannot encode the text {show(chunks[0][:40])}: {reason_of(error)}"

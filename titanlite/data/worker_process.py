@@ -34,7 +34,7 @@ def main() -> None:
     """Answer the parent's calls."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library's Rust code prints how it fails
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's Rust code prints there how it fails
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
 
     def receive() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
             send("error", (True, error.problems))
         except (TrainingError, OSError) as error:
             send("error", (False, [str(error)]))
-        except BaseException as error:  # of Rust code, it may be no Exception
+        except BaseException as error:  # a panic of Rust code is no Exception
             problem = f"{path}: its tokenizer.json or chat template cannot be used: {reason_of(error)}"
             send("error", (True, [problem]))
 

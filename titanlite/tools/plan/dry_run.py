@@ -292,7 +292,7 @@ def _mark_layers(trace: OpTrace, stage: Llama) -> None:
     """Have each block and the head mark the beginning of their forward and of their backward, and of the part with
     experts of each."""
 
-    def before_backward(mark: str, layer: int, *args: Any) -> None:  # of a hook, whose last argument is the output
+    def before_backward(mark: str, layer: int, *args: Any) -> None:  # a hook's last argument is the output
         if args[-1].requires_grad:
             args[-1].register_hook(lambda grad: trace.mark(mark, layer))
 
