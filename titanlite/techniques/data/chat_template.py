@@ -140,18 +140,18 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
 
-    def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
-        """Return the text of messages. Raises ValueError if the template cannot render them, or does so in a way that
-        does not tell what the assistant has said."""
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Conversation:
+        """Return the text of messages, with the tools that the assistant may call. Raises ValueError if the template
+        cannot render them, or does so in a way that does not tell what the assistant has said."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
         if len(messages) > LARGEST_CONVERSATION and not self.has_generation:
             problem = f"{len(messages):,} messages: expected at most {LARGEST_CONVERSATION:,}; divide it, or put what "
             raise ValueError(f"{problem}the assistant says into {{% generation %}} in {self.file}")
-        escaped = [self._escape(message) for message in messages]
-        text = self._render(escaped)
+        escaped, tools = self._escape(messages), self._escape(tools)
+        text = self._render(escaped, tools)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
-        regions = _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, text)
+        regions = _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, tools, text)
         spans = [span for region, is_trained in regions for span in self._spans(region, is_trained=is_trained)]
         if not any(span.is_trained for span in spans):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
@@ -185,21 +185,21 @@ class ChatTemplate:
             return self._pattern.sub(lambda match: ESCAPE + chr(FIRST + self._numbers[match[0]]), value)
         return value
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         try:
             return self.template.render(messages=messages, **self.special_tokens, **options)
         except Exception as error:  # whatever a template does
             raise ValueError(f"{self.file} cannot render it: {_reason(error)}") from None
 
-    def _regions_by_prefixes(self, messages: list[dict[str, Any]], text: str) -> Iterator[tuple[str, bool]]:
+    def _regions_by_prefixes(self, messages: list[dict[str, Any]], tools: Any, text: str) -> Iterator[tuple[str, bool]]:
         """Yield the parts of a rendered text in order, and whether the assistant has said them: what comes after the
         messages before and the beginning of an answer, up to the end of the message."""
         end = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(messages[:index], add_generation_prompt=True)
-                through = text if index == len(messages) - 1 else self._render(messages[: index + 1])
+                before = self._render(messages[:index], tools, add_generation_prompt=True)
+                through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
                 if not (text.startswith(through) and through.startswith(before) and len(before) >= end):
                     problem = f"{self.file} renders message {index + 1} in another way when others follow it, so what "
                     problem += "the assistant has said cannot be found; put it into {% generation %} in the template"
