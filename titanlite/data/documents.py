@@ -59,10 +59,10 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
 
 
 def read_documents(
-    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
-) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
-    row's columns, or raises ValueError; None: it is the only column.
+    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], Any] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
+    several of them, from a row's columns, or raises ValueError; None: it is the only column.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.

@@ -57,7 +57,7 @@ def build_shard(
     TrainingError for what cannot be read."""
     source = Source(options.training, options.path_option)
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
-    document_of: Callable[[dict[str, Any]], str] | None = None
+    document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
         template: Template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
@@ -82,7 +82,7 @@ def build_shard(
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
-                document += 1
+                document += not getattr(text, "is_beginning", False)
             report(n_bytes, sum(map(len, tokens)))
 
     # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
@@ -128,8 +128,9 @@ def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any)
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
         for end, text in read_documents(source, segment, document_of):
-            texts.append(text)
-            size += len(text)
+            own = text if document_of else [text]
+            texts += own
+            size += sum(map(len, own))
             n_bytes += (end - position) * per_row
             position = end
             if size >= BATCH:

@@ -9,14 +9,20 @@ import numpy as np
 class Tokenizer(Protocol):
     """Makes token ids of text."""
 
+    prefix: list[int]
+    """What begins each text, such as BOS."""
+    suffix: list[int]
+    """What ends each text, beside the EOS of documents."""
     bos: int | None
+    """The first token of `prefix`."""
     eos: int
     vocab_size: int
     identity: str
     path: str
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, uint32, without BOS and EOS."""
+    def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
+        """Return the token ids of each text, uint32, without prefix and suffix. With `special`, special tokens that a
+        text spells out are such, and ordinary text without."""
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have none."""
@@ -30,9 +36,10 @@ class ByteTokenizer(Tokenizer):
     """Makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
 
     bos, eos, vocab_size = 256, 257, 258
+    prefix, suffix = [bos], list[int]()
     identity, path = "bytes", ""
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         # surrogatepass: a text with a broken character is still bytes
         encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
@@ -42,8 +49,15 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32: BOS (if the tokenizer has one), the text, EOS."""
-    bos = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
-    eos = np.array([tokenizer.eos], np.uint32)
-    return [np.concatenate([bos, tokens, eos]) for tokens in tokenizer.encode(texts)]
+def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
+    """Return the token ids of each document, uint32: what the tokenizer adds around a text, and EOS. Of `special` texts
+    none is repeated that the text has."""
+    prefix, suffix = np.array(tokenizer.prefix, np.uint32), np.array(tokenizer.suffix, np.uint32)
+    documents = []
+    for tokens in tokenizer.encode(texts, special):
+        before = prefix[: 0 if special and np.array_equal(tokens[: len(prefix)], prefix) else None]
+        after = suffix[: 0 if special and np.array_equal(tokens[len(tokens) - len(suffix) :], suffix) else None]
+        document = np.concatenate([before, tokens, after])
+        eos = [] if len(document) and document[-1] == tokenizer.eos and (special or len(suffix)) else [tokenizer.eos]
+        documents.append(np.append(document, np.array(eos, np.uint32)))
+    return documents
