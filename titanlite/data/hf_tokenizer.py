@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 from array import array
@@ -60,19 +61,28 @@ def load(path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray | None, set[int]]:
+def around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer of `tokenizers` adds before and after a text."""
+    from tokenizers import Tokenizer, models
+
+    encoding = tokenizer.post_process(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a"))
+    at = encoding.special_tokens_mask.index(0)
+    return encoding.ids[:at], encoding.ids[at + 1 :]
+
+
+def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Return the tokens of a text from those of its chunks, each of which begins with the text that the one before ends
-    with; `shared` has the tokens of these texts alone. A joint is where all three agree. Where they do not, return
-    None, and the numbers of the later chunks."""
-    parts, failed, begin = [], set(), 0
+    with; `shared` has the tokens of these texts alone. They are joined where all three agree. Also return the numbers
+    of the chunks that do not agree with the one before."""
+    parts, failed, begin = [], [], 0
     for number, (one, other, both) in enumerate(zip(chunks, chunks[1:], shared, strict=False), 1):
         middle, near = len(both) // 2, min(len(both) // 4, 64)
         tail, head = both[middle - near :], both[: middle + near]
         if not (near and np.array_equal(one[-len(tail) :], tail) and np.array_equal(other[: len(head)], head)):
-            failed.add(number)
+            failed.append(number)
         parts.append(one[begin : len(one) - (len(both) - middle)])
         begin = middle
-    return None if failed else np.concatenate([*parts, chunks[-1][begin:]]), failed
+    return np.concatenate([*parts, chunks[-1][begin:]]), failed
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -86,80 +96,63 @@ class HuggingFaceTokenizer(Tokenizer):
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
     def __init__(self, path: Path):
-        self.path, file = str(path), path / FILES[0] if path.is_dir() else path
-        self.file = file
+        self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
             self.loaded = load(path)
             self.tokenizer = self.loaded.backend_tokenizer
             self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
-            special = [token.content for token in added if token.special]
-            # drawn anew, so that no text has them
-            self.names = {text: "".join(chr(97 + byte % 26) for byte in secrets.token_bytes(32)) for text in special}
-            self.prefix, self.suffix = self._added()
-            self.bos, self.eos = next(iter(self.prefix), None), self.loaded.eos_token_id
-            content = json.loads(self.tokenizer.to_str())
+            special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
+            self.names = {text: secrets.token_hex(16) for text in special}  # drawn anew, so that no text has them
+            self.prefix, self.suffix = around_text(self.tokenizer)
+            self.eos, content = self.loaded.eos_token_id, json.loads(self.tokenizer.to_str())
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
-            problem = f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason_of(error)}"
+            problem = f"model.hf_assets_path: {self.file} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
         if self.eos is None:
             self.eos = next((ids[token] for token in self.KNOWN_EOS if token in ids), None)
         if self.eos is None:
-            problem = f"model.hf_assets_path: {file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
-            raise ConfigError([f'{problem}; name its own as "eos_token" in {file.parent / FILES[1]}'])
+            problem = f"model.hf_assets_path: {self.file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
+            raise ConfigError([f'{problem}; name its own as "eos_token" in {self.file.parent / FILES[1]}'])
         self.vocab_size = max(ids.values()) + 1
         identity = json.dumps([content, self.prefix, self.suffix, self.eos], sort_keys=True)
         self.identity = hashlib.sha256(identity.encode()).hexdigest()
 
-    def _added(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer adds before and after a text."""
-        from tokenizers import Tokenizer, models
-
-        encoding = self.tokenizer.post_process(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a"))
-        at = encoding.special_tokens_mask.index(0)
-        return encoding.ids[:at], encoding.ids[at + 1 :]
-
     @functools.cached_property
     def ordinary(self) -> Any:
-        """The same tokenizer with the special tokens called by other names: what a text spells out is none of them."""
+        """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
         from tokenizers import Tokenizer
 
-        content = json.loads(self.tokenizer.to_str())
-        content["post_processor"] = None  # it would change the offsets of tokens
-        model, name = content["model"], lambda text: self.names.get(text, text)
-        for each, key in [*((token, "content") for token in content["added_tokens"]), (model, "unk_token")]:
-            each[key] = name(each.get(key))
-        is_table, vocab = isinstance(model["vocab"], dict), model["vocab"]
-        model["vocab"] = {name(text): n for text, n in vocab.items()} if is_table else [[name(t), n] for t, n in vocab]
-        if "merges" in model:
-            model["merges"] = [pair for pair in model["merges"] if not self.names.keys() & {*pair, "".join(pair)}]
-        tokenizer = Tokenizer.from_str(json.dumps(content))
+        named = {json.dumps(text, ensure_ascii=False): f'"{name}"' for text, name in self.names.items()}
+        pattern = "|".join(map(re.escape, named)) or "(?!)"
+        tokenizer = Tokenizer.from_str(re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str()))
+        tokenizer.post_processor = None  # it would change the offsets of tokens
         tokenizer.encode_special_tokens = self.loaded.split_special_tokens
         return tokenizer
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without what the tokenizer adds. A text of more than CHUNK
-        characters is encoded in chunks, which are joined where no token depends on that: they are the tokens of the
-        text as a whole."""
+        characters is encoded in chunks, joined where no token depends on them, so its tokens are those of the text."""
         tokens: list[Any] = [None] * len(texts)
         limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
         known: dict[tuple[int, int, int], np.ndarray] = {}
-        while missing := [number for number, own in enumerate(tokens) if own is None]:
-            ends = {n: [*(limit + OVERLAP for limit in limits[n][1:-1]), limits[n][-1]] for n in missing}
+        while missing := [n for n, own in enumerate(tokens) if own is None]:
+            shared = {n: [(n, begin, begin + OVERLAP) for begin in limits[n][1:-1]] for n in missing}
+            ends = {n: [*(end for _, _, end in shared[n]), limits[n][-1]] for n in missing}
             chunks = {n: [(n, *span) for span in zip(limits[n], ends[n], strict=False)] for n in missing}
-            shared = {n: [(n, limit, limit + OVERLAP) for limit in limits[n][1:-1]] for n in missing}
             spans, size = [], 0
             wanted = [span for n in missing for span in [*chunks[n], *shared[n]] if span not in known]
-            for index, span in enumerate(wanted, 1):
-                spans.append(span)
-                size += span[2] - span[1]
+            for index, (n, begin, end) in enumerate(wanted, 1):
+                spans.append((n, begin, end))
+                size += end - begin
                 if size >= BATCH or index == len(wanted):
                     parts = [texts[n][begin:end] for n, begin, end in spans]
                     known.update(zip(spans, self.encode_chunks(parts, special), strict=True))
                     spans, size = [], 0
             for n in missing:
-                tokens[n], failed = join([known[span] for span in chunks[n]], [known[span] for span in shared[n]])
+                joined, failed = join([known[span] for span in chunks[n]], [known[span] for span in shared[n]])
+                tokens[n] = None if failed else joined
                 limits[n] = [limit for index, limit in enumerate(limits[n]) if index not in failed]
         return tokens
 

@@ -13,12 +13,15 @@ class Tokenizer(Protocol):
     """What begins each text, such as BOS."""
     suffix: list[int]
     """What ends each text, beside the EOS of documents."""
-    bos: int | None
-    """The first token of `prefix`."""
     eos: int
     vocab_size: int
     identity: str
     path: str
+
+    @property
+    def bos(self) -> int | None:
+        """The first token of `prefix`, if there is one."""
+        return next(iter(self.prefix), None)
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """Return the token ids of each text, uint32, without prefix and suffix. With `special`, special tokens that a
@@ -35,8 +38,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer(Tokenizer):
     """Makes every byte of UTF-8 a token; 256 is BOS and 257 is EOS."""
 
-    bos, eos, vocab_size = 256, 257, 258
-    prefix, suffix = [bos], list[int]()
+    prefix, suffix, eos, vocab_size = [256], list[int](), 257, 258
     identity, path = "bytes", ""
 
     def encode(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
@@ -50,14 +52,13 @@ class ByteTokenizer(Tokenizer):
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], special: bool = False) -> list[np.ndarray]:
-    """Return the token ids of each document, uint32: what the tokenizer adds around a text, and EOS. Of `special` texts
-    none is repeated that the text has."""
-    prefix, suffix = np.array(tokenizer.prefix, np.uint32), np.array(tokenizer.suffix, np.uint32)
+    """Return the token ids of each document, uint32: what the tokenizer adds around a text, and EOS; of `special` texts
+    what they do not have."""
+    begin, end = tokenizer.prefix, tokenizer.suffix
+    end = end if end[-1:] == [tokenizer.eos] else [*end, tokenizer.eos]
     documents = []
     for tokens in tokenizer.encode(texts, special):
-        before = prefix[: 0 if special and np.array_equal(tokens[: len(prefix)], prefix) else None]
-        after = suffix[: 0 if special and np.array_equal(tokens[len(tokens) - len(suffix) :], suffix) else None]
-        document = np.concatenate([before, tokens, after])
-        eos = [] if len(document) and document[-1] == tokenizer.eos and (special or len(suffix)) else [tokenizer.eos]
-        documents.append(np.append(document, np.array(eos, np.uint32)))
+        before = [] if special and tokens[: len(begin)].tolist() == begin else begin
+        after = [] if special and tokens[-len(end) :].tolist() == end else end
+        documents.append(np.concatenate([np.array(before, np.uint32), tokens, np.array(after, np.uint32)]))
     return documents

@@ -145,7 +145,6 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
     def __init__(self, path: Path):
         Worker.__init__(self, str(path))
         self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
-        self.bos = next(iter(self.prefix), None)
 
     def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
         at = f" at the text {show(chunks[0][:40])}, or shortly after it"
