@@ -1,4 +1,4 @@
-"""Rows of text, JSON and parquet files, read from any place on.
+"""Which files a folder stands for, and the rows of text, JSON and parquet files, read from any place on.
 
 A segment is a range of a file's rows. What `begin` and `end` count depends on the file:
 
@@ -8,18 +8,35 @@ A segment is a range of a file's rows. What `begin` and `end` count depends on t
     text by document                         files: the file is one row, 0
 """
 
+import bz2
+import collections
 import contextlib
+import glob
 import gzip
+import io
 import json
+import lzma
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError, printable, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
+from titanlite.data.source import Source
 from titanlite.files.durable import is_transient
+
+SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
+"""Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
+    r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
+)
+"""Words in names by which people tell splits apart: 1 training, 2 validation, 3 test."""
 
 LARGEST_ROW = 2**26
 """Bytes of a row, at most: it is in memory more than once while it is read."""
@@ -28,6 +45,29 @@ BYTES_AT_A_TIME = 2**24
 END = 2**62
 """`end` of a segment whose number of rows or bytes is not known."""
 BOM = b"\xef\xbb\xbf"
+KINDS = {
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh.1AY&SY",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "parquet": rb"PAR1",
+    "Arrow": rb"ARROW1|\xff{4}",
+    "PDF": rb"%PDF-",
+    "zip": rb"PK[\3\5\7]",
+    "7z": rb"7z\xbc\xaf",
+    "tar": rb".{257}ustar",
+    "a picture": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
+    "a program": rb"\x7fELF",
+    "SQLite": rb"SQLite format 3\0",
+    "HDF5": rb"\x89HDF",
+    "NumPy": rb"\x93NUMPY",
+    "a pickle": rb"\x80[\2-\5]",
+    "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
+    "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
+    "zeros": rb"\0{16}",
+}
+"""What files are that are no text in UTF-8, by a regular expression for their beginning."""
+KIND = re.compile(b"|".join(b"(%s)" % pattern.replace(b"(", b"(?:") for pattern in KINDS.values()), re.DOTALL)
 
 
 class Segment(NamedTuple):
@@ -57,6 +97,63 @@ class BadRowError(Exception):
         self.begin = begin
 
 
+def files_of(source: Source) -> list[Path]:
+    """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
+    Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
+    path = root = Path(source.training.dataset_path).expanduser()
+    found, is_folder = [path], path.is_dir()
+    if is_folder:
+        found = [file for file in sorted(path.rglob("*")) if file.is_symlink() or not file.is_dir()]
+    elif not path.exists():
+        root = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+        found = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if not Path(file).is_dir()]
+    names = {file: str(file.relative_to(root)) for file in found}
+    reasons = {name: "a linked folder" for file, name in names.items() if file.is_dir()}
+    if found != [path]:
+        reasons |= _left_out(source, [name for name in names.values() if name not in reasons], is_folder=is_folder)
+    files, line = [file for file, name in names.items() if name not in reasons], ""
+    for reason in dict.fromkeys(reasons.values()):
+        line += f"; left out as {reason}: {_listed([name for name in reasons if reasons[name] == reason])}"
+    if not files:
+        suffixes = " or ".join(SUFFIXES[source.training.dataset])
+        problem = f"no file in it ends in {suffixes}" if is_folder else "no such file or folder"
+        raise ConfigError([f"{source}: {problem}{line}"])
+    for file in files:
+        if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
+            raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
+    if files != [path]:
+        print(printable(f"{source}: reads {_listed([names[file] for file in files])}{line}"), flush=True)
+    return files
+
+
+def _left_out(source: Source, names: list[str], *, is_folder: bool) -> dict[str, str]:
+    """Return why some names in a folder, or below the beginning of a glob, are left out."""
+    suffixes, reasons, known = SUFFIXES[source.training.dataset], dict[str, str](), set(names)
+    for name in names:
+        stem, end = os.path.splitext(name)
+        is_compressed = end.lower() in COMPRESSED and source.training.dataset != "parquet"
+        if is_folder and any(part.startswith(".") for part in Path(name).parts):
+            reasons[name] = "hidden"
+        elif is_folder and not (stem if is_compressed else name).lower().endswith(suffixes):
+            reasons[name] = f"not ending in {' or '.join(suffixes)}"
+        elif is_compressed and stem in known:
+            reasons[name] = "there uncompressed"
+    splits = {name: _split_of(name) for name in names if name not in reasons}
+    found = set(splits.values())
+    own = {0, 1} if source.path_option.startswith("training") else {2} & found or {3} & found or found
+    return reasons | {name: "of another split" for name, split in splits.items() if 1 in found and split not in own}
+
+
+def _split_of(name: str) -> int:
+    """Return the split that the words of a path name, those of the file before those of its folders; 0: none."""
+    found = (SPLIT.search(part) for part in reversed(Path(name.lower()).parts))
+    return next((match.lastindex or 0 for match in found if match), 0)
+
+
+def _listed(names: list[str]) -> str:
+    return f"{len(names):,}: {', '.join(names[:4])}" + ", ..." * (len(names) > 4)
+
+
 def is_splittable(segment: Segment) -> bool:
     """Return whether a segment may be divided at any number between its limits."""
     return segment.end not in (1, END)
@@ -64,15 +161,14 @@ def is_splittable(segment: Segment) -> bool:
 
 def segment_of(training: Training, path: Path) -> Segment:
     """Return the segment of all rows of a file. Raises ConfigError if it cannot be read."""
-    size = path.stat().st_size
-    if training.dataset == "parquet":
-        with _errors_of(path):
+    with _errors_of(path), open_file(path) as file:
+        size = path.stat().st_size
+        if training.dataset == "parquet":
             return Segment(str(path), 0, _parquet(path).metadata.num_rows, size)
-    if training.dataset == "text" and training.text_sample_by == "document":
-        return Segment(str(path), 0, 1, size)
-    if path.suffix == ".gz" or _is_json_array(training, path):
-        return Segment(str(path), 0, END, size)
-    return Segment(str(path), 0, size, size)
+        if training.dataset == "text" and training.text_sample_by == "document":
+            return Segment(str(path), 0, 1, size)
+        is_whole = _kind(file) in UNPACKED or _is_json_array(training, path)
+    return Segment(str(path), 0, END if is_whole else size, size)
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -103,11 +199,16 @@ def place(training: Training, file: str, begin: int) -> str:
         return file
     if training.dataset == "parquet" or _is_json_array(training, path):
         return f"{file}, row {begin + 1:,}"
-    line, position = 1, 0
     with _open(path) as content:
-        while position < begin and (chunk := content.read(min(begin - position, 2**24))):
-            line, position = line + chunk.count(b"\n"), position + len(chunk)
+        line = 1 + sum(chunk.count(b"\n") for chunk in _bytes_before(content, begin))
     return f"{file}, line {line:,}"
+
+
+def _bytes_before(file: BinaryIO, n: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file in chunks."""
+    while n and (chunk := file.read(min(n, 2**24))):
+        n -= len(chunk)
+        yield chunk
 
 
 @contextlib.contextmanager
@@ -125,12 +226,26 @@ def _errors_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    with open_file(path) as file:
-        if path.suffix != ".gz":
-            yield file
-            return
-        with gzip.open(file) as unpacked:
-            yield unpacked  # type: ignore[misc]
+    """Open a file of text, unpacked if it is compressed. Raises ConfigError with what it is if that is no text."""
+    with open_file(path) as file, UNPACKED.get(_kind(file), contextlib.nullcontext)(file) as content:
+        if kind := _kind(content):
+            raise ConfigError([f"{path}: expected text in UTF-8, found {kind}"])
+        yield content
+
+
+def _kind(file: Any) -> str:
+    """Return what a file at its beginning is, if that is known and no text in UTF-8."""
+    match = KIND.match(file.peek(512))
+    return list(KINDS)[match.lastindex - 1] if match and match.lastindex else ""
+
+
+def _unpack_zstd(file: BinaryIO) -> BinaryIO:
+    import pyarrow  # here, since a run on other data does not need it
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpack_zstd}
 
 
 def _is_json_array(training: Training, path: Path) -> bool:
@@ -254,8 +369,11 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
     """Yield where each line that begins in a segment begins and ends, and the line with its line feed."""
     begin = segment.begin
     if begin:
-        file.seek(begin - 1)
         begin -= 1
+        if file.seekable():
+            file.seek(begin)
+        else:
+            collections.deque(_bytes_before(file, begin), maxlen=0)
         while chunk := file.readline(2**20):  # the rest of the line before, if it is not complete
             begin += len(chunk)
             if chunk.endswith(b"\n"):
