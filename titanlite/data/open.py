@@ -201,8 +201,13 @@ def _open_validation(
     if not splits:
         problem = f"{opened[0][0].source}: has no text to validate on"
         if opened[0][0].fraction:
-            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; set it "
-            problem += "higher, or set validation.dataset_path (files) or validation.dataset_split (hub)"
+            n = max(shard.train_documents for _, cache in opened for shard in cache.index.shards)
+            options = opened[0][0].source.training
+            by_document = options.dataset == "text" and options.text_sample_by == "document"
+            advice = 'set training.text_sample_by = "paragraph" or "line"' if by_document else "train on more documents"
+            advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher" if n > 1 else f"{n} cannot be shared; {advice}"
+            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
+            problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
     if len(splits) == 1:
         return splits[0]
