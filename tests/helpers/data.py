@@ -21,6 +21,7 @@ from titanlite.data.loader import Batch, Loader, SequenceShard
 from titanlite.data.packing import PackedSequences, Sequences
 from titanlite.data.source import Source
 from titanlite.data.tokenizer import ByteTokenizer, encode_documents
+from titanlite.loss import IGNORED
 from titanlite.techniques.data.streaming import StreamingSequences
 
 T = 16
@@ -53,6 +54,7 @@ class Code:
 
 def as_lists(sequence: packing.Sequence) -> Lists:
     inputs, targets, document_positions = sequence
+    targets = np.maximum(targets, IGNORED)  # as in a batch
     assert inputs.dtype == targets.dtype == document_positions.dtype == np.int64
     return inputs.tolist(), targets.tolist(), document_positions.tolist()
 

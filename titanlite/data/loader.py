@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.packing import Mixture, Sequence, Sequences, ShardState, SplitSequences
+from titanlite.data.packing import PADDING, Mixture, Sequence, Sequences, ShardState, SplitSequences
+from titanlite.loss import IGNORED
 from titanlite.model import Documents
 
 PREFETCH_STEPS = 2  # optimizer steps whose batches are prepared before they are asked for
@@ -55,11 +56,19 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
     """Return a rank's shard of some sequences as a batch; `pin` puts it into pinned memory, for a copy to a GPU."""
     tokens, targets, document_positions = (np.stack(arrays) for arrays in zip(*sequences, strict=True))
     positions = document_positions if document_mask else np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    arrays = [array[:, shard.own] for array in (tokens, targets, positions)]
+    arrays = [array[:, shard.own] for array in (tokens, np.maximum(targets, IGNORED), positions)]
     if document_mask:
         arrays.append(document_positions[:, shard.ring])
     tensors = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
     return Batch(*(tensor.pin_memory() if pin else tensor for tensor in tensors))
+
+
+def count(sequences: Iterable[Sequence]) -> np.ndarray:
+    """Return how many positions some sequences have, how many are masked and how many padding, and how many sequences
+    end within a document: int64 [4]."""
+    targets = np.stack([sequence.targets for sequence in sequences])
+    is_cut = targets[:, -1] >= 0
+    return np.array([targets.size, (targets == IGNORED).sum(), (targets == PADDING).sum(), is_cut.sum()])
 
 
 class Loader:
@@ -91,11 +100,12 @@ class Loader:
         if self.training.datasets:
             self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
-        self.position, self._again = state["next_sequence"], list[Batch]()
+        self.position, self._last, self._is_taken_back = state["next_sequence"], None, False
+        self._counted, self._counts = np.array(state.get("counts", [0] * 4)), np.zeros(4, np.int64)  # before, and since
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
-        self._ready = queue.Queue[tuple[list[Batch], dict[int, ShardState]] | Exception](maxsize=PREFETCH_STEPS)
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # what `next` takes, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
@@ -105,33 +115,32 @@ class Loader:
         accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
         try:
             while not self._closed:
-                batches, shard_states = [], {}
+                batches, shard_states, counts = [], {}, 0
                 for _ in range(accumulation_steps):
                     sequences, states = zip(*itertools.islice(reader, size), strict=True)
                     shard_states.update(state for state in states if state is not None)
                     batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
-                self._ready.put((batches, shard_states))
+                    counts += count(sequences)
+                self._ready.put((batches, shard_states, counts))
         except Exception as error:  # raised again where the training waits for the batch
             self._ready.put(error)
 
     def next(self) -> list[Batch]:
         """Return the batches of the next optimizer step, one per gradient accumulation step."""
-        if self._again:
-            batches, self._again = self._again, []
-            self.position += self.training.global_batch_size
-            return batches
-        item = self._ready.get()
+        item = self._last if self._is_taken_back else self._ready.get()
         if isinstance(item, Exception):
             self._ready.put(item)  # for the next call
             raise item
-        batches, shard_states = item
-        self.position += self.training.global_batch_size
+        self._last, self._is_taken_back = item, False
+        batches, shard_states, counts = item
+        self.position, self._counts = self.position + self.training.global_batch_size, self._counts + counts
         self._shard_states.update(shard_states)
         return batches
 
-    def take_back(self, batches: list[Batch]) -> None:
+    def take_back(self) -> None:
         """Have `next` return the batches that it returned last once more."""
-        self._again, self.position = batches, self.position - self.training.global_batch_size
+        self.position, self._counts = self.position - self.training.global_batch_size, self._counts - self._last[2]
+        self._is_taken_back = True
 
     def close(self) -> None:
         """End the thread."""
@@ -143,18 +152,30 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""
-        shard_states = {}
-        if self._shard_states:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self.data_rank, self._shard_states))
-            by_data_rank = dict(gathered)  # ranks that share a data-parallel rank have the same states
-            # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
-            for index in sorted({index for states in by_data_rank.values() for index in states}):
-                states = by_data_rank[(index - self.position) % self.data_parallel_degree]
-                if index in states:
-                    shard_states[str(index)] = states[index]
-        state = {"next_sequence": self.position, "streaming_shards": shard_states}
+        by_data_rank, shard_states = self._gather(self._shard_states), {}
+        # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
+        for index in sorted({index for states in by_data_rank.values() for index in states}):
+            states = by_data_rank[(index - self.position) % self.data_parallel_degree]
+            if index in states:
+                shard_states[str(index)] = states[index]
+        state = {"next_sequence": self.position, "streaming_shards": shard_states, "counts": self.counts()}
         return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
+
+    def counts(self) -> list[int]:
+        """Return what `count` does of all sequences since the first step. Every rank must call it."""
+        return (self._counted + sum(self._gather(self._counts).values())).tolist()
+
+    def seen(self) -> tuple[int, int]:
+        """Return how many positions since the first step had tokens, and padding. Every rank must call it."""
+        n_padding = self.counts()[2] if self.training.packing == "best_fit" else 0  # no other packing has any
+        return self.position * self.training.seq_len - n_padding, n_padding
+
+    def _gather(self, own: Any) -> dict[int, Any]:
+        """Return what the ranks have by their data-parallel rank: those that share one have the same."""
+        gathered: list[Any] = [(self.data_rank, own)] * (dist.get_world_size() if dist.is_initialized() else 1)
+        if len(gathered) > 1:
+            dist.all_gather_object(gathered, (self.data_rank, own))
+        return dict(gathered)
 
 
 def n_validation_batches(

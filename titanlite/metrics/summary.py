@@ -36,10 +36,16 @@ def run_summary(
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
-        f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
+        f"{config.gradient_accumulation_steps} gradient accumulation step(s); tok/s and MFU count padding, too",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
+
+
+def account(positions: int, masked: int, padding: int, cut: int) -> str:
+    """Return the line of what became of all positions since the first step, and how many documents were cut."""
+    trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
+    return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:

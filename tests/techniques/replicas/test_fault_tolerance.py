@@ -93,7 +93,7 @@ def take_step(dying_ranks: tuple[int, ...] = ()) -> dict[str, Any]:
         if totals is not None:
             break
         run.optimizer.zero_grad()
-        run.loader.take_back(batches)
+        run.loader.take_back()
     run.update(totals)
     weights = run.trace_of_all_stages("weight", run.parameters)
     loss, norm, *_ = totals.read()
