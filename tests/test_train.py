@@ -760,7 +760,7 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     [
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
-        (["--training.seq_len=32"], "saved with data = "),
+        (["--training.seq_len=32"], "; resume with the same (changed: training.seq_len 64 -> 32), or start"),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -768,6 +768,19 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
 def test_resume_rejects_another_run(runs, arguments, message):
     runs(2, "run", "--checkpoint.enable", "--training.steps=3")
     assert message in error_message(runs, 2, "run", "--checkpoint.enable", *arguments)
+
+
+def test_a_validation_set_that_is_added_at_a_resume_says_why_the_data_differ(runs, folder):
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text((json.dumps({"text": name * 20}) + "\n") * 60)
+    options = ["--checkpoint.enable", "--training.dataset=json", f"--training.dataset_path={folder}/train.jsonl"]
+    runs(1, "run", *options, "--training.steps=2")
+    line = error_message(
+        runs, 1, "run", *options, "--validation.enable", f"--validation.dataset_path={folder}/valid.jsonl"
+    )
+    assert (
+        f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without a validation set of its' in line
+    )
 
 
 CHANGES = {
