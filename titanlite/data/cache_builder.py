@@ -18,10 +18,11 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, show
 from titanlite.data import shard_builder, shard_files, token_shards
 from titanlite.data.files import Segment
 from titanlite.data.shard_builder import CacheOptions
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import THREADS, TokenizerProcess, Worker
@@ -29,6 +30,9 @@ from titanlite.files.durable import sync_folder
 from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
+
+MOST_SHOWN = 20
+"""Names of columns and keys that are not read, in a message."""
 
 
 class CacheBuilder:
@@ -46,6 +50,7 @@ class CacheBuilder:
         self.folder, self.dtype, self.segments = folder, dtype, segments
         self.options, self.option = options, option
         self.shards: dict[int, Shard] = {}
+        self.unread: set[str] = set()
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self._claim = threading.Lock()
@@ -63,6 +68,10 @@ class CacheBuilder:
             self._wait_for_others()
             index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
             index.publish(self.folder / token_shards.INDEX)
+            if names := [show(name) for name in sorted(self.unread)]:
+                more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
+                line = f"{Source(self.options.training, self.options.path_option)}: not read of its rows: "
+                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
@@ -164,7 +173,8 @@ class CacheBuilder:
                     self._unfinished.remove(remove)
                 temporary.unlink(missing_ok=True)
 
-    def _report(self, n_bytes: int, n_tokens: int) -> None:
+    def _report(self, n_bytes: int, n_tokens: int, unread: list[str]) -> None:
+        self.unread.update(unread)
         if self.stopped.is_set():
             raise InterruptedError
         self.advances.put((n_bytes, n_tokens))

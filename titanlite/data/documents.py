@@ -15,6 +15,7 @@ from titanlite.data.source import Source
 
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 SAMPLES_OF_ALL = 2**14  # of all files together
+MOST_UNREAD = 1000  # names of columns that are not read
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
@@ -56,10 +57,13 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
 
 
 def read_documents(
-    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
+    source: Source,
+    segment: Segment,
+    document_of: Callable[[dict[str, Any]], str] | None = None,
+    unread: set[str] | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
-    row's columns, or raises ValueError; None: it is the only column.
+    row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other columns.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.
@@ -76,6 +80,8 @@ def read_documents(
 
         rows = hub.read_rows(source, segment)
     for row in rows:
+        if unread is not None and len(unread) < MOST_UNREAD:
+            unread.update(row.others)
         try:
             yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:

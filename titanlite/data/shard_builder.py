@@ -19,8 +19,9 @@ from titanlite.data.token_shards import DType, Shard, Split
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
 
-Report = Callable[[int, int], None]
-"""Is called with the bytes of the dataset's files and the tokens since the last call."""
+Report = Callable[[int, int, list[str]], None]
+"""Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
+keys of messages that are not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +56,19 @@ def build_shard(
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    source = Source(options.training, options.path_option)
+    source, unread = Source(options.training, options.path_option), set[str]()
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
     document_of: Callable[[dict[str, Any]], str] | None = None
     if options.template:
         template: Template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, options.training)
+        document_of = functools.partial(template.document, options.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         running: list[Any] = []
-        for texts, n_bytes in _batches(source, segments, document_of, at):
+        for texts, n_bytes in _batches(source, segments, document_of, unread, at):
             running.append((texts, pool.submit(encode, texts), n_bytes))
             if len(running) > 2:
                 texts, future, n_bytes = running.pop(0)
@@ -76,14 +77,15 @@ def build_shard(
             yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
-        document = 0
+        document, told = 0, set[str]()
         for texts, tokens, n_bytes in encoded():
             for text, own in zip(texts, tokens, strict=True):
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
                 document += 1
-            report(n_bytes, sum(map(len, tokens)))
+            report(n_bytes, sum(map(len, tokens)), sorted(unread - told))
+            told.update(unread)
 
     # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
     # wait for itself (Python 3.11).
@@ -113,21 +115,23 @@ def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
 def _build_and_send(
     tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
 ) -> Shard:
-    def report(*counts: int) -> None:
-        send("report", counts)
+    def report(*content: Any) -> None:
+        send("report", content)
 
     of_shard = path, dtype, number, segments, options
     return build_shard(*of_shard, report, tokenizer, lambda *document: send("at", document))
 
 
-def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any) -> Iterator[tuple[list[str], int]]:
+def _batches(
+    source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
+) -> Iterator[tuple[list[str], int]]:
     """Yield texts of BATCH characters or more together, and how many bytes of the files they are, about."""
     texts, size, n_bytes = list[str](), 0, 0.0
     for segment in segments:
         position = segment.begin
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
-        for end, text in read_documents(source, segment, document_of):
+        for end, text in read_documents(source, segment, document_of, unread):
             texts.append(text)
             size += len(text)
             n_bytes += (end - position) * per_row

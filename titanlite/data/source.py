@@ -49,8 +49,9 @@ class Template(Protocol):
     def identity_of(tokenizer: Tokenizer) -> str:
         """Return the identity of a tokenizer's template. Raises ConfigError if it has none."""
 
-    def document(self, training: Training, values: dict[str, Any]) -> str:
-        """Return the document of a row, by its columns. Raises ValueError if it is none."""
+    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> str:
+        """Return the document of a row, by its columns; `unread` gets the names of keys in it that are not read. Raises
+        ValueError if it is none."""
 
     def encode(self, documents: list[Any], dtype: DType) -> list[np.ndarray]:
         """Return the tokens of documents; those that are not trained on are marked."""

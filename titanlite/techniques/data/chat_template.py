@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,10 +25,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from titanlite.config.loader import ConfigError
 from titanlite.config.regular_file import read_file
 from titanlite.config.schema import Training
-from titanlite.data.documents import text_of
 from titanlite.data.hf_tokenizer import LARGEST_FILE, HuggingFaceTokenizer, reason_of, restart_time_limit
 from titanlite.data.token_shards import DType, not_trained_bit
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.techniques.data.rows import conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
@@ -109,7 +109,7 @@ class ChatTemplate:
         path = Path(tokenizer.path)
         self.tokenizer, self.for_template = tokenizer, HuggingFaceTokenizer(path)
         self.for_template.tokenizer.encode_special_tokens = False
-        self.file, source, self.special_tokens = _read(path if path.is_dir() else path.parent)
+        self.file, self.source, self.special_tokens = _read(path if path.is_dir() else path.parent)
         for name in ("bos", "eos"):
             token = getattr(tokenizer, name)
             if token is not None:
@@ -120,11 +120,11 @@ class ChatTemplate:
         self._pattern = re.compile("|".join(map(re.escape, self.escaped)))
         self._numbers = {text: number for number, text in enumerate(self.escaped)}
         try:
-            self.has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", source))
-            self.template = _environment().from_string(source)
+            self.has_generation = bool(re.search(r"\{%[-+]?\s*generation\b", self.source))
+            self.template = _environment().from_string(self.source)
         except Exception as error:  # of jinja2's parser, or of Python's for what that passes on
             raise ConfigError([f"{self.file}: the chat template cannot be read: {_reason(error)}"]) from None
-        identity = json.dumps([source, self.special_tokens, self.escaped])
+        identity = json.dumps([self.source, self.special_tokens, self.escaped])
         self.identity = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
 
     @staticmethod
@@ -132,35 +132,49 @@ class ChatTemplate:
         """Return the identity of a tokenizer's chat template."""
         return ChatTemplate(tokenizer).identity
 
-    def document(self, training: Training, values: dict[str, Any]) -> Conversation:
-        """Return the conversation of a row, by its columns. Raises ValueError if it is none, or cannot be rendered."""
+    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> Conversation:
+        """Return the conversation of a row, by its columns; `unread` gets the keys of its messages that the template
+        does not read. Raises ValueError if it is none, or cannot be rendered."""
         restart_time_limit()
         try:
-            return self.conversation(messages_of(training, values))
+            row = conversation_of(training, values)
+            unread |= unread_keys(training, row.messages, self.source)
+            return self.conversation(row.messages, tools=row.tools, not_trained=row.not_trained)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
 
-    def conversation(self, messages: list[dict[str, Any]]) -> Conversation:
-        """Return the text of messages. Raises ValueError if the template cannot render them, or does so in a way that
-        does not tell what the assistant has said."""
+    def conversation(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, not_trained: Collection[int] = ()
+    ) -> Conversation:
+        """Return the text of messages; those whose indices are `not_trained` are not trained on. Raises ValueError if
+        the template cannot render them, or does so in a way that does not tell what the assistant has said."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
         if len(messages) > LARGEST_CONVERSATION and not self.has_generation:
             problem = f"{len(messages):,} messages: expected at most {LARGEST_CONVERSATION:,}; divide it, or put what "
             raise ValueError(f"{problem}the assistant says into {{% generation %}} in {self.file}")
-        escaped = [self._escape(message) for message in messages]
-        text = self._render(escaped)
+        escaped, tools = self._escape(messages), self._escape(tools)
+        text = self._render(escaped, tools)
         text.encode()  # UnicodeEncodeError, which is a ValueError, if it has half of a surrogate pair
-        regions = _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, text)
+        regions = list(
+            _marked_regions(text) if self.has_generation else self._regions_by_prefixes(escaped, tools, text)
+        )
+        if not_trained:
+            said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            if len(said) != sum(is_said for _, is_said in regions):
+                problem = "does not have one {% generation %} for each of the assistant's messages, of which some are "
+                raise ValueError(f"{self.file} {problem}not to be trained on")
+            numbers = iter(said)
+            regions = [(part, is_said and next(numbers) not in not_trained) for part, is_said in regions]
         spans = [span for region, is_trained in regions for span in self._spans(region, is_trained=is_trained)]
-        if not any(span.is_trained for span in spans):
+        if not not_trained and not any(span.is_trained for span in spans):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
         return Conversation(spans)
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
         the template cannot render them."""
-        rendered = self._render([self._escape({"role": "user", "content": text})], add_generation_prompt=True)
+        rendered = self._render([self._escape({"role": "user", "content": text})], None, add_generation_prompt=True)
         spans = list(self._spans(rendered, is_trained=True))
         return self.encode([Conversation(spans)], "uint32")[0].tolist()
 
@@ -185,21 +199,21 @@ class ChatTemplate:
             return self._pattern.sub(lambda match: ESCAPE + chr(FIRST + self._numbers[match[0]]), value)
         return value
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         try:
             return self.template.render(messages=messages, **self.special_tokens, **options)
         except Exception as error:  # whatever a template does
             raise ValueError(f"{self.file} cannot render it: {_reason(error)}") from None
 
-    def _regions_by_prefixes(self, messages: list[dict[str, Any]], text: str) -> Iterator[tuple[str, bool]]:
+    def _regions_by_prefixes(self, messages: list[dict[str, Any]], tools: Any, text: str) -> Iterator[tuple[str, bool]]:
         """Yield the parts of a rendered text in order, and whether the assistant has said them: what comes after the
         messages before and the beginning of an answer, up to the end of the message."""
         end = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(messages[:index], add_generation_prompt=True)
-                through = text if index == len(messages) - 1 else self._render(messages[: index + 1])
+                before = self._render(messages[:index], tools, add_generation_prompt=True)
+                through = text if index == len(messages) - 1 else self._render(messages[: index + 1], tools)
                 if not (text.startswith(through) and through.startswith(before) and len(before) >= end):
                     problem = f"{self.file} renders message {index + 1} in another way when others follow it, so what "
                     problem += "the assistant has said cannot be found; put it into {% generation %} in the template"
@@ -274,20 +288,3 @@ def _read(folder: Path) -> tuple[Path, str, dict[str, str]]:
         )
         raise ConfigError([problem + "in tokenizer_config.json; a model that was made for chat has one"])
     return settings_file, template, special_tokens
-
-
-def messages_of(training: Training, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a row. Raises ValueError if it has none, or one without a role or a text."""
-    if training.dataset_format == "prompt_response":
-        roles = {"user": training.dataset_prompt_key, "assistant": training.dataset_response_key}
-        return [{"role": role, "content": text_of(values[column], column)} for role, column in roles.items()]
-    rows = values[training.dataset_messages_key]
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"expected a list of messages in column {training.dataset_messages_key}")
-    messages = []
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("role"), str):
-            raise ValueError(f'message {number}: expected an object with a string "role", and "content"')
-        message = {key: value for key, value in row.items() if value is not None}  # parquet has null for a missing key
-        messages.append({**message, "content": text_of(row.get("content"), f"content of message {number}")})
-    return messages
