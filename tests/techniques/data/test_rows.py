@@ -6,9 +6,17 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.helpers.data import rejection
-from tests.techniques.data.test_fine_tuning import ANSWERS, CONVERSATIONS, MARKED, PLAIN, SPECIAL_TOKENS, Opened
-from tests.techniques.data.test_fine_tuning import encoded, template, write_rows  # noqa: F401 (a fixture)
+from tests.helpers.data import rejection, training
+from tests.techniques.data.test_fine_tuning import (
+    ANSWERS,
+    CONVERSATIONS,
+    MARKED,
+    PLAIN,
+    SPECIAL_TOKENS,
+    Opened,
+    encoded,
+    write_rows,
+)
 from titanlite.data.open import build_tokenizer
 from titanlite.techniques.data.chat_template import ChatTemplate
 from titanlite.techniques.data.rows import OTHER_MASKS, TRAINED, conversation_of, tools_of
@@ -17,20 +25,27 @@ TOOLS_TEMPLATE = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": None, "unit": "C"}}}
 
 
+@pytest.fixture
+def template(assets) -> Any:
+    return lambda source: ChatTemplate(assets.open(**SPECIAL_TOKENS, chat_template=source))
+
+
 def line_of(capsys: Any) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
 
 
-def texts(template: Any, tmp_path: Any, rows: list[dict[str, Any]], source: str = PLAIN, suffix: str = ".jsonl", **how):
+def texts(
+    open_template: Any, tmp_path: Any, rows: list[dict[str, Any]], source: str = PLAIN, suffix: str = ".jsonl", **how
+):
     """The texts that are trained on."""
-    tokenizer = template(source).tokenizer
+    tokenizer = open_template(source).tokenizer
     return sorted(
         Opened(tmp_path, tokenizer, write_rows(tmp_path / f"a{suffix}", rows), **how).trained_texts(tokenizer)
     )
 
 
 @pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [], "", None], ids=str)
-def test_the_column_tools_reaches_the_template(template, assets, tools):  # noqa: F811
+def test_the_column_tools_reaches_the_template(template, assets, tools):
     values = {"messages": CONVERSATIONS[0], "tools": tools}
     own = template(TOOLS_TEMPLATE)
     row = conversation_of(training_of("json"), values)
@@ -45,8 +60,6 @@ def test_the_column_tools_reaches_the_template(template, assets, tools):  # noqa
 
 
 def training_of(dataset: str) -> Any:
-    from tests.helpers.data import training
-
     return training(dataset=dataset, dataset_format="messages", packing="best_fit", document_mask=True)
 
 
@@ -60,7 +73,7 @@ def test_a_table_has_null_for_keys_that_other_rows_have():
 
 @pytest.mark.parametrize("value", [{"name": "x"}, "[1", "soon", 3], ids=str)
 def test_tools_that_are_no_list_are_one_line(value):
-    with pytest.raises(ValueError, match="^column tools: expected a list of tools, or its JSON, found "):
+    with pytest.raises(ValueError, match=r"^column tools: expected a list of tools, or its JSON, found "):
         tools_of(value)
 
 
@@ -76,14 +89,14 @@ def masked(key: str, value: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "generation blocks"])
 @pytest.mark.parametrize("key", TRAINED)
-def test_a_message_that_is_masked_is_not_trained_on(template, tmp_path, source, key):  # noqa: F811
+def test_a_message_that_is_masked_is_not_trained_on(template, tmp_path, source, key):
     for value in (False, 0, 0.0):
         assert texts(template, tmp_path, masked(key, value), source) == ["four</s>"]
     for value in (True, 1):
         assert texts(template, tmp_path, masked(key, value), source) == ["four</s>", "two</s>"]
 
 
-def test_a_row_may_have_nothing_to_train_on(template, tmp_path):  # noqa: F811
+def test_a_row_may_have_nothing_to_train_on(template, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}]
     assert texts(template, tmp_path, rows) == []
 
@@ -108,7 +121,7 @@ def test_what_is_not_supported_is_named(message, problem):
     assert problem in str(caught.value)
 
 
-def test_conversations_of_sharegpt(template, tmp_path):  # noqa: F811
+def test_conversations_of_sharegpt(template, tmp_path):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     rows = [
         {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in own]} for own in CONVERSATIONS
@@ -120,7 +133,7 @@ def test_conversations_of_sharegpt(template, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_what_is_not_read_is_named_once(template, assets, tmp_path, suffix, capsys):  # noqa: F811
+def test_what_is_not_read_is_named_once(template, assets, tmp_path, suffix, capsys):
     """Keys that the template mentions are read, and so are those that say which messages are trained on."""
     template(PLAIN + "{# the speaker #}")
     tokenizer = build_tokenizer(str(assets.folder))  # in a process of its own
@@ -151,7 +164,7 @@ def test_columns_of_texts_that_are_not_read_are_named(assets, tmp_path, capsys):
     assert line_of(capsys) == []
 
 
-def test_a_template_is_given_messages_with_their_keys(template):  # noqa: F811
+def test_a_template_is_given_messages_with_their_keys(template):
     own: ChatTemplate = template(PLAIN.replace("{{ m.content | trim }}", "{{ m.content | trim }}{{ m.weight }}"))
     tokens, trained = encoded(own, [{"role": "assistant", "content": "a", "weight": 1}])
     assert "a1" in own.tokenizer.decode(tokens)

@@ -146,8 +146,9 @@ class ChatTemplate:
     def conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, not_trained: Collection[int] = ()
     ) -> Conversation:
-        """Return the text of messages; those whose indices are `not_trained` are not trained on. Raises ValueError if
-        the template cannot render them, or does so in a way that does not tell what the assistant has said."""
+        """Return the text of messages, with the tools that the assistant may call. Messages whose indices are
+        `not_trained` are not trained on. Raises ValueError if the template cannot render them, or does so in a way that
+        does not tell what the assistant has said."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError('no message has the role "assistant", so there is nothing to train on')
         if len(messages) > LARGEST_CONVERSATION and not self.has_generation:
@@ -174,7 +175,7 @@ class ChatTemplate:
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
         the template cannot render them."""
-        rendered = self._render([self._escape({"role": "user", "content": text})], None, add_generation_prompt=True)
+        rendered = self._render([self._escape({"role": "user", "content": text})], add_generation_prompt=True)
         spans = list(self._spans(rendered, is_trained=True))
         return self.encode([Conversation(spans)], "uint32")[0].tolist()
 
@@ -199,7 +200,7 @@ class ChatTemplate:
             return self._pattern.sub(lambda match: ESCAPE + chr(FIRST + self._numbers[match[0]]), value)
         return value
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         try:
             return self.template.render(messages=messages, **self.special_tokens, **options)
