@@ -31,8 +31,12 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
         for key in {**own, **other}
         if own.get(key) != other.get(key) and (key in SIZES or f"model.{key}" not in is_set)
     ]
+    n_new = model.vocab_size - other["vocab_size"]
+    if model.new_tokens == "mean" and n_new >= 0:
+        differences = [each for each in differences if not each.startswith("model.vocab_size ")]
     if differences:
         problem = f"{option}: its config.json has {', '.join(differences)}; set [model] to the options of its weights"
+        problem += ', or model.new_tokens = "mean" for rows of new tokens' if n_new > 0 else ""
         raise ConfigError([f'{problem}, or {KEY} = "{SEEDED}" to train from initial weights'])
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import DatasetOptions, Training, Validation
+from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, Parallelism, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
 from titanlite.data.source import Source, Template
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
-from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 
 if TYPE_CHECKING:
     from titanlite.techniques.data.best_fit import BestFitSequences
@@ -29,6 +29,20 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
 
     return TokenizerProcess(Path(hf_assets_path).expanduser())
+
+
+def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
+    """Return the tokenizer of a resolved config. Raises ConfigError if it cannot be used with the model."""
+    tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
+    weights, advice = checkpoint.initial_load_path, ""
+    if (
+        weights == SEEDED or (Path(weights) / "config.json").is_file()
+    ):  # else those of a checkpoint, which has no others
+        advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}"
+        advice += "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
+        advice += ", or "
+    option = f"model.vocab_size = {model.vocab_size}"
+    return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
 
 
 class CacheOfRun(NamedTuple):

@@ -15,8 +15,8 @@ from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
 from titanlite.data.shard_files import write_shard
 from titanlite.data.source import Source, Template
-from titanlite.data.token_shards import DType, Shard, Split
-from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.data.token_shards import DType, Shard, Split, not_trained_bit
+from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
 
 Report = Callable[[int, int, list[str]], None]
@@ -34,6 +34,8 @@ class CacheOptions:
     validation_fraction: float
     template: str
     """The name of a Template; empty: documents are plain text."""
+    rows: Rows | None = None
+    """Of a model that has fewer than the tokenizer has ids."""
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -80,6 +82,8 @@ def build_shard(
         document, told = 0, set[str]()
         for texts, tokens, n_bytes in encoded():
             for text, own in zip(texts, tokens, strict=True):
+                if options.rows:
+                    options.rows.require(text, own & ~np.uint32(not_trained_bit(dtype) if options.template else 0))
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size

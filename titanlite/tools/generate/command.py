@@ -96,6 +96,8 @@ def main(argv: list[str]) -> int:
         from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
 
         prompts = tokenizer.call(encode_questions, texts)
+        for text, prompt in zip(texts, prompts, strict=True):
+            tokenizer.rows.require(text, prompt)
     else:
         prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
