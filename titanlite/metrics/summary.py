@@ -9,11 +9,7 @@ from titanlite.data.packing import Sequences, SplitSequences
 
 
 def run_summary(
-    config: Config,
-    n_parameters: int,
-    sequences: Sequences,
-    validation: SplitSequences | None,
-    peak_flops_source: str,
+    config: Config, n_parameters: int, sequences: Sequences, validation: SplitSequences | None, peak_flops_source: str
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model, groups = config.training, config.model, config.fault_tolerance
@@ -104,19 +100,15 @@ def describe_precision(config: Config) -> str:
 def optimization_summary(config: Config) -> list[str]:
     """Return a line for each technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
-    lines = []
-    if float8.enable:
-        lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
-    if config.int8.enable:
-        lines.append("int8       products of linear layers, a scale per row and column")
-    if checkpointing.mode != "none":
-        option = checkpointing.selective_ac_option if checkpointing.mode == "selective" else ""
-        lines.append(f"AC         {checkpointing.mode} {option}".rstrip())
-    if chunks > 1:
-        lines.append(f"loss       chunked cross-entropy, {chunks} chunks")
-    if config.compile.enable:
-        lines.append(f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}")
-    return lines
+    option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
+    lines = {
+        f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
+        "int8       products of linear layers, a scale per row and column": config.int8.enable,
+        f"AC         {checkpointing.mode}{option}": checkpointing.mode != "none",
+        f"loss       chunked cross-entropy, {chunks} chunks": chunks > 1,
+        f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}": config.compile.enable,
+    }
+    return [line for line, is_used in lines.items() if is_used]
 
 
 def pipeline_summary(config: Config) -> list[str]:
