@@ -153,7 +153,7 @@ def open_loader(
 ) -> Loader:
     ranks = {"data_rank": data_rank, "data_parallel_degree": data_parallel_degree}
     shard = SequenceShard() if shard is None else shard
-    return Loader(sequences, training(**options), **ranks, shard=shard, pin=False, state=state)
+    return Loader(sequences, training(**options), **ranks, n_copies=1, shard=shard, pin=False, state=state)
 
 
 def _sequences_of(batches: list[Batch], local_batch_size: int) -> list[Lists]:

@@ -872,6 +872,12 @@ class Config(Section):
     debug: Debug = Field(default_factory=Debug)
 
     @property
+    def initial_weights(self) -> str:
+        """The folder or checkpoint whose weights the run starts from; SEEDED: none."""
+        from_hf = self.model.flavor == "from_hf"
+        return self.checkpoint.initial_load_path or (self.model.hf_assets_path if from_hf else SEEDED)
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Number of per-device batches that a rank takes in an optimizer step (of a resolved config)."""
         sequences = self.training.global_batch_size // self.fault_tolerance.n_groups

@@ -95,13 +95,7 @@ def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
-    if value.isascii():
-        return value
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache

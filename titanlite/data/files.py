@@ -9,7 +9,6 @@ A segment is a range of a file's rows. What `begin` and `end` count depends on t
 """
 
 import bz2
-import collections
 import contextlib
 import glob
 import gzip
@@ -33,7 +32,7 @@ SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parque
 """Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
 TOOLS = "tools"
 """Column that a row with a conversation may have beside those that it must: the tools that the assistant may call."""
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
     r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
@@ -53,23 +52,16 @@ KINDS = {
     "xz": rb"\xfd7zXZ\0",
     "zstd": rb"\x28\xb5\x2f\xfd",
     "parquet": rb"PAR1",
-    "Arrow": rb"ARROW1|\xff{4}",
     "PDF": rb"%PDF-",
     "zip": rb"PK[\3\5\7]",
-    "7z": rb"7z\xbc\xaf",
     "tar": rb".{257}ustar",
     "a picture": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
-    "a program": rb"\x7fELF",
-    "SQLite": rb"SQLite format 3\0",
-    "HDF5": rb"\x89HDF",
-    "NumPy": rb"\x93NUMPY",
     "a pickle": rb"\x80[\2-\5]",
     "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
     "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
     "zeros": rb"\0{16}",
 }
 """What files are that are no text in UTF-8, by a regular expression for their beginning."""
-KIND = re.compile(b"|".join(b"(%s)" % pattern.replace(b"(", b"(?:") for pattern in KINDS.values()), re.DOTALL)
 
 
 class Segment(NamedTuple):
@@ -104,43 +96,42 @@ class BadRowError(Exception):
 def files_of(source: Source) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
     Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
-    path = root = Path(source.training.dataset_path).expanduser()
-    found, is_folder = [path], path.is_dir()
-    if is_folder:
-        found = [file for file in sorted(path.rglob("*")) if file.is_symlink() or not file.is_dir()]
-    elif not path.exists():
-        root = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-        found = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if not Path(file).is_dir()]
-    names = {file: str(file.relative_to(root)) for file in found}
-    reasons = {name: "a linked folder" for file, name in names.items() if file.is_dir()}
-    if found != [path]:
-        reasons |= _left_out(source, [name for name in names.values() if name not in reasons], is_folder=is_folder)
-    files, line = [file for file, name in names.items() if name not in reasons], ""
+    path = Path(source.training.dataset_path).expanduser()
+    found, root, reasons, line = [path], path.parent, dict[str, str](), ""
+    if path.is_dir() or not path.exists():
+        found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+        found = sorted(file for file in found if file.is_symlink() or not file.is_dir())
+        root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in found] or [root]))
+        reasons = _left_out(source, root, [str(file.relative_to(root)) for file in found], is_folder=path.is_dir())
     for reason in dict.fromkeys(reasons.values()):
         line += f"; left out as {reason}: {_listed([name for name in reasons if reasons[name] == reason])}"
+    files = [file for file in found if str(file.relative_to(root)) not in reasons]
     if not files:
         suffixes = " or ".join(SUFFIXES[source.training.dataset])
-        problem = f"no file in it ends in {suffixes}" if is_folder else "no such file or folder"
+        problem = f"no file in it ends in {suffixes}" if path.is_dir() else "no such file or folder"
         raise ConfigError([f"{source}: {problem}{line}"])
     for file in files:
         if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
             raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
     if files != [path]:
-        print(printable(f"{source}: reads {_listed([names[file] for file in files])}{line}"), flush=True)
+        print(
+            printable(f"{source}: reads {_listed([str(file.relative_to(root)) for file in files])}{line}"), flush=True
+        )
     return files
 
 
-def _left_out(source: Source, names: list[str], *, is_folder: bool) -> dict[str, str]:
+def _left_out(source: Source, root: Path, names: list[str], *, is_folder: bool) -> dict[str, str]:
     """Return why some names in a folder, or below the beginning of a glob, are left out."""
     suffixes, reasons, known = SUFFIXES[source.training.dataset], dict[str, str](), set(names)
     for name in names:
-        stem, end = os.path.splitext(name)
-        is_compressed = end.lower() in COMPRESSED and source.training.dataset != "parquet"
-        if is_folder and any(part.startswith(".") for part in Path(name).parts):
+        unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
+        if (root / name).is_dir():
+            reasons[name] = "a linked folder"
+        elif is_folder and any(part.startswith(".") for part in Path(name).parts):
             reasons[name] = "hidden"
-        elif is_folder and not (stem if is_compressed else name).lower().endswith(suffixes):
+        elif is_folder and not unpacked.lower().endswith(suffixes):
             reasons[name] = f"not ending in {' or '.join(suffixes)}"
-        elif is_compressed and stem in known:
+        elif unpacked != name and unpacked in known:
             reasons[name] = "there uncompressed"
     splits = {name: _split_of(name) for name in names if name not in reasons}
     found = set(splits.values())
@@ -163,16 +154,25 @@ def is_splittable(segment: Segment) -> bool:
     return segment.end not in (1, END)
 
 
+def _rows_are(training: Training, path: Path) -> str:
+    """Return what the rows of a file are: a key of _READERS."""
+    if training.dataset == "json":
+        with _open(path) as file:
+            return "array" if file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"[" else "json"
+    return "parquet" if training.dataset == "parquet" else training.text_sample_by
+
+
 def segment_of(training: Training, path: Path) -> Segment:
     """Return the segment of all rows of a file. Raises ConfigError if it cannot be read."""
     with _errors_of(path), open_file(path) as file:
-        size = path.stat().st_size
-        if training.dataset == "parquet":
-            return Segment(str(path), 0, _parquet(path).metadata.num_rows, size)
-        if training.dataset == "text" and training.text_sample_by == "document":
-            return Segment(str(path), 0, 1, size)
-        is_whole = _kind(file) in UNPACKED or _is_json_array(training, path)
-    return Segment(str(path), 0, END if is_whole else size, size)
+        end = size = path.stat().st_size
+        if (rows := _rows_are(training, path)) == "parquet":
+            end = _parquet(path).metadata.num_rows
+        elif rows == "document":
+            end = 1
+        elif rows == "array" or _kind(file) in UNPACKED:
+            end = END
+    return Segment(str(path), 0, end, size)
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -185,34 +185,27 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
     path = Path(segment.file)
     with _errors_of(path):
         try:
-            if training.dataset == "parquet":
-                yield from _parquet_rows(training, path, segment, columns)
-            elif training.dataset == "json" and _is_json_array(training, path):
-                yield from _array_rows(training, path, segment, columns)
-            else:
-                with _open(path) as file:
-                    yield from _rows_of_bytes(training, file, segment, columns)
+            yield from _READERS[_rows_are(training, path)](training, path, segment, columns)
         except BadRowError as error:
             raise ConfigError([f"{place(training, segment.file, error.begin)}: {error}"]) from None
 
 
 def place(training: Training, file: str, begin: int) -> str:
     """Return the file and the number of the row or line, from 1 on, for messages."""
-    path = Path(file)
-    if training.dataset == "text" and training.text_sample_by == "document":
+    if (rows := _rows_are(training, Path(file))) == "document":
         return file
-    if training.dataset == "parquet" or _is_json_array(training, path):
+    if rows in ("parquet", "array"):
         return f"{file}, row {begin + 1:,}"
-    with _open(path) as content:
-        line = 1 + sum(chunk.count(b"\n") for chunk in _bytes_before(content, begin))
-    return f"{file}, line {line:,}"
+    with _open(Path(file)) as content:
+        return f"{file}, line {_skip(content, begin) + 1:,}"
 
 
-def _bytes_before(file: BinaryIO, n: int) -> Iterator[bytes]:
-    """Yield the first bytes of a file in chunks."""
+def _skip(file: BinaryIO, n: int) -> int:
+    """Read the first bytes of a file, and return how many line feeds they have."""
+    n_lines = 0
     while n and (chunk := file.read(min(n, 2**24))):
-        n -= len(chunk)
-        yield chunk
+        n, n_lines = n - len(chunk), n_lines + chunk.count(b"\n")
+    return n_lines
 
 
 @contextlib.contextmanager
@@ -239,8 +232,8 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 def _kind(file: Any) -> str:
     """Return what a file at its beginning is, if that is known and no text in UTF-8."""
-    match = KIND.match(file.peek(512))
-    return list(KINDS)[match.lastindex - 1] if match and match.lastindex else ""
+    begin = file.peek(512)
+    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, begin, re.DOTALL)), "")
 
 
 def _unpack_zstd(file: BinaryIO) -> BinaryIO:
@@ -252,20 +245,13 @@ def _unpack_zstd(file: BinaryIO) -> BinaryIO:
 UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpack_zstd}
 
 
-def _is_json_array(training: Training, path: Path) -> bool:
-    if training.dataset != "json":
-        return False
-    with _errors_of(path), _open(path) as file:
-        return file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"["
-
-
 def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
     """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     for column in columns:
         if column not in row:
-            raise BadRowError(begin, _no_column(training, column, list(row)))
+            raise BadRowError(begin, no_column(training, column, list(row)))
     own = columns_in(training, columns, row)
     return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
 
@@ -275,18 +261,15 @@ def columns_in(training: Training, columns: Sequence[str], names: Collection[str
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
-def column_option(training: Training, column: str) -> str:
-    """Return the option that names a column, for messages."""
+def no_column(training: Training, column: str, names: Sequence[str]) -> str:
+    """Return the message about a column that a dataset lacks, with those that it has and the option to set."""
     keys = {
         "text": ["dataset_text_key"],
         "messages": ["dataset_messages_key"],
         "prompt_response": ["dataset_prompt_key", "dataset_response_key"],
     }[training.dataset_format]
-    return next(f"training.{key}" for key in keys if getattr(training, key) == column)
-
-
-def _no_column(training: Training, column: str, names: list[str]) -> str:
-    return f"no column {show(column)}; it has {', '.join(names) or 'none'} ({column_option(training, column)})"
+    key = next(key for key in keys if getattr(training, key) == column)
+    return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{key})"
 
 
 def _array_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -317,7 +300,7 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
-            raise ConfigError([f"{path}: {_no_column(training, column, names)}"])
+            raise ConfigError([f"{path}: {no_column(training, column, names)}"])
     columns, row = columns_in(training, columns, names), 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
@@ -343,8 +326,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         raise ConfigError([problem])
 
 
-def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    if training.dataset == "json":
+def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
+    with _open(path) as file:
         for begin, end, line in _lines(file, segment):
             if line.strip():
                 try:
@@ -354,20 +337,24 @@ def _rows_of_bytes(training: Training, file: BinaryIO, segment: Segment, columns
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
                 yield _select(training, row, begin, end, columns)
-        return
+
+
+def _text_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     how = training.text_sample_by
-    texts = {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](file, segment)
-    for begin, end, content in texts:
-        if len(content) > LARGEST_ROW:
-            problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents are "
-            raise BadRowError(begin, f"{problem}shorter")
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            raise BadRowError(begin, f"no UTF-8: {error}") from None
-        if how == "line":
-            text = text.removesuffix("\n").removesuffix("\r")
-        yield Row(begin, end, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})
+    with _open(path) as file:
+        for begin, end, content in {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](
+            file, segment
+        ):
+            if len(content) > LARGEST_ROW:
+                problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents "
+                raise BadRowError(begin, f"{problem}are shorter")
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                raise BadRowError(begin, f"no UTF-8: {error}") from None
+            if how == "line":
+                text = text.removesuffix("\n").removesuffix("\r")
+            yield Row(begin, end, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})
 
 
 def _document(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
@@ -380,10 +367,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
     begin = segment.begin
     if begin:
         begin -= 1
-        if file.seekable():
-            file.seek(begin)
-        else:
-            collections.deque(_bytes_before(file, begin), maxlen=0)
+        file.seek(begin) if file.seekable() else _skip(file, begin)
         while chunk := file.readline(2**20):  # the rest of the line before, if it is not complete
             begin += len(chunk)
             if chunk.endswith(b"\n"):
@@ -418,3 +402,11 @@ def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, by
         after_empty = False
     if lines:
         yield begin, end, b"".join(lines).rstrip(b"\r\n")
+
+
+_READERS = {
+    "parquet": _parquet_rows,
+    "array": _array_rows,
+    "json": _json_rows,
+    **dict.fromkeys(("document", "paragraph", "line"), _text_rows),
+}

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, show
+from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, column_option, columns_in, rows_at_a_time
+from titanlite.data.files import Row, Segment, columns_in, no_column, rows_at_a_time
 from titanlite.data.source import Source
 
 
@@ -65,8 +65,7 @@ def load(source: Source, *, streaming: bool) -> Any:
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
     for column in source.columns:
         if column not in names:
-            option = column_option(source.training, column)
-            raise ConfigError([f"{source}: no column {show(column)}; set {option} to one of {', '.join(names)}"])
+            raise ConfigError([f"{source}: {no_column(source.training, column, names)}"])
     return dataset
 
 

@@ -64,19 +64,19 @@ def collate(sequences: Iterable[Sequence], shard: SequenceShard, *, document_mas
 
 
 def count(sequences: Iterable[Sequence]) -> np.ndarray:
-    """Return how many positions some sequences have, how many are masked and how many padding, and how many sequences
-    end within a document: int64 [4]."""
+    """Return how many positions some sequences have, how many of them are masked and how many padding, and how many
+    sequences end within a document: int64 [4]."""
     targets = np.stack([sequence.targets for sequence in sequences])
-    is_cut = targets[:, -1] >= 0
-    return np.array([targets.size, (targets == IGNORED).sum(), (targets == PADDING).sum(), is_cut.sum()])
+    masks = targets == targets, targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
+    return np.array([mask.sum() for mask in masks])
 
 
 class Loader:
     """Returns this rank's batches, a step at a time. A thread prepares them ahead of the training.
 
     Optimizer step s trains on the sequences s G .. s G + G - 1, where G is the global batch size. Data-parallel rank
-    `data_rank` = r of d takes every d-th of them, from r on. `pin` puts batches into pinned memory. `state` is what
-    `Loader.state` returned when the run was saved, on any number of ranks.
+    `data_rank` = r of d takes every d-th of them, from r on, as `n_copies` ranks do. `pin` puts batches into pinned
+    memory. `state` is what `Loader.state` returned when the run was saved, on any number of ranks.
     """
 
     def __init__(
@@ -86,12 +86,13 @@ class Loader:
         *,
         data_rank: int,
         data_parallel_degree: int,
+        n_copies: int,
         shard: SequenceShard,
         pin: bool,
         state: dict[str, Any] | None,
     ):
         self.training, self.data_rank, self.data_parallel_degree = training, data_rank, data_parallel_degree
-        self.shard, self.pin, self.sequences = shard, pin, sequences
+        self.shard, self.pin, self.sequences, self.n_copies = shard, pin, sequences, n_copies
         self.start(state)
 
     def start(self, state: dict[str, Any] | None) -> None:
@@ -100,12 +101,13 @@ class Loader:
         if self.training.datasets:
             self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
-        self.position, self._last, self._is_taken_back = state["next_sequence"], None, False
-        self._counted, self._counts = np.array(state.get("counts", [0] * 4)), np.zeros(4, np.int64)  # before, and since
+        self.position, self._again = state["next_sequence"], list[Batch]()
+        self.counts = np.array(state.get("counts") or [self.position * self.training.seq_len, 0, 0, 0])
+        """What `count` returns for all sequences of all ranks and steps."""
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
         reader = sequences.read(self.position + self.data_rank, self.data_parallel_degree, dict(self._shard_states))
-        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # what `next` takes, or an exception
+        self._ready = queue.Queue[Any](maxsize=PREFETCH_STEPS)  # what `next` needs, or an exception
         self._closed = False
         self._thread = threading.Thread(target=self._prefetch, args=(reader,), name="data", daemon=True)
         self._thread.start()
@@ -115,32 +117,38 @@ class Loader:
         accumulation_steps = self.training.global_batch_size // (size * self.data_parallel_degree)
         try:
             while not self._closed:
-                batches, shard_states, counts = [], {}, 0
+                batches, shard_states, counts = [], {}, np.zeros(4)
                 for _ in range(accumulation_steps):
                     sequences, states = zip(*itertools.islice(reader, size), strict=True)
                     shard_states.update(state for state in states if state is not None)
                     batches.append(collate(sequences, self.shard, document_mask=document_mask, pin=self.pin))
-                    counts += count(sequences)
-                self._ready.put((batches, shard_states, counts))
+                    counts += count(sequences) / self.n_copies
+                self._ready.put((batches, shard_states, counts.tolist()))
         except Exception as error:  # raised again where the training waits for the batch
             self._ready.put(error)
 
     def next(self) -> list[Batch]:
         """Return the batches of the next optimizer step, one per gradient accumulation step."""
-        item = self._last if self._is_taken_back else self._ready.get()
+        if self._again:
+            batches, self._again = self._again, []
+            self.position += self.training.global_batch_size
+            return batches
+        item = self._ready.get()
         if isinstance(item, Exception):
             self._ready.put(item)  # for the next call
             raise item
-        self._last, self._is_taken_back = item, False
-        batches, shard_states, counts = item
-        self.position, self._counts = self.position + self.training.global_batch_size, self._counts + counts
+        batches, shard_states, self.step_counts = item
+        self.position += self.training.global_batch_size
         self._shard_states.update(shard_states)
         return batches
 
-    def take_back(self) -> None:
+    def add(self, step_counts: list[float]) -> None:
+        """Add the sums over all ranks of `step_counts`, once the step is taken."""
+        self.counts += np.rint(step_counts).astype(np.int64)
+
+    def take_back(self, batches: list[Batch]) -> None:
         """Have `next` return the batches that it returned last once more."""
-        self.position, self._counts = self.position - self.training.global_batch_size, self._counts - self._last[2]
-        self._is_taken_back = True
+        self._again, self.position = batches, self.position - self.training.global_batch_size
 
     def close(self) -> None:
         """End the thread."""
@@ -152,30 +160,18 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return where the run stands in its data, over all ranks, as plain JSON. Every rank must call it."""
-        by_data_rank, shard_states = self._gather(self._shard_states), {}
-        # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
-        for index in sorted({index for states in by_data_rank.values() for index in states}):
-            states = by_data_rank[(index - self.position) % self.data_parallel_degree]
-            if index in states:
-                shard_states[str(index)] = states[index]
-        state = {"next_sequence": self.position, "streaming_shards": shard_states, "counts": self.counts()}
+        shard_states = {}
+        if self._shard_states:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (self.data_rank, self._shard_states))
+            by_data_rank = dict(gathered)  # ranks that share a data-parallel rank have the same states
+            # A rank that resumed also has old states of other ranks' shards; the reader of a shard has its newest.
+            for index in sorted({index for states in by_data_rank.values() for index in states}):
+                states = by_data_rank[(index - self.position) % self.data_parallel_degree]
+                if index in states:
+                    shard_states[str(index)] = states[index]
+        state = {"next_sequence": self.position, "streaming_shards": shard_states, "counts": self.counts.tolist()}
         return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
-
-    def counts(self) -> list[int]:
-        """Return what `count` does of all sequences since the first step. Every rank must call it."""
-        return (self._counted + sum(self._gather(self._counts).values())).tolist()
-
-    def seen(self) -> tuple[int, int]:
-        """Return how many positions since the first step had tokens, and padding. Every rank must call it."""
-        n_padding = self.counts()[2] if self.training.packing == "best_fit" else 0  # no other packing has any
-        return self.position * self.training.seq_len - n_padding, n_padding
-
-    def _gather(self, own: Any) -> dict[int, Any]:
-        """Return what the ranks have by their data-parallel rank: those that share one have the same."""
-        gathered: list[Any] = [(self.data_rank, own)] * (dist.get_world_size() if dist.is_initialized() else 1)
-        if len(gathered) > 1:
-            dist.all_gather_object(gathered, (self.data_rank, own))
-        return dict(gathered)
 
 
 def n_validation_batches(

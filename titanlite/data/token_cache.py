@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,13 +44,11 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 def _split(segment: Segment) -> list[Segment]:
     """Return a segment, divided into segments of at most SHARD_BYTES if that can be done."""
-    n_rows = segment.end - segment.begin
-    n = min(-(-segment.bytes // SHARD_BYTES), n_rows) if is_splittable(segment) else 1
-    limits = [segment.begin + n_rows * i // n for i in range(n + 1)] if n > 1 else [segment.begin, segment.end]
-    sizes = [segment.bytes * (i + 1) // n - segment.bytes * i // n for i in range(n)] if n > 1 else [segment.bytes]
-    return [
-        Segment(segment.file, begin, end, size) for begin, end, size in zip(limits[:-1], limits[1:], sizes, strict=True)
-    ]
+    n_rows, size = segment.end - segment.begin, segment.bytes
+    n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
+    limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
+    pairs = itertools.pairwise(limits)
+    return [Segment(segment.file, begin, end, after - before) for (begin, before), (end, after) in pairs]
 
 
 def open_token_cache(

@@ -110,7 +110,8 @@ def load_hf_weights(folder: Path, model: nn.Module, options: Model) -> None:
     for name in grows & shapes.keys() if is_rank0 else ():
         with open_safetensors(files[name]) as of_file:
             n = options.vocab_size - of_file.get_slice(name).get_shape()[0]
-        print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
+        if n:
+            print(f"{folder}: {n} new rows of {name}, the mean of the others (model.new_tokens)", flush=True)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -304,7 +305,7 @@ def _ranges(parameter: Tensor, name: str, options: Model) -> list[Range]:
 
 
 def _read(tensor: Any, ranges: list[Range]) -> Tensor:
-    """Return a shard of a tensor in a file, a slice of a safetensors file. Rows that it lacks are the mean of its own."""
+    """Return a shard of a tensor in a file, a safetensors slice. Rows that it lacks are the mean of its own."""
     result, rows = tensor[tuple(covered for covered, _ in ranges)], ranges[0][0]
     if rows.stop > (n := tensor.get_shape()[0]):
         parts = (slice(begin, begin + ROWS_AT_A_TIME) for begin in range(0, n, ROWS_AT_A_TIME))

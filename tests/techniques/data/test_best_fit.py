@@ -31,6 +31,7 @@ from titanlite.data import open as opening
 from titanlite.data import token_cache
 from titanlite.data.open import open_cache
 from titanlite.loss import IGNORED
+from titanlite.metrics.logger import step_values
 from titanlite.metrics.summary import account
 from titanlite.techniques.data import best_fit
 from titanlite.techniques.data.best_fit import (
@@ -231,19 +232,25 @@ def test_positions_are_counted_by_what_becomes_of_them(options, tmp_path):
     epoch = {"packing": "best_fit", "document_mask": True, "global_batch_size": 5}
     loader = open_loader(sequences, **epoch)
     first = loader.next()
-    assert loader.counts() == [5 * T, 3, 4 + 4 + 6, 2], "positions, masked, padding, cut"
-    assert loader.seen() == (16 + 16 + 12 + 12 + 10, 14), "padding is no token that was seen"
+    assert loader.step_counts == [5 * T, 3, 4 + 4 + 6, 2], "positions, masked, padding, cut"
     n_valid = sum(int((batch.targets != IGNORED).sum()) for batch in first)
-    assert account(*loader.counts()).startswith(
-        f"account    {n_valid} of 80 positions trained on, 3 masked, 14 padding"
-    )
-    loader.take_back()
-    assert (loader.counts(), loader.seen()) == ([0] * 4, (0, 0))
+    assert min(int(batch.targets.min()) for batch in first) == IGNORED, "the model knows no padding"
+    line = account(*map(int, loader.step_counts))
+    assert line.startswith(f"account    {n_valid} of 80 positions trained on, 3 masked, 14 padding")
+    loader.take_back(first)
     assert loader.next() is first
-    resumed = open_loader(sequences, **epoch, state=loader.state())
+    loader.add(loader.step_counts)
+    values = step_values(1.0, 1.0, 1.0, 1.0, loader.counts.tolist())
+    assert (values["n_tokens_seen"], values["n_padding_seen"]) == (16 + 16 + 12 + 12 + 10, 14)
+    state = loader.state()
+    loader.next()  # as for the test of the last weights, which trains on nothing
+    assert loader.state()["counts"] == state["counts"] == [80, 3, 14, 2]
+    resumed, old = (open_loader(sequences, **epoch, state={**state, "counts": n}) for n in (state["counts"], None))
     resumed.next()
-    assert (resumed.counts(), resumed.seen()) == ([160, 6, 28, 4], (132, 28))
-    for each in (loader, resumed):
+    resumed.add(resumed.step_counts)
+    assert resumed.state()["counts"] == [160, 6, 28, 4]
+    assert old.state()["counts"] == [80, 0, 0, 0], "a checkpoint of an earlier version has none"
+    for each in (loader, resumed, old):
         each.close()
 
 
