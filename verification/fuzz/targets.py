@@ -306,7 +306,7 @@ def tokenizer(folder: Path) -> Any:
         counts = list[int]()
 
         def document(values: dict[str, Any]) -> str:
-            text = chat.document(dataset.training, values)
+            text = chat.document(dataset.training, values, set())
             counts.append(1 + len(values["messages"]))  # special tokens of the template: BOS, and EOS of each message
             return text
 

@@ -56,7 +56,11 @@ class ModelFolder:
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the tokenizer. Raises ConfigError if it is not one of the model."""
-        rows = Rows(self.options.vocab_size, str(self.path), "name the model's own tokenizer with --tokenizer")
+        rows = Rows(
+            self.options.vocab_size,
+            str(self.path),
+            "name its own tokenizer with --tokenizer, or train rows for the token first (model.new_tokens)",
+        )
         return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
