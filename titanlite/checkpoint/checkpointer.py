@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.checkpoint.changed_options import changed_data
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import (
     DAMAGED,
@@ -145,6 +146,7 @@ class Checkpointer:
         if problems:
             return {}, problems
         options = {"mixture": ", set training.change_mixture_on_resume = true"}
+        options |= {"data": changed_data(state.get("config", {}), self.config)}
         differences = [
             f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
             f"with the same{options.get(key, '')}, or start in another job.dump_folder "

@@ -6,9 +6,11 @@ from titanlite.data.tokenizer import Tokenizer
 
 def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Return the tokens of each prompt, with what the tokenizer adds around a text. Raises ConfigError for a prompt
-    without tokens."""
+    without tokens, or with one that the model lacks."""
     prompts = [[*tokenizer.prefix, *tokens.tolist(), *tokenizer.suffix] for tokens in tokenizer.encode(texts)]
     for text, prompt in zip(texts, prompts, strict=True):
+        if tokenizer.rows:
+            tokenizer.rows.require(text, prompt)
         if not prompt:
             raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer adds none; give it some text"])
     return prompts

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,13 +44,11 @@ def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 def _split(segment: Segment) -> list[Segment]:
     """Return a segment, divided into segments of at most SHARD_BYTES if that can be done."""
-    n_rows = segment.end - segment.begin
-    n = min(-(-segment.bytes // SHARD_BYTES), n_rows) if is_splittable(segment) else 1
-    limits = [segment.begin + n_rows * i // n for i in range(n + 1)] if n > 1 else [segment.begin, segment.end]
-    sizes = [segment.bytes * (i + 1) // n - segment.bytes * i // n for i in range(n)] if n > 1 else [segment.bytes]
-    return [
-        Segment(segment.file, begin, end, size) for begin, end, size in zip(limits[:-1], limits[1:], sizes, strict=True)
-    ]
+    n_rows, size = segment.end - segment.begin, segment.bytes
+    n = max(min(-(-size // SHARD_BYTES), n_rows), 1) if is_splittable(segment) else 1
+    limits = [(segment.begin + n_rows * i // n, size * i // n) for i in range(n + 1)]
+    pairs = itertools.pairwise(limits)
+    return [Segment(segment.file, begin, end, after - before) for (begin, before), (end, after) in pairs]
 
 
 def open_token_cache(
@@ -73,6 +72,7 @@ def open_token_cache(
         TrainingError: if the dataset cannot be read now and perhaps can later, or the disk damages what is written.
     """
     segments: Iterable[Segment] = []
+    rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
         """Return the name of the cache's folder, and find the segments of the dataset."""
@@ -81,6 +81,7 @@ def open_token_cache(
         if template:
             fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(template.identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
+        options += f"/{rows.n} rows" if rows else ""
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
@@ -95,7 +96,7 @@ def open_token_cache(
         from titanlite.data.worker import name_of
 
         name = name_of(template) if template else ""
-        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name)
+        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name, rows)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")

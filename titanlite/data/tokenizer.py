@@ -1,14 +1,33 @@
 """Tokenizers, from text to token ids: what each has, and the one that a run on bytes has."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from titanlite.config.loader import ConfigError, show
+
+
+class Rows(NamedTuple):
+    """How many rows the embedding of a model has: its tokens are the ids below."""
+
+    n: int
+    option: str
+    """What has the number, for messages, as in "model.vocab_size = 320"."""
+    advice: str
+
+    def require(self, text: str, tokens: np.ndarray | list[int]) -> None:
+        """Raise ConfigError if a text has a token without a row."""
+        if (largest := int(np.max(tokens, initial=0))) >= self.n:
+            problem = f"{self.option}: {show(text[:40])} has the token {largest}: expected ids below {self.n}"
+            raise ConfigError([f"{problem}; {self.advice}"])
 
 
 class Tokenizer(Protocol):
     """Makes token ids of text."""
 
+    rows: Rows | None = None
+    """Of the model that the tokens are for. The tokenizer may have more ids, which texts must not have then."""
     prefix: list[int]
     """What begins each text, such as BOS."""
     suffix: list[int]
@@ -29,6 +48,13 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens. Special tokens have none."""
+
+    def fit(self, rows: Rows) -> "Tokenizer":
+        """Return this tokenizer for a model. Raises ConfigError if the model lacks a row for BOS or EOS."""
+        self.rows = rows
+        rows.require("BOS", self.prefix)
+        rows.require("EOS", [self.eos])
+        return self
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function of the tokenizer returns, from the process that the tokenizer runs in."""

@@ -31,7 +31,7 @@ THREADS = 4
 """Cores for each worker. Reading and unpacking take one thread of it."""
 MESSAGES: dict[str, TypeAdapter[Any]] = {
     "error": TypeAdapter(tuple[bool, list[str]]),  # whether it is a ConfigError, and its lines
-    "report": TypeAdapter(tuple[int, int]),  # bytes and tokens since the last report
+    "report": TypeAdapter(tuple[int, int, list[str]]),  # bytes and tokens since the last one, and what is not read
     "at": TypeAdapter(tuple[str, int]),  # the file and the row that is read next
 }
 """What a worker sends besides a result."""

@@ -15,12 +15,14 @@ The config is checked once, here, before any rank starts: a mistake is one line,
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import (
@@ -30,7 +32,7 @@ from titanlite.config.launch import (
     raise_open_file_limit,
     require_torchft,
 )
-from titanlite.config.loader import show
+from titanlite.config.loader import check_all, show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -65,8 +67,8 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         n_devices: accelerators of a node.
 
     Raises:
-        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, nodes without devices have
-            too little memory for weights and optimizer states, or the folder of initial weights is wrong.
+        ConfigError: if the nodes cannot have equally many ranks, `check` rejects the launch, or nodes without devices
+            have too little memory for weights and optimizer states.
     """
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
@@ -83,11 +85,32 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
     ranks = wanted // nodes
     for number in {least, nodes}:
-        config = check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
-    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since checkpoint/ imports launch/
-
-    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
+        check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
     return ranks
+
+
+def check_folders(loaded: LoadedConfig[Config]) -> None:
+    """Raise ConfigError with a line for each of the folders and files of a config that its run cannot use: initial
+    weights, tokenizer and data."""
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since both import launch/
+    from titanlite.data.open import check_data
+
+    config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
+    check_all(
+        lambda: check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins),
+        lambda: check_data(config.model, config.checkpoint, config.parallelism, config.training, config.validation),
+    )
+
+
+def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
+    """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
+    right, of what `use` does with it."""
+    try:
+        loaded = load(argv)
+    except ConfigError as error:
+        check_all(error, *([functools.partial(check_folders, error.loaded)] if error.loaded else []))
+    check_all(lambda: use(loaded), lambda: check_folders(loaded))
+    return loaded
 
 
 def count_devices() -> int:
@@ -140,8 +163,9 @@ def main(argv: list[str]) -> int:
         print(f"{__doc__}\n{help_text()}")
         return 0
     signals = listen_as_launcher()
-    loaded = load(argv)
-    ranks = ranks_per_node(loaded, os.environ, count_devices())
+    n_devices = count_devices()
+    loaded = load_and_check(argv, lambda loaded: ranks_per_node(loaded, os.environ, n_devices))
+    ranks = ranks_per_node(loaded, os.environ, n_devices)
     require_place(os.environ)
     if loaded.config.fault_tolerance.enable:
         require_torchft()

@@ -3,17 +3,15 @@
 import torch
 
 from titanlite.config import Config
+from titanlite.config.hf.tokenizer_size import n_token_ids
 from titanlite.config.loader import show
+from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
 
 def run_summary(
-    config: Config,
-    n_parameters: int,
-    sequences: Sequences,
-    validation: SplitSequences | None,
-    peak_flops_source: str,
+    config: Config, n_parameters: int, sequences: Sequences, validation: SplitSequences | None, peak_flops_source: str
 ) -> str:
     """Return the lines that rank 0 prints before the first step; `peak_flops_source` says what MFU is relative to."""
     training, model, groups = config.training, config.model, config.fault_tolerance
@@ -26,7 +24,7 @@ def run_summary(
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
-        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
+        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {_vocabulary(model)}; "
         f"{n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
@@ -36,10 +34,23 @@ def run_summary(
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
-        f"{config.gradient_accumulation_steps} gradient accumulation step(s)",
+        f"{config.gradient_accumulation_steps} gradient accumulation step(s); tok/s and MFU count padding, too",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
+
+
+def _vocabulary(model: Model) -> str:
+    """Return the size of the vocabulary and, where it is the tokenizer's instead of the flavor's, both."""
+    of_flavor = SIZES.get(model.flavor, {}).get("vocab_size", model.vocab_size)
+    is_own = model.vocab_size <= of_flavor or model.vocab_size != n_token_ids(model.hf_assets_path)
+    return f"{model.vocab_size}" + ("" if is_own else f" (the tokenizer's; {model.flavor} has {of_flavor})")
+
+
+def account(positions: int, masked: int, padding: int, cut: int) -> str:
+    """Return the line of what became of all positions since the first step, and how many documents were cut."""
+    trained = f"account    {positions - masked - padding:,} of {positions:,} positions trained on"
+    return f"{trained}, {masked:,} masked, {padding:,} padding; {cut:,} documents cut by the end of a sequence"
 
 
 def family_summary(model: Model) -> str:
@@ -98,19 +109,15 @@ def describe_precision(config: Config) -> str:
 def optimization_summary(config: Config) -> list[str]:
     """Return a line for each technique that saves time or memory."""
     float8, checkpointing, chunks = config.float8, config.activation_checkpoint, config.training.loss_chunks
-    lines = []
-    if float8.enable:
-        lines.append(f"float8     {float8.recipe}{', emulated' if float8.emulate else ''}")
-    if config.int8.enable:
-        lines.append("int8       products of linear layers, a scale per row and column")
-    if checkpointing.mode != "none":
-        option = checkpointing.selective_ac_option if checkpointing.mode == "selective" else ""
-        lines.append(f"AC         {checkpointing.mode} {option}".rstrip())
-    if chunks > 1:
-        lines.append(f"loss       chunked cross-entropy, {chunks} chunks")
-    if config.compile.enable:
-        lines.append(f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}")
-    return lines
+    option = f" {checkpointing.selective_ac_option}" * (checkpointing.mode == "selective")
+    lines = {
+        f"float8     {float8.recipe}{', emulated' * float8.emulate}": float8.enable,
+        "int8       products of linear layers, a scale per row and column": config.int8.enable,
+        f"AC         {checkpointing.mode}{option}": checkpointing.mode != "none",
+        f"loss       chunked cross-entropy, {chunks} chunks": chunks > 1,
+        f"compile    {' and '.join(config.compile.components)}, {config.compile.backend}": config.compile.enable,
+    }
+    return [line for line, is_used in lines.items() if is_used]
 
 
 def pipeline_summary(config: Config) -> list[str]:

@@ -307,7 +307,7 @@ def tokenizer(folder: Path) -> Any:
 
         def document(values: dict[str, Any]) -> Any:
             counts.append(1 + len(values["messages"]))  # special tokens of the template: BOS, and EOS of each message
-            return chat.document(dataset.training, values)[-1]
+            return chat.document(dataset.training, values, set())[-1]
 
         for segment in open_dataset(dataset)[0]:
             for _, conversation in read_documents(dataset, segment, document):

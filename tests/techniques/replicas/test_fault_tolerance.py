@@ -69,8 +69,8 @@ def join(config: Config, address: str, identity: int = 7) -> None:
     from titanlite.techniques.replicas.torchft import Replicas
 
     run = TrainingRun(config, CPU)
-    sections, tokens = (config.fault_tolerance, config.comm), config.tokens_per_step
-    replicas = Replicas(*sections, run.model, run.optimizer, [identity], tokens, CPU, Signals())
+    sections = config.fault_tolerance, config.comm
+    replicas = Replicas(*sections, run.model, run.optimizer, [identity], CPU, Signals())
     replicas.begin(0, {}, RunState(run.loader, run.guard, replicas), lambda last_shared_step: None)
     run.train_step = dataclasses.replace(run.train_step, groups=replicas)
     _group.update(config=config, run=run, replicas=replicas, steps=replicas.steps(0, 100))

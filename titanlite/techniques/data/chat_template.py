@@ -21,10 +21,10 @@ import numpy as np
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
-from titanlite.data.documents import text_of
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, reason_of, restart_time_limit
 from titanlite.data.token_shards import DType, not_trained_bit
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.techniques.data.rows import conversation_of, unread_keys
 
 ESCAPE, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: ESCAPE and the character after it stand for a text of `escaped`; BEGIN and END are around
@@ -51,7 +51,7 @@ class Conversation(str):
     """The text, with special tokens by their names in `HuggingFaceTokenizer.ordinary`."""
     trained: list[tuple[int, int]]
     """The characters of `named` that are trained on, by their limits."""
-    is_beginning: bool
+    is_beginning = False
     """Whether another part of the same row follows."""
 
 
@@ -85,14 +85,20 @@ class ChatTemplate:
         """Return the identity of a tokenizer's chat template."""
         return ChatTemplate(tokenizer).identity
 
-    def document(self, training: Training, values: dict[str, Any]) -> list[Conversation]:
-        """Return the conversation of a row, by its columns, in the parts that `parts` returns. Raises ValueError if it
-        is none, or cannot be rendered."""
+    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Conversation]:
+        """Return the conversation of a row, by its columns, in the parts that are trained on; `unread` gets the keys of
+        its messages that the template does not read. Raises ValueError if it is none, or cannot be rendered."""
         restart_time_limit()
         try:
-            return self.parts(messages_of(training, values))
+            row = conversation_of(training, values)
+            unread |= unread_keys(training, row.messages, self._source(row.tools))
+            parts = self.parts(row.messages, row.tools, not_trained=row.not_trained)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
+        parts = [part for part in parts if part.trained] or parts[-1:]
+        for part in parts[:-1]:
+            part.is_beginning = True
+        return parts
 
     def conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Conversation:
         """Return the text of messages, with tools that the assistant may call. Raises ValueError as `parts` does."""
@@ -137,8 +143,7 @@ class ChatTemplate:
             regions = [(part, is_said and next(numbers, None) not in not_trained) for part, is_said in regions]
         else:
             regions, beginnings = self._regions_by_prefixes(escaped, tools_escaped, text, not_trained)
-        parts = [self._conversation(own, is_beginning=True) for own in beginnings]
-        parts.append(self._conversation(regions, is_beginning=False))
+        parts = [self._conversation(own) for own in [*beginnings, regions]]
         if not not_trained and not any(part.trained for part in parts):
             raise ValueError(f"{self.file} renders nothing that the assistant has said")
         return parts
@@ -147,7 +152,7 @@ class ChatTemplate:
         """Return the tokens of a user's message and of the beginning of the assistant's answer. Raises ValueError if
         the template cannot render them."""
         rendered = self._render(self._escape([{"role": "user", "content": text}]), add_generation_prompt=True)
-        tokens = self.encode([self._conversation([(rendered, False)], is_beginning=False)], "uint32")[0]
+        tokens = self.encode([self._conversation([(rendered, False)])], "uint32")[0]
         return (tokens - np.uint32(not_trained_bit("uint32"))).tolist()
 
     def encode(self, conversations: list[Conversation], dtype: DType) -> list[np.ndarray]:
@@ -246,11 +251,11 @@ class ChatTemplate:
         other = self._render([*messages[:-1], {"role": "assistant", "content": END}], tools)
         return _common(through, other)
 
-    def _conversation(self, regions: Regions, *, is_beginning: bool) -> Conversation:
+    def _conversation(self, regions: Regions) -> Conversation:
         conversation = Conversation("".join(self._read(text) for text, _ in regions))
         texts = [self._read(text, named=True) for text, _ in regions]
         limits = itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))
-        conversation.named, conversation.is_beginning = "".join(texts), is_beginning
+        conversation.named = "".join(texts)
         conversation.trained = [
             own for own, (text, is_trained) in zip(limits, regions, strict=True) if is_trained and text
         ]
@@ -281,20 +286,3 @@ def _marked_regions(text: str) -> Regions:
         else:
             regions.append((part, depth > 0))
     return regions
-
-
-def messages_of(training: Training, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a row. Raises ValueError if it has none, or one without a role or a text."""
-    if training.dataset_format == "prompt_response":
-        roles = {"user": training.dataset_prompt_key, "assistant": training.dataset_response_key}
-        return [{"role": role, "content": text_of(values[column], column)} for role, column in roles.items()]
-    rows = values[training.dataset_messages_key]
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"expected a list of messages in column {training.dataset_messages_key}")
-    messages = []
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("role"), str):
-            raise ValueError(f'message {number}: expected an object with a string "role", and "content"')
-        message = {key: value for key, value in row.items() if value is not None}  # parquet has null for a missing key
-        messages.append({**message, "content": text_of(row.get("content"), f"content of message {number}")})
-    return messages
