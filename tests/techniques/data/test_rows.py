@@ -1,5 +1,6 @@
 """What a row of fine-tuning data has besides messages: tools, keys that mask a message, and what is not read."""
 
+import itertools
 import json
 from typing import Any
 
@@ -80,20 +81,15 @@ def test_tools_that_are_no_list_are_one_line(value):
 # Which messages are trained on ---------------------------------------------------------------------------------------
 
 
-def masked(key: str, value: Any) -> list[dict[str, Any]]:
-    """Rows of two answers, the first with a key of its own."""
-    first, other = {"role": "assistant", "content": "two", key: value}, {"role": "assistant", "content": "four"}
-    user = {"role": "user", "content": "more?"}
-    return [{"messages": [user, first, user, other]}]
-
-
 @pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "generation blocks"])
-@pytest.mark.parametrize("key", TRAINED)
-def test_a_message_that_is_masked_is_not_trained_on(template, tmp_path, source, key):
-    for value in (False, 0, 0.0):
-        assert texts(template, tmp_path, masked(key, value), source) == ["four</s>"]
-    for value in (True, 1):
-        assert texts(template, tmp_path, masked(key, value), source) == ["four</s>", "two</s>"]
+def test_a_message_that_is_masked_is_not_trained_on(template, tmp_path, source):
+    user, rows, expected = {"role": "user", "content": "more?"}, [], []
+    for key, value in itertools.product(TRAINED, (False, 0, 0.0, True, 1)):
+        texts_of_row = [f"one {key} {value}", f"other {key} {value}"]
+        first, other = ({"role": "assistant", "content": text} for text in texts_of_row)
+        rows.append({"messages": [user, {**first, key: value}, user, other]})
+        expected += [f"{text}</s>" for text in texts_of_row[0 if value else 1 :]]
+    assert texts(template, tmp_path, rows, source) == sorted(expected)
 
 
 def test_a_row_may_have_nothing_to_train_on(template, tmp_path):
