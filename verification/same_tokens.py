@@ -9,7 +9,7 @@ import contextlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -389,10 +389,9 @@ def long_texts(own: HuggingFaceTokenizer, theirs: Any, size: int) -> Iterator[Ca
         )
 
 
-def conversations(own: HuggingFaceTokenizer, folder: Path) -> Iterator[Case]:
-    for template, source in TEMPLATES.items():
-        (folder / "chat_template.jinja").write_text(source)
-        own.loaded.chat_template = source
+def conversations(own: HuggingFaceTokenizer, templates: Collection[str]) -> Iterator[Case]:
+    for template in templates:
+        own.loaded.chat_template = source = TEMPLATES[template]
         chat = ChatTemplate(own)
         for name, messages in CONVERSATIONS.items():
             for tools in (None, TOOLS) if "tools" in source else (None,):
@@ -447,7 +446,9 @@ def classes() -> Iterator[str]:
     yield from sorted(names)
 
 
-def sweep(kinds: dict[str, Kind], folder: Path, size: int) -> Iterator[tuple[str, Case]]:
+def sweep(
+    kinds: dict[str, Kind], folder: Path, size: int, templates: Collection[str] = TEMPLATES.keys()
+) -> Iterator[tuple[str, Case]]:
     """Yield the cases of some kinds of tokenizers."""
     for name, kind in kinds.items():
         write(folder, kind)
@@ -459,7 +460,7 @@ def sweep(kinds: dict[str, Kind], folder: Path, size: int) -> Iterator[tuple[str
                 yield name, ("folder", False, f"transformers raises {error!r}")
             continue
         own = HuggingFaceTokenizer(folder)
-        for case in (*texts(own, theirs), *long_texts(own, theirs, size), *conversations(own, folder)):
+        for case in (*texts(own, theirs), *long_texts(own, theirs, size), *conversations(own, templates)):
             yield name, case
 
 

@@ -458,6 +458,9 @@ class DatasetOptions(Section):
     """prompt_response: column with what the assistant answers."""
     long_conversations: Literal["reject", "drop", "truncate"] = "reject"
     """What becomes of conversations of more than seq_len + 1 tokens. truncate: their beginning is kept."""
+    special_tokens_in_text: Literal["ordinary", "special"] = "ordinary"
+    """What special tokens become that a text or a message spells out: ordinary text, or special, as in text that a chat
+    template has rendered before. BOS and EOS that such a text has are not added to it again."""
     text_sample_by: Literal["document", "paragraph", "line"] = "document"
     """What one document of dataset = "text" is: a file, a paragraph or a line."""
 

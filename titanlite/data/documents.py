@@ -37,7 +37,10 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
         dataset = hub.load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
-    return segments, f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}"
+    return (
+        segments,
+        f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}",
+    )
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:

@@ -25,6 +25,10 @@ from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
 from titanlite.files.durable import checksum, sync
 
+N_SEARCHED = 100
+"""Documents that are searched for special tokens."""
+SPELLED = "special token "
+"""What a report says before a special token that a text spells out."""
 Report = Callable[[int, int, list[str]], None]
 """Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
 keys of messages that are not read."""
@@ -42,6 +46,11 @@ class CacheOptions:
     """The name of a Template; empty: documents are plain text."""
     rows: Rows | None = None
     """Of a model that has fewer than the tokenizer has ids."""
+
+
+def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
+    """Return what a report says of special tokens that texts spell out."""
+    return {SPELLED + name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -65,7 +74,8 @@ def build_shard(
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
     source, unread = Source(options.training, options.path_option), set[str]()
-    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
+    special = options.training.special_tokens_in_text == "special"
+    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
         template: Template = named(options.template)(tokenizer)
@@ -87,6 +97,8 @@ def build_shard(
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
         document, told = 0, set[str]()
         for texts, tokens, n_bytes in encoded():
+            if not (number or document or special or options.template):  # the first documents
+                unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
                 if options.rows:
                     options.rows.require(text, own & ~np.uint32(not_trained_bit(dtype) if options.template else 0))

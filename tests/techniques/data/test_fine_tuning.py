@@ -306,6 +306,113 @@ def test_a_prompt_ends_where_the_answer_begins(template):
     assert rejection(lambda: encode_questions(own.tokenizer, ["a"])).startswith("--chat: ")
 
 
+# Reasoning that a template drops from answers before the last ---------------------------------------------------------
+
+KEEPS_LAST = (
+    "{% for m in messages %}<stop>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "{% if loop.last %}<think>{{ parts[0].split('<think>')[-1] if parts | length > 1 }}</think>{% endif %}"
+    "{{ parts[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}</s>{% endfor %}" + PROMPT
+)
+"""As Qwen3's template: reasoning of the last answer only, where an empty one is written too."""
+DROPS_ALL = (
+    "{% for m in messages %}<stop>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<stop>assistant\n<think>{% endif %}"
+)
+"""As the templates of DeepSeek's distilled models: reasoning of no answer, and an answer is asked for with <think>."""
+REASONING = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>hm</think>two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "<think>well</think>four"},
+]
+
+
+def test_an_answer_is_trained_on_as_the_model_will_see_it(template):
+    """What precedes it is what the template writes before an answer is asked for, without the reasoning before."""
+    for source, n_parts in ((KEEPS_LAST, 2), (DROPS_ALL, 3)):
+        own = template(source)
+        parts = own.parts(REASONING)
+        assert len(parts) == n_parts
+        loaded = own.tokenizer.loaded
+        for answer in (1, 3):
+            before = loaded.apply_chat_template(REASONING[:answer], add_generation_prompt=True, tokenize=False)
+            thought = REASONING[answer]["content"]
+            text = before + thought.removeprefix("<think>" if before.endswith("<think>") else "") + "</s>"
+            assert sum(str(part) == text for part in parts) == 1
+    assert trained_part(own, REASONING) == ["hm</think>two</s>", "well</think>four</s>"]
+
+
+def test_an_answer_without_the_reasoning_that_is_asked_for_is_rejected(template):
+    with pytest.raises(ValueError, match=r'another way than an answer begins \("<think>"\)'):
+        template(DROPS_ALL).conversation(CONVERSATIONS[0])
+
+
+def test_turns_that_are_rendered_in_another_way_are_documents_of_one_row(template, tmp_path):
+    own = template(KEEPS_LAST)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}, {"messages": CONVERSATIONS[0]}])
+    opened = Opened(tmp_path, own.tokenizer, file)
+    expected = ["<think>hm</think>two</s>", "<think>well</think>four</s>", "<think></think>Blue</s>"]
+    assert sorted(opened.trained_texts(own.tokenizer)) == sorted(expected)
+    assert sum(shard.train_documents for shard in opened.packing.cache.index.shards) == 3
+
+
+def test_all_turns_of_a_row_are_in_one_split(template, tmp_path):
+    own = template(KEEPS_LAST)
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}] * 8)
+    options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
+    work = shard_builder.CacheOptions(options, "", own.tokenizer.path, 0.5, name_of(ChatTemplate))
+    segments = list(open_dataset(Source(options))[0])
+    arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)
+    shard = shard_builder.build_shard(*arguments, own.tokenizer)
+    assert (shard.train_documents, shard.validation_documents) == (8, 8)
+    assert shard.train_tokens == shard.validation_tokens
+
+
+# Special tokens in messages and texts ---------------------------------------------------------------------------------
+
+
+def test_special_tokens_that_a_template_looks_for_need_the_option(template):
+    """A split at a special token does not find the replaced one."""
+    own = template(
+        "{% for m in messages %}<stop>{{ m.role }}\n{{ m.content.split('<stop>')[-1] }}</s>{% endfor %}" + PROMPT
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<stop>c"}]
+    with pytest.raises(ValueError, match=r'set training.special_tokens_in_text = "special", or remove them$'):
+        own.conversation(messages)
+    (part,) = own.parts(messages, special=True)
+    tokens = own.encode([part], "uint32")[0] & 0x7FFFFFFF
+    assert tokens.tolist() == own.tokenizer.loaded.apply_chat_template(messages, return_dict=False)
+
+
+def test_special_tokens_in_text_by_the_option(template, tmp_path, capsys):
+    tokenizer = template(PLAIN).tokenizer
+    text = "<stop>user\nHi</s><stop>assistant\nHello</s>"
+    file = write_rows(tmp_path / "a.jsonl", [{"text": text}, {"text": "plain"}])
+    how = {"dataset_format": "text", "document_mask": True}
+    Opened(tmp_path, tokenizer, file, **how)
+    line = 'ordinary text (training.special_tokens_in_text = "special", with packing = "best_fit", changes that): '
+    assert f'{line}"special token </s>", "special token <stop>"' in capsys.readouterr().out
+    opened = Opened(tmp_path, tokenizer, file, **how, special_tokens_in_text="special")
+    assert "special token" not in capsys.readouterr().out
+    theirs = [tokenizer.loaded(each)["input_ids"] for each in (text, "plain")]
+    tokens = opened.packing.cache.tokens("train")[:].tolist()
+    assert tokens == [*theirs[0], *theirs[1], tokenizer.eos], "EOS once"
+
+
+def test_special_tokens_in_messages_by_the_option(template, tmp_path, capsys):
+    tokenizer = template(PLAIN).tokenizer
+    file = write_rows(tmp_path / "a.jsonl", [conversation("a<stop>b")])
+    ordinary = Opened(tmp_path, tokenizer, file).packing.cache.tokens("train")[:].tolist()
+    assert '"special token <stop>"' in capsys.readouterr().out
+    special = (
+        Opened(tmp_path, tokenizer, file, special_tokens_in_text="special").packing.cache.tokens("train")[:].tolist()
+    )
+    stop = tokenizer.tokenizer.token_to_id("<stop>")
+    assert [[token & ~BIT for token in tokens].count(stop) for tokens in (ordinary, special)] == [2, 3]
+
+
 # Datasets ------------------------------------------------------------------------------------------------------------
 
 
@@ -549,6 +656,16 @@ def test_options_that_contradict_one_another_are_rejected(tmp_path, changed, key
     assert load(tmp_path, CONFIG).config.training.dataset_format == "messages"
     settings = CONFIG | changed
     assert_rejected(lambda: load(tmp_path, settings), settings, {key: "set" if key in CONFIG else "read only when"})
+
+
+def test_special_tokens_in_text_are_not_taken_for_ends_of_documents(tmp_path):
+    settings = {"training.special_tokens_in_text": "special"}
+    rejected = {
+        "training.packing": 'EOS in a text ends no document (training.special_tokens_in_text = "special")',
+        "training.special_tokens_in_text": "bytes have no special tokens; set model.hf_assets_path",
+    }
+    assert_rejected(lambda: load(tmp_path, settings), settings, rejected)
+    load(tmp_path, settings | {"training.packing": "best_fit", "model.hf_assets_path": "assets"})
 
 
 def test_best_fit_packing_is_not_for_streaming(tmp_path):

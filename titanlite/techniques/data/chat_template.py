@@ -22,6 +22,7 @@ import numpy as np
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Training
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer, reason_of, restart_time_limit
+from titanlite.data.shard_builder import N_SEARCHED, spelled
 from titanlite.data.token_shards import DType, not_trained_bit
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.techniques.data.rows import conversation_of, unread_keys
@@ -62,7 +63,7 @@ class ChatTemplate:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             problem = "model.hf_assets_path: bytes have no chat template; name the folder of a tokenizer that has one"
             raise ConfigError([problem])
-        self.tokenizer, path = tokenizer, Path(tokenizer.path)
+        self.tokenizer, self._searched, path = tokenizer, 0, Path(tokenizer.path)
         folder = path if path.is_dir() else path.parent
         files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
         self.file = next((file for file in files if file.exists()), files[-1])
@@ -92,7 +93,11 @@ class ChatTemplate:
         try:
             row = conversation_of(training, values)
             unread |= unread_keys(training, row.messages, self._source(row.tools))
-            parts = self.parts(row.messages, row.tools, not_trained=row.not_trained)
+            special = training.special_tokens_in_text == "special"
+            if self._searched < N_SEARCHED and not special:  # the first conversations
+                self._searched, words = self._searched + 1, str(row.messages)
+                unread |= spelled(self.tokenizer, [words])
+            parts = self.parts(row.messages, row.tools, not_trained=row.not_trained, special=special)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"a conversation that is too large, or nested too deep: {type(error).__name__}") from None
         parts = [part for part in parts if part.trained] or parts[-1:]
