@@ -9,9 +9,10 @@ import contextlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -27,15 +28,16 @@ from titanlite.techniques.data.chat_template import ChatTemplate
 
 PROSE = [topics[name] for name in sorted(topics)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+LLAMA3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Kind(NamedTuple):
     """A kind of tokenizer: how it is built, and what the other files of its folder say."""
 
     tokenizer: Callable[[], tokenizers.Tokenizer]
-    settings: dict[str, Any] = {}
-    files: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
+    files: Mapping[str, Any] = MappingProxyType({})
 
 
 def byte_level(prefix_space: bool = False, normalizer: Any = None, split: str = "") -> tokenizers.Tokenizer:
@@ -188,10 +190,9 @@ KINDS = {
     "split_special_tokens": Kind(byte_level, {**FAST, "split_special_tokens": True}),
     "extra ids, config.json": Kind(byte_level, FAST, {"config.json": {"model_type": "llama", "vocab_size": 500}}),
 }
-TEXTS = [
-    "", "a", "Hello, world", " leading", "trailing ", "  two  spaces  ", "\n", "line\n\nline\r\n\ttab \n", "naïve — 東京 🎉 ﬁ ＡＢ é e\u0301",
-    "1234567 3.14", "<0x41> <think>x</think> \n\n", "</ s> <s", "x" * 200, "\u200b\ufeff\u00a0\u3000\u0000\u0007", "ACGT" * 50, "İstanbul ẞ ǅ",
-]  # fmt: skip
+TEXTS = ["", "a", "Hello, world", " leading", "trailing ", "  two  spaces  ", "\n", "line\n\nline\r\n\ttab \n"]
+TEXTS += ["naïve — 東京 🎉 \ufb01 \uff21\uff22 é e\u0301", "1234567 3.14", "<0x41> <think>x</think> \n\n", "</ s> <s"]
+TEXTS += ["x" * 200, "\u200b\ufeff\u00a0\u3000\u0000\u0007", "ACGT" * 50, "İstanbul ẞ ǅ"]
 SPELLED = [
     "one</s><s>two <|im_end|>",
     "<s>",
@@ -241,59 +242,82 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "white space": [{"role": "user", "content": " \n"}, {"role": "assistant", "content": "\n\n x \n"}],
     "unknown role": [{"role": "developer", "content": "Be brief."}, USER, ANSWER],
 }
-CONTENT = "{% if m.content is string %}{{ m.content }}{% elif m.content %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
-CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + CONTENT + CALLS + "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+CONTENT = "{% if m.content is string %}{{ m.content }}{% elif m.content %}" + PARTS + "{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+CALLS += "{% endfor %}"
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + CONTENT + CALLS + "<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+MARKED = """{%- for m in messages %}
+  {{- '<|im_start|>' + m.role + '\\n' }}
+  {%- if m.role == 'assistant' %}
+    {%- generation %}
+      CONTENT{{- '<|im_end|>' }}
+    {%- endgeneration %}
+    {{- '\\n' }}
+  {%- else %}
+    {{- (m.content if m.content is string else '') + '<|im_end|>\\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+MARKED = MARKED.replace("CONTENT", (CONTENT + CALLS).replace("{{", "{{-").replace("{%", "{%-"))
+TOOLS_FIRST = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n"
+    "{% elif messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
 )
-KEEPS_LAST = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}{% elif m['role'] == 'assistant' %}"
+    "{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+    "[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}\n\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+KEEPS_LAST = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}
     {%- set content = m.content if m.content is string else '' %}
     {%- if m.role == 'assistant' %}
         {%- set thought = m.reasoning_content or '' %}
         {%- if '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
-        {{- '<|im_start|>assistant\n' }}
+        {{- '<|im_start|>assistant\\n' }}
         {%- if loop.index0 > ns.last and (loop.last or thought) %}
-            {{- '<think>\n' + thought + '\n</think>\n\n' }}
+            {{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}
         {%- endif %}
-        {{- content.lstrip('\n') }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>' + (c | tojson) + '</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
+        {{- content.lstrip('\\n') }}
+        {%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>' + (c | tojson) + '</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\\n' }}
     {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""As Qwen3's: reasoning of the answers after the last question only."""
 DROPS_ALL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% set content = (m.content or '').split('</think>')[-1] %}[/INST]{{ content }}</s>{% else %}[INST]{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[/INST]PROMPT{% endif %}"
+    "{% set content = (m.content or '').split('</think>')[-1] %}[/INST]{{ content }}</s>"
+    "{% else %}[INST]{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[/INST]PROMPT{% endif %}"
 )
+"""As those of DeepSeek's distilled models: reasoning of no answer."""
 TEMPLATES = {
     "ChatML": CHATML,
-    "ChatML, generation": (
-        "{%- for m in messages %}\n  {{- '<|im_start|>' + m.role + '\n' }}\n  {%- if m.role == 'assistant' %}\n    {%- generation %}\n"
-        "      " + CONTENT.replace("{{", "{{-").replace("{%", "{%-") + CALLS + "{{- '<|im_end|>' }}\n    {%- endgeneration %}\n    {{- '\n' }}\n"
-        "  {%- else %}{{- (m.content if m.content is string else '') + '<|im_end|>\n' }}\n  {%- endif %}\n{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    ),
-    "default system, tools": "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n"
-    "{% elif messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}" + CHATML,
-    "[INST]": "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
-    "alternating": "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
-    "no special tokens": "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}\n\n{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}",
+    "ChatML, generation": MARKED,
+    "default system, tools": TOOLS_FIRST + CHATML,
+    "[INST]": INST,
+    "alternating": ALTERNATING,
+    "no special tokens": PLAIN,
     "reasoning of the last turn": KEEPS_LAST,
     "reasoning dropped": DROPS_ALL.replace("PROMPT", ""),
     "reasoning dropped, asked for": DROPS_ALL.replace("PROMPT", "<think>\n"),
     "with the date": "{{ strftime_now('%Y') }} " + CHATML,
-}  # fmt: skip
+}
 
 
 def trimmed(built: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -306,7 +330,7 @@ def write(folder: Path, kind: Kind, built: tokenizers.Tokenizer | None = None) -
     for file in folder.iterdir():
         file.unlink()
     (built or kind.tokenizer()).save(str(folder / "tokenizer.json"))
-    files = {"tokenizer_config.json": kind.settings} if kind.settings else {}
+    files = {"tokenizer_config.json": dict(kind.settings)} if kind.settings else {}
     for name, content in {**files, **kind.files}.items():
         (folder / name).write_text(json.dumps(content))
 
@@ -469,7 +493,10 @@ def class_kinds() -> dict[str, Kind]:
     built = {"BPE": byte_level(), "Unigram": unigram(), "WordPiece": word_piece(), "WordLevel": word_level()}
     kinds = {}
     for name in classes():
-        model = getattr(tokenization_auto.tokenizer_class_from_name(name), "model", None)
+        try:
+            model = getattr(tokenization_auto.tokenizer_class_from_name(name), "model", None)
+        except ImportError:  # it needs a package that is not installed
+            model = None
         own = built.get(getattr(model, "__name__", "BPE"), built["BPE"])
         kinds[f"class {name}"] = Kind(lambda own=own: own, {**NAMED, "tokenizer_class": name})
     return kinds

@@ -164,4 +164,4 @@ def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
 
 def send(kind: str, content: Any) -> None:
     """Send something from the worker before the result."""
-    write(sys.stdout.buffer, kind, MESSAGES[kind].dump_json(content))
+    write(sys.__stdout__.buffer, kind, MESSAGES[kind].dump_json(content))
