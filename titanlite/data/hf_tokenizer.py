@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ SECONDS = 10
 LARGEST_FILE = 2**27
 """Bytes of a file of a tokenizer."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-FILES += ("chat_template.jinja", "chat_template.json")
+FILES += ("chat_template.jinja",)
 """The files of a folder that transformers reads, if they are there."""
 _FROM_JSON = PlainValidator(lambda text: np.frombuffer(bytearray.fromhex(str(text)), np.uint32))
 Tokens = Annotated[np.ndarray, _FROM_JSON, PlainSerializer(lambda tokens: tokens.tobytes().hex())]
@@ -61,15 +62,6 @@ def load(path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer of `tokenizers` adds before and after a text."""
-    from tokenizers import Tokenizer, models
-
-    encoding = tokenizer.post_process(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a"))
-    at = encoding.special_tokens_mask.index(0)
-    return encoding.ids[:at], encoding.ids[at + 1 :]
-
-
 def join(chunks: list[np.ndarray], shared: list[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Return the tokens of a text from those of its chunks, each of which begins with the text that the one before ends
     with; `shared` has the tokens of these texts alone. They are joined where all three agree. Also return the numbers
@@ -96,6 +88,8 @@ class HuggingFaceTokenizer(Tokenizer):
     KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>")
 
     def __init__(self, path: Path):
+        import tokenizers  # here, since only a worker needs it
+
         self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
             self.loaded = load(path)
@@ -105,13 +99,16 @@ class HuggingFaceTokenizer(Tokenizer):
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special and not self.loaded.split_special_tokens]
             self.names = {text: secrets.token_hex(16) for text in special}  # drawn anew, so that no text has them
-            self.prefix, self.suffix = around_text(self.tokenizer)
-            self.eos, content = self.loaded.eos_token_id, json.loads(self.tokenizer.to_str())
+            word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+            around = self.tokenizer.post_process(word)  # a text of one token, and what is added to it
+            at = around.special_tokens_mask.index(0)
+            self.prefix, self.suffix = around.ids[:at], around.ids[at + 1 :]
+            content = json.loads(self.tokenizer.to_str())
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
             problem = f"model.hf_assets_path: {self.file} cannot be read as a tokenizer: {reason_of(error)}"
             raise ConfigError([problem]) from None
-        if self.eos is None:
-            self.eos = next((ids[token] for token in self.KNOWN_EOS if token in ids), None)
+        known = [self.loaded.eos_token_id, *(ids.get(token) for token in self.KNOWN_EOS)]
+        self.eos = next((number for number in known if number is not None), None)
         if self.eos is None:
             problem = f"model.hf_assets_path: {self.file} has none of the known EOS tokens {', '.join(self.KNOWN_EOS)}"
             raise ConfigError([f'{problem}; name its own as "eos_token" in {self.file.parent / FILES[1]}'])
@@ -122,11 +119,11 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def ordinary(self) -> Any:
         """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
-        from tokenizers import Tokenizer
-
         named = {json.dumps(text, ensure_ascii=False): f'"{name}"' for text, name in self.names.items()}
         pattern = "|".join(map(re.escape, named)) or "(?!)"
-        tokenizer = Tokenizer.from_str(re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str()))
+        tokenizer = type(self.tokenizer).from_str(
+            re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
+        )
         tokenizer.post_processor = None  # it would change the offsets of tokens
         tokenizer.encode_special_tokens = self.loaded.split_special_tokens
         return tokenizer
@@ -138,18 +135,15 @@ class HuggingFaceTokenizer(Tokenizer):
         limits = [[*range(0, max(len(text) - OVERLAP, 1), CHUNK), len(text)] for text in texts]
         known: dict[tuple[int, int, int], np.ndarray] = {}
         while missing := [n for n, own in enumerate(tokens) if own is None]:
+            pairs = {n: itertools.pairwise(limits[n]) for n in missing}
+            chunks = {n: [(n, begin, min(end + OVERLAP, len(texts[n]))) for begin, end in pairs[n]] for n in missing}
             shared = {n: [(n, begin, begin + OVERLAP) for begin in limits[n][1:-1]] for n in missing}
-            ends = {n: [*(end for _, _, end in shared[n]), limits[n][-1]] for n in missing}
-            chunks = {n: [(n, *span) for span in zip(limits[n], ends[n], strict=False)] for n in missing}
-            spans, size = [], 0
             wanted = [span for n in missing for span in [*chunks[n], *shared[n]] if span not in known]
-            for index, (n, begin, end) in enumerate(wanted, 1):
-                spans.append((n, begin, end))
-                size += end - begin
-                if size >= BATCH or index == len(wanted):
-                    parts = [texts[n][begin:end] for n, begin, end in spans]
-                    known.update(zip(spans, self.encode_chunks(parts, special), strict=True))
-                    spans, size = [], 0
+            sizes = itertools.accumulate(end - begin for _, begin, end in wanted)
+            for _, batch in itertools.groupby(zip(wanted, sizes, strict=True), lambda each: each[1] // BATCH):
+                spans = [span for span, _ in batch]
+                encoded = self.encode_chunks([texts[n][begin:end] for n, begin, end in spans], special)
+                known.update(zip(spans, encoded, strict=True))
             for n in missing:
                 joined, failed = join([known[span] for span in chunks[n]], [known[span] for span in shared[n]])
                 tokens[n] = None if failed else joined

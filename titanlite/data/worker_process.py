@@ -34,7 +34,7 @@ def main() -> None:
     """Answer the parent's calls."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), open(os.devnull, "w")
+    sys.__stdout__, sys.stdout = os.fdopen(os.dup(1), "w"), os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for descriptor in (1, 2):  # the library's Rust code prints there, and what it says is no answer
         os.dup2(sys.stdout.fileno(), descriptor)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, and no tokenizer needs it
