@@ -59,11 +59,12 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
 def read_documents(
     source: Source,
     segment: Segment,
-    document_of: Callable[[dict[str, Any]], str] | None = None,
+    document_of: Callable[[dict[str, Any]], Any] | None = None,
     unread: set[str] | None = None,
-) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
-    row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other columns.
+) -> Iterator[tuple[int, Any]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
+    several, from a row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other
+    columns.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.

@@ -66,7 +66,7 @@ def build_shard(
     TrainingError for what cannot be read."""
     source, unread = Source(options.training, options.path_option), set[str]()
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
-    document_of: Callable[[dict[str, Any]], str] | None = None
+    document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
         template: Template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
@@ -93,7 +93,7 @@ def build_shard(
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
-                document += 1
+                document += not getattr(text, "is_beginning", False)
             report(n_bytes, sum(map(len, tokens)), sorted(unread - told))
             told.update(unread)
 
@@ -145,8 +145,9 @@ def _batches(
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
         for end, text in read_documents(source, segment, document_of, unread):
-            texts.append(text)
-            size += len(text)
+            own = text if document_of else [text]
+            texts += own
+            size += sum(map(len, own))
             n_bytes += (end - position) * per_row
             position = end
             if size >= BATCH:

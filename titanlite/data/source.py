@@ -49,9 +49,9 @@ class Template(Protocol):
     def identity_of(tokenizer: Tokenizer) -> str:
         """Return the identity of a tokenizer's template. Raises ConfigError if it has none."""
 
-    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> str:
-        """Return the document of a row, by its columns; `unread` gets the names of keys in it that are not read. Raises
-        ValueError if it is none."""
+    def document(self, training: Training, values: dict[str, Any], unread: set[str]) -> list[Any]:
+        """Return the documents of a row, by its columns: texts, whose `is_beginning` says whether another of the row
+        follows. `unread` gets the names of keys in it that are not read. Raises ValueError if it has none."""
 
     def encode(self, documents: list[Any], dtype: DType) -> list[np.ndarray]:
         """Return the tokens of documents; those that are not trained on are marked."""

@@ -144,11 +144,11 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
 
     def __init__(self, path: Path):
         Worker.__init__(self, str(path))
-        self.bos, self.eos, self.vocab_size, self.identity = self.call(_properties)
+        self.prefix, self.suffix, self.eos, self.vocab_size, self.identity = self.call(_properties)
 
-    def encode_chunks(self, chunks: list[str]) -> list[Tokens]:
+    def encode_chunks(self, chunks: list[str], special: bool) -> list[Tokens]:
         at = f" at the text {show(chunks[0][:40])}, or shortly after it"
-        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, where=lambda: at)
+        return self.call(HuggingFaceTokenizer.encode_chunks, chunks, special, where=lambda: at)
 
     def decode(self, tokens: list[int]) -> str:
         return self.call(HuggingFaceTokenizer.decode, tokens)
@@ -158,8 +158,8 @@ class TokenizerProcess(Worker, HuggingFaceTokenizer):
             self.close()
 
 
-def _properties(tokenizer: Any) -> tuple[int | None, int, int, str]:
-    return tokenizer.bos, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
+def _properties(tokenizer: Any) -> tuple[list[int], list[int], int, int, str]:
+    return tokenizer.prefix, tokenizer.suffix, tokenizer.eos, tokenizer.vocab_size, tokenizer.identity
 
 
 def send(kind: str, content: Any) -> None:

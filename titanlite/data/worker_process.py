@@ -35,6 +35,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's Rust code prints there how it fails
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it, and no tokenizer needs it
     path, tokenizer, calls = sys.argv[1], None, queue.SimpleQueue[Any]()
 
     def receive() -> None:

@@ -1,5 +1,6 @@
 """Fine-tuning data: conversations in the tokenizer's chat template, trained on only where the assistant speaks."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -88,14 +89,20 @@ def test_tokens_and_masks_are_those_of_transformers(template, assets, source, me
     assert ours == (theirs["input_ids"], theirs["assistant_masks"])
 
 
-def test_spans_by_hand(template):
-    spans = template(PLAIN).conversation(CONVERSATIONS[1]).spans
-    assert [(span.text, span.is_trained) for span in spans] == [
-        ("<s><stop>system\nAnswer in one word.</s><stop>user\nHello, \n world</s><stop>assistant\n", False),
-        ("Yes: été, 日本</s>", True),
-        ("<stop>user\nAgain?</s><stop>assistant\n", False),
-        ("No</s>", True),
-    ]
+def trained_part(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
+    """The text of each run of tokens that are trained on, of all parts of a conversation."""
+    texts = []
+    for tokens in template.encode(template.parts(messages), "uint16"):
+        for is_trained, run in itertools.groupby(tokens.tolist(), lambda token: not token & BIT):
+            if is_trained:
+                texts.append(template.tokenizer.tokenizer.decode([*run], skip_special_tokens=False))
+    return texts
+
+
+def test_what_is_trained_on_by_hand(template):
+    for source in (PLAIN, MARKED):
+        assert trained_part(template(source), CONVERSATIONS[1]) == ["Yes: été, 日本</s>", "No</s>"]
+        assert trained_part(template(source), CONVERSATIONS[2]) == ["two</s>", "three</s>"]
 
 
 def test_special_tokens_in_a_message_are_ordinary_text(template, assets):
@@ -124,11 +131,6 @@ def test_special_tokens_that_the_settings_alone_call_so(template, assets):
     assert encoded(template(PLAIN, added_tokens_decoder=named | {"999": absent}), CONVERSATIONS[1]) == expected
     alone = template(PLAIN).tokenizer.identity
     assert template(PLAIN, added_tokens_decoder=named).tokenizer.identity != alone  # tokens are cached by it
-    named["2"]["special"] = False
-    assert encoded(template(PLAIN, added_tokens_decoder=named), CONVERSATIONS[1]) != expected
-    for wrong in ("<s>", {"0": "<s>"}, {"0": {"special": True}}, {"0": {"content": ["<s>"], "special": True}}):
-        line = rejection(lambda wrong=wrong: template(PLAIN, added_tokens_decoder=wrong))
-        assert "cannot be read as a tokenizer" in line
 
 
 def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
@@ -147,7 +149,7 @@ def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
 def test_what_templates_are_given(template):
     for source, text in [
         ("{{ [1, 'é'] | tojson }}", '[1, "é"]'),
-        ("{{ strftime_now is defined }}", "False"),
+        ("{{ strftime_now is defined }}", "True"),
         ("{{ tools is none }}{{ documents is none }}", "TrueTrue"),
         ("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}x{% endfor %}", "x"),
         ("{% if true %}\n  a\n{% endif %}\nb", "  a\nb"),
@@ -157,37 +159,59 @@ def test_what_templates_are_given(template):
 
 
 HOSTILE = [
+    "{{ self.__init__.__globals__ }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''['__class__']['__mro__'] }}",
+    "{{ ('' | attr('__class__')).__mro__ }}",
+    "{{ raise_exception.__globals__['os'] }}",
+    "{{ strftime_now.__globals__['os'] }}",
+    "{{ lipsum.__globals__['os'].popen('id') }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ n.__class__.__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(x=1) }}",
+    "{{ range(10**9) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as p %}",
+    "{{ raise_exception('only\ntwo roles') }}",
+]
+HARMLESS = [
     "{{ ''.__class__ }}",
     "{{ ''['__class__'] }}",
     "{{ '' | attr('__class__') }}",
     "{{ '{0.__class__}'.format(1) }}",
-    "{{ self.__init__.__globals__ }}",
     "{{ raise_exception.__globals__ }}",
     "{{ lipsum.__globals__ }}",
-    "{{ messages.append(1) }}",
-    "{{ range(10**9) }}",
-    "{% include '/etc/passwd' %}",
-    "{{ strftime_now('%d') }}",
-    "{{ raise_exception('only\ntwo roles') }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ messages.__class__ }}",
 ]
+"""Such attributes are undefined values, which print nothing."""
 
 
 @pytest.mark.parametrize("source", HOSTILE)
-def test_a_template_has_no_code_no_time_and_no_random_numbers(template, source):
+def test_a_template_has_no_code_and_no_files(template, source):
     own = template(MARKED + source)
     with pytest.raises(ValueError, match=r"^.*tokenizer_config.json cannot render it: [^\n]+$"):
         own.conversation(CONVERSATIONS[0])
 
 
-@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ [1, 2] | random }}"])
+@pytest.mark.parametrize("source", HARMLESS)
+def test_a_forbidden_attribute_prints_nothing(template, source):
+    texts = [str(template(MARKED + own).conversation(CONVERSATIONS[0])) for own in ("", source)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("source", ["{% generation %}", "{{", "{% for %}", "{{ 1 | nosuchfilter }}"])
 def test_a_template_that_cannot_be_read_is_one_line(template, source):
-    assert "tokenizer_config.json: the chat template cannot be read: line 1: " in rejection(lambda: template(source))
+    with pytest.raises(ValueError, match=r"tokenizer_config.json cannot render it: line 1: [^\n]+$"):
+        template(source).conversation(CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "problem"),
     [
-        (PLAIN + "the end", CONVERSATIONS[1], "renders message 3 in another way when others follow it"),
+        (PLAIN + "the end", CONVERSATIONS[1], "renders message 3 in another way than an answer begins"),
         ("{{ messages | length }}" + PLAIN, CONVERSATIONS[0], "renders message 2 in another way"),
         (PLAIN, [SYSTEM], 'no message has the role "assistant"'),
         ("{# {% generation %} #}" + PLAIN, CONVERSATIONS[0], "renders nothing that the assistant has said"),
@@ -254,17 +278,17 @@ def test_a_conversation_without_marks_has_so_many_messages(template, monkeypatch
     with pytest.raises(ValueError, match=r"^40,000 messages: expected at most 1,000; divide it, or put what the "):
         own.conversation(CONVERSATIONS[0] * 20_000)
     monkeypatch.setattr(chat_template, "LARGEST_CONVERSATION", 20)
-    assert sum(span.is_trained for span in own.conversation(CONVERSATIONS[0] * 10).spans) == 10
+    assert len(trained_part(own, CONVERSATIONS[0] * 10)) == 10
     with pytest.raises(ValueError, match=r"^22 messages: expected at most 20"):
         own.conversation(CONVERSATIONS[0] * 11)
-    assert sum(span.is_trained for span in template(MARKED).conversation(CONVERSATIONS[0] * 11).spans) == 11
+    assert len(trained_part(template(MARKED), CONVERSATIONS[0] * 11)) == 11
 
 
 def test_a_template_is_a_regular_file(template, assets):
     os.mkfifo(assets.folder / "chat_template.jinja")
     line = rejection(lambda: template(PLAIN))
     file = assets.folder / "chat_template.jinja"
-    assert line == f"{file}: cannot be read: [Errno 22] expected a regular file: '{file}'"
+    assert line.endswith(f"[Errno 22] expected a regular file: '{file}'")
 
 
 def test_without_a_template(assets):
