@@ -1,6 +1,7 @@
 """The conversation of a dataset's row: its messages, its tools, and which messages are trained on."""
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from titanlite.config.loader import show
@@ -57,7 +58,8 @@ def tools_of(value: Any) -> list[Any] | None:
 def unread_keys(training: Training, messages: list[dict[str, Any]], source: str) -> set[str]:
     """Return the keys of messages that the source of a template does not mention."""
     keys = {key for message in messages for key in message} - {"role", "content", *TRAINED}
-    return {f"{training.dataset_messages_key}[].{key}" for key in keys if key not in source}
+    words = set(re.findall(r"\w+", source))
+    return {f"{training.dataset_messages_key}[].{key}" for key in keys if not words.issuperset(re.findall(r"\w+", key))}
 
 
 def _message(row: Any, number: int) -> dict[str, Any]:
