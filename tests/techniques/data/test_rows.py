@@ -102,7 +102,7 @@ def test_a_row_may_have_nothing_to_train_on(template, tmp_path):
     [
         ({"weight": 0.5}, "message 1: weight = 0.5: expected 0, 1, false or true"),
         ({"train": "no"}, 'message 1: train = "no": expected 0, 1, false or true'),
-        ({"train": True, "weight": 0}, "message 1: weight = 0 contradicts its train; remove one"),
+        ({"train": True, "weight": 0}, "message 1: train and weight contradict each other; remove one"),
         ({"role": "user", "train": True}, "message 1: train = true: only what the assistant says is trained on"),
         *(({key: [1]}, f'message 1: the key "{key}" is not supported; write "train"') for key in OTHER_MASKS),
         ({"role": None, "from": "function_call", "value": "{}"}, '"role": "assistant" with "tool_calls"'),
