@@ -20,8 +20,10 @@ from tests.techniques.data.test_fine_tuning import (
 )
 from titanlite.data.open import build_tokenizer
 from titanlite.techniques.data.chat_template import ChatTemplate
-from titanlite.techniques.data.rows import OTHER_MASKS, TRAINED, conversation_of, tools_of
+from titanlite.techniques.data.rows import conversation_of, tools_of
 
+TRAINED = ("train", "trainable", "training", "weight", "loss")
+OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 TOOLS_TEMPLATE = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}" + PLAIN
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": None, "unit": "C"}}}
 
