@@ -16,7 +16,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
@@ -78,13 +78,11 @@ class ConfigError(Exception):
         self.problems = [printable(problem) for problem in problems]
 
 
-def check_all(*checks: Callable[[], Any] | ConfigError) -> None:
-    """Raise ConfigError with the problems of all checks; a ConfigError is one that has failed."""
-    problems = []
+def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
+    """Raise ConfigError with these problems and those of all checks, if there are any."""
+    problems = [*problems]
     for each in checks:
         try:
-            if isinstance(each, ConfigError):
-                raise each
             each()
         except ConfigError as error:
             problems += error.problems
@@ -173,10 +171,10 @@ def load_values(
     problems = _override(kind, arguments, values, origins)
     try:
         config, bad_keys, value_problems = _validate(kind, values, file, origins)
-    except ConfigError as error:  # of the folder that model.flavor = "from_hf" reads: another flavor stands in for it
-        sized = {**values, "model": {key: value for key, value in values["model"].items() if key != "flavor"}}
-        config, bad_keys, value_problems = _validate(kind, sized, file, origins)
-        bad_keys |= {key for key in options_of(kind) if key.startswith("model.") and key != "model.hf_assets_path"}
+    except ConfigError as error:  # of the folder that model.flavor = "from_hf" reads: another flavor stands in
+        values["model"].pop("flavor")
+        config, bad_keys, value_problems = _validate(kind, values, file, origins)
+        bad_keys |= {key for key in options_of(kind) if key.startswith("model.")}
         value_problems += error.problems
     # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
     loaded = LoadedConfig(config, file, origins)

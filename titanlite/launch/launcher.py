@@ -105,11 +105,12 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
 def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
     """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
     right, of what `use` does with it."""
+    problems, checks = list[str](), [use, check_folders]
     try:
         loaded = load(argv)
     except ConfigError as error:
-        check_all(error, *([functools.partial(check_folders, error.loaded)] if error.loaded else []))
-    check_all(lambda: use(loaded), lambda: check_folders(loaded))
+        loaded, problems, checks = error.loaded, error.problems, [check_folders] if error.loaded else []
+    check_all(*(functools.partial(check_of, loaded) for check_of in checks), problems=problems)
     return loaded
 
 

@@ -3,7 +3,6 @@
 import torch
 
 from titanlite.config import Config
-from titanlite.config.hf.tokenizer_size import n_token_ids
 from titanlite.config.loader import show
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
@@ -18,14 +17,16 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
+    of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
+    larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
-        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {_vocabulary(model)}; "
-        f"{n_parameters:,} parameters",
+        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size}{larger}; {n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",
@@ -38,13 +39,6 @@ def run_summary(
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
-
-
-def _vocabulary(model: Model) -> str:
-    """Return the size of the vocabulary and, where it is the tokenizer's instead of the flavor's, both."""
-    of_flavor = SIZES.get(model.flavor, {}).get("vocab_size", model.vocab_size)
-    is_own = model.vocab_size <= of_flavor or model.vocab_size != n_token_ids(model.hf_assets_path)
-    return f"{model.vocab_size}" + ("" if is_own else f" (the tokenizer's; {model.flavor} has {of_flavor})")
 
 
 def account(positions: int, masked: int, padding: int, cut: int) -> str:

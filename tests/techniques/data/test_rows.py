@@ -20,8 +20,10 @@ from tests.techniques.data.test_fine_tuning import (
 )
 from titanlite.data.open import build_tokenizer
 from titanlite.techniques.data.chat_template import ChatTemplate
-from titanlite.techniques.data.rows import OTHER_MASKS, TRAINED, conversation_of, tools_of
+from titanlite.techniques.data.rows import conversation_of, tools_of
 
+TRAINED = ("train", "trainable", "training", "weight", "loss")
+OTHER_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 TOOLS_TEMPLATE = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}" + PLAIN
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": None, "unit": "C"}}}
 
@@ -102,7 +104,7 @@ def test_a_row_may_have_nothing_to_train_on(template, tmp_path):
     [
         ({"weight": 0.5}, "message 1: weight = 0.5: expected 0, 1, false or true"),
         ({"train": "no"}, 'message 1: train = "no": expected 0, 1, false or true'),
-        ({"train": True, "weight": 0}, "message 1: weight = 0 contradicts its train; remove one"),
+        ({"train": True, "weight": 0}, "message 1: train and weight contradict each other; remove one"),
         ({"role": "user", "train": True}, "message 1: train = true: only what the assistant says is trained on"),
         *(({key: [1]}, f'message 1: the key "{key}" is not supported; write "train"') for key in OTHER_MASKS),
         ({"role": None, "from": "function_call", "value": "{}"}, '"role": "assistant" with "tool_calls"'),
@@ -128,21 +130,21 @@ def test_conversations_of_sharegpt(template, tmp_path):
     assert line.endswith('no column "messages"; it has conversations (training.dataset_messages_key)')
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_what_is_not_read_is_named_once(template, assets, tmp_path, suffix, capsys):
+def test_what_is_not_read_is_named_once(template, assets, tmp_path, capsys):
     """Keys that the template mentions are read, and so are those that say which messages are trained on."""
-    template(PLAIN + "{# the speaker #}")
+    template(PLAIN + "{# the speaker, not the idea #}")
     tokenizer = build_tokenizer(str(assets.folder))  # in a process of its own
-    messages = [{**m, "speaker": "x", "odd\x1b": "y", "weight": 1 if m["role"] == "assistant" else 0}
-                for m in CONVERSATIONS[0]]  # fmt: skip
+    own = {"speaker": "x", "odd\x1b": "y", "id": 1}
+    messages = [{**m, **own, "weight": int(m["role"] == "assistant")} for m in CONVERSATIONS[0]]
     rows = [{"messages": messages, "tools": None, "parallel_tool_calls": True, "id": n} for n in range(30)]
-    file = write_rows(tmp_path / f"a{suffix}", rows)
-    Opened(tmp_path, tokenizer, file)
-    (line,) = line_of(capsys)
-    names = '"id", "messages[].odd\\u001b", "parallel_tool_calls"'
-    assert line == f'training.dataset_path = "{file}": not read of its rows: {names}'
-    Opened(tmp_path, tokenizer, file)
-    assert line_of(capsys) == [], "the cache is there"
+    for suffix in (".jsonl", ".parquet"):
+        file = write_rows(tmp_path / f"a{suffix}", rows)
+        Opened(tmp_path, tokenizer, file)
+        (line,) = line_of(capsys)
+        names = '"id", "messages[].id", "messages[].odd\\u001b", "parallel_tool_calls"'
+        assert line == f'training.dataset_path = "{file}": not read of its rows: {names}'
+        Opened(tmp_path, tokenizer, file)
+        assert line_of(capsys) == [], "the cache is there"
 
 
 def test_columns_of_texts_that_are_not_read_are_named(assets, tmp_path, capsys):

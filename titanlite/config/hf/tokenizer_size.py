@@ -7,13 +7,11 @@ from typing import Any
 from titanlite.config.regular_file import read_file
 
 LARGEST_FILE, MOST_IDS = 2**26, 2**20
-"""Bytes of a tokenizer.json, and ids of a tokenizer. Files that exceed one are not read; published ones are half as
-large."""
+"""Bytes of a tokenizer.json and ids of a tokenizer, at most; published ones have at most half as many."""
 
 
 def n_token_ids(path: Any) -> int:
-    """Return the largest id of a tokenizer.json, or the folder that contains it, and 1; 0 if it cannot be read, which
-    is an error when text is encoded."""
+    """Return 1 + the largest id of a tokenizer.json, or the folder with it; 0 if it cannot be read, an error later."""
     try:
         file = Path(path).expanduser()
         content = json.loads(read_file(file / "tokenizer.json" if file.is_dir() else file, LARGEST_FILE))
