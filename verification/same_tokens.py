@@ -1,4 +1,6 @@
-"""Compare token ids with those of transformers: kinds of tokenizers x texts, long texts, prompts and conversations.
+"""Compare token ids with those of transformers.
+
+Kinds of tokenizers x texts, long texts, prompts and conversations.
 
 python -m verification.same_tokens [--long] prints a table by counts, and each case that differs. --long cuts texts at
 the sizes of a run, and tries every tokenizer class of the installed transformers.
