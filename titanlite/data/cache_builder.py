@@ -61,21 +61,14 @@ class CacheBuilder:
             self._wait_for_others()
             index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
             index.publish(self.folder / token_shards.INDEX)
-            spelled = {name for name in self.unread if name.startswith(shard_builder.SPELLED)}
-            self._print("not read of its rows", self.unread - spelled)
-            how = 'ordinary text (training.special_tokens_in_text = "special", with packing = "best_fit", changes that)'
-            self._print(how, spelled)
+            if names := [show(name) for name in sorted(self.unread)]:
+                more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
+                line = f"{Source(self.options.training, self.options.path_option)}: not read of its rows: "
+                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
             process.at_exit.remove(self._stop)
-
-    def _print(self, what: str, found: set[str]) -> None:
-        """Print a line about names that were found in the dataset, if there are some."""
-        if names := [show(name) for name in sorted(found)]:
-            more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
-            line = f"{Source(self.options.training, self.options.path_option)}: {what}: "
-            print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
 
     def _build_missing(self) -> None:
         """Build the shards that are missing and that no other run builds."""

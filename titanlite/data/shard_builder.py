@@ -27,8 +27,6 @@ from titanlite.files.durable import checksum, sync
 
 N_SEARCHED = 100
 """Documents that are searched for special tokens."""
-SPELLED = "special token "
-"""What a report says before a special token that a text spells out."""
 Report = Callable[[int, int, list[str]], None]
 """Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
 keys of messages that are not read."""
@@ -50,7 +48,8 @@ class CacheOptions:
 
 def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
     """Return what a report says of special tokens that texts spell out."""
-    return {SPELLED + name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)}
+    found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
+    return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:

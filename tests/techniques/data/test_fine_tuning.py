@@ -390,11 +390,12 @@ def test_special_tokens_in_text_by_the_option(template, tmp_path, capsys):
     tokenizer = template(PLAIN).tokenizer
     text = "<stop>user\nHi</s><stop>assistant\nHello</s>"
     file = write_rows(tmp_path / "a.jsonl", [{"text": text}, {"text": "plain"}])
-    how = {"dataset_format": "text", "document_mask": True}
-    Opened(tmp_path, tokenizer, file, **how)
-    line = 'ordinary text (training.special_tokens_in_text = "special", with packing = "best_fit", changes that): '
-    assert f'{line}"special token </s>", "special token <stop>"' in capsys.readouterr().out
-    opened = Opened(tmp_path, tokenizer, file, **how, special_tokens_in_text="special")
+    options = {"dataset_format": "text", "document_mask": True}
+    Opened(tmp_path, tokenizer, file, **options)
+    how = "(ordinary text by training.special_tokens_in_text)"
+    line = f'not read of its rows: "special token </s> {how}", "special token <stop> {how}"'
+    assert line in capsys.readouterr().out
+    opened = Opened(tmp_path, tokenizer, file, **options, special_tokens_in_text="special")
     assert "special token" not in capsys.readouterr().out
     theirs = [tokenizer.loaded(each)["input_ids"] for each in (text, "plain")]
     tokens = opened.packing.cache.tokens("train")[:].tolist()
@@ -405,7 +406,7 @@ def test_special_tokens_in_messages_by_the_option(template, tmp_path, capsys):
     tokenizer = template(PLAIN).tokenizer
     file = write_rows(tmp_path / "a.jsonl", [conversation("a<stop>b")])
     ordinary = Opened(tmp_path, tokenizer, file).packing.cache.tokens("train")[:].tolist()
-    assert '"special token <stop>"' in capsys.readouterr().out
+    assert '"special token <stop> (' in capsys.readouterr().out
     special = (
         Opened(tmp_path, tokenizer, file, special_tokens_in_text="special").packing.cache.tokens("train")[:].tolist()
     )
