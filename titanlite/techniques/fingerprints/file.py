@@ -30,8 +30,8 @@ KEY = "titanlite.fingerprints"
 LARGEST_FILE = 2**27
 """Bytes: those of half a million tensors."""
 LARGEST_SQUARE = 64
-"""The mean square of inner products over the squared norm is 1 on average, and never above 64 in practice: the probability
-is that of a chi-squared with 16 degrees of freedom above 1,024, below 1e-200."""
+"""The mean square of inner products over the squared norm is 1 on average, and never above 64 in practice: that is a
+chi-squared with 16 degrees of freedom above 1,024, whose probability is below 1e-200."""
 NAME = re.compile(r"(input|forward|backward|gradient|update) [\w.]{1,200}( \w{1,40})?", re.ASCII)
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Name, Number = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_ -]{0,39}$")], Annotated[float, Field(ge=1, le=2**53)]
