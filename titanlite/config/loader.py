@@ -77,9 +77,9 @@ class ConfigError(Exception):
 
 
 def print_problems(error: ConfigError) -> None:
-    """Print one line per problem to standard error."""
+    """Print one line per problem to standard error. What a file or a library says in it moves no cursor."""
     for problem in error.problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(problem)}", file=sys.stderr)
 
 
 class Rejection(NamedTuple):
