@@ -778,9 +778,7 @@ def test_a_validation_set_that_is_added_at_a_resume_says_why_the_data_differ(run
     line = error_message(
         runs, 1, "run", *options, "--validation.enable", f"--validation.dataset_path={folder}/valid.jsonl"
     )
-    assert (
-        f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without a validation set of its' in line
-    )
+    assert f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without data of its own, val' in line
 
 
 CHANGES = {

@@ -15,7 +15,7 @@ from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
@@ -62,9 +62,8 @@ def open_sequences(
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    caches: Caches = []
-    for each in token_caches(training, validation):
-        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
+    needed = token_caches(training, validation)
+    caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
     sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -113,7 +112,7 @@ def pack_once(
 
 def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
     """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
-    template: type[Template] | None = None
+    template: Any = None
     if source.training.dataset_format != "text":
         from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
 

@@ -15,7 +15,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
@@ -56,14 +56,14 @@ def open_token_cache(
     tokenizer: Tokenizer,
     validation_fraction: float,
     *,
-    template: type[Template] | None,
+    template: Any,
     cache_folder: str,
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds what is missing or
-    damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large cache with its
-    checksums.
+    """Return the token cache of a dataset; `template` is ChatTemplate, or None for plain text. The rank with
+    `builds_cache`, one per node, builds what is missing or damaged, and the other ranks of its node wait for it. With
+    `verifies` it also compares all of a large cache with its checksums.
 
     Every rank must call it.
 
@@ -94,7 +94,7 @@ def open_token_cache(
         from titanlite.data.worker import name_of
 
         name = name_of(template) if template else ""
-        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name)
+        options = CacheOptions(source, tokenizer.path, validation_fraction, name)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")

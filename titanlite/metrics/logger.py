@@ -112,8 +112,7 @@ class ThroughputMeter:
 
 
 def step_values(loss: float, largest: float, norm: float, lr: float, counts: Sequence[int]) -> dict[str, float]:
-    """Return the values of a step by tag: losses in nats, the gradient norm, the learning rate, and of the counts of a
-    loader those of tokens and of padding."""
+    """Return the values of a step by tag: losses in nats, norm, learning rate, and what a loader's counts say."""
     positions, _, padding, _ = counts
     return {
         "loss_metrics/global_avg_loss": loss,
