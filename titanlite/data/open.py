@@ -207,7 +207,11 @@ def _open_validation(
             options = opened[0][0].source.training
             shorter = options.dataset == "text" and options.text_sample_by == "document"
             advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
-            advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher" if n > 1 else f"{n} cannot be shared; {advice}"
+            advice = (
+                f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
+                if n > 1
+                else f"one document cannot be divided; {advice}"
+            )
             problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
             problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
