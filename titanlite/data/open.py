@@ -194,24 +194,19 @@ def _open_validation(
     tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
 ) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
-    opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
-    splits = []
-    for each, cache in opened:
-        split = each.splits["validation"]
-        splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
+    opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
+    options = {"builds_cache": builds_cache}
+    splits = [pack_once(cache, split, tokenizer, source.training, **options) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]
     if not splits:
-        problem = f"{opened[0][0].source}: has no text to validate on"
-        if opened[0][0].fraction:
-            n = max(shard.train_documents for _, cache in opened for shard in cache.index.shards)
-            options = opened[0][0].source.training
-            shorter = options.dataset == "text" and options.text_sample_by == "document"
+        split, source, _ = opened[0]
+        problem = f"{source}: has no text to validate on"
+        if split == "validation":
+            n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
+            shorter = source.training.dataset == "text" and source.training.text_sample_by == "document"
             advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
-            advice = (
-                f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
-                if n > 1
-                else f"one document cannot be divided; {advice}"
-            )
+            if n > 1:
+                advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
             problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
             problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])

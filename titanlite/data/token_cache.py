@@ -105,22 +105,21 @@ def open_token_cache(
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     """Return what `find` returns on the rank of this node that builds the cache, and raise what it raises there."""
-    name, error = "", None
+    found: list[Any] = [(builds_cache, "", None)]
     if builds_cache:
         try:
-            name = find()
-        except (ConfigError, TrainingError) as caught:
-            error = caught
+            found = [(True, find(), None)]
+        except (ConfigError, TrainingError) as error:
+            found = [(True, "", error)]
     if dist.is_initialized():
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (builds_cache, name, error))
-        for builds, other, failed in found[: dist.get_rank() + 1]:  # a node's ranks are consecutive, the builder first
-            if builds:
-                name = other
-            error = error or failed
-    if error:
+        own, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        found = found[: dist.get_rank() + 1]
+    if error := next((failed for *_, failed in found if failed), None):
         raise error
-    return name
+    return next(
+        name for builds, name, _ in reversed(found) if builds
+    )  # a node's ranks are consecutive, it is the first
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
