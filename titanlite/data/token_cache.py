@@ -117,9 +117,8 @@ def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
         found = found[: dist.get_rank() + 1]
     if error := next((failed for *_, failed in found if failed), None):
         raise error
-    return next(
-        name for builds, name, _ in reversed(found) if builds
-    )  # a node's ranks are consecutive, it is the first
+    names = [name for builds, name, _ in found if builds]  # a node's ranks are consecutive, the builder first
+    return names[-1] if names else ""
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
