@@ -40,7 +40,7 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
     and clients of the network wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
     problem = f"{source}: {what}: {reason}; without a network, download its files elsewhere and name them with "
     return problem + 'training.dataset_path and training.dataset = "json" or "parquet"'
 
