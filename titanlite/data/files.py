@@ -53,7 +53,7 @@ KINDS = {
     "PDF": rb"%PDF-",
     "zip": rb"PK[\3\5\7]",
     "tar": rb".{257}ustar",
-    "a picture": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
+    "an image": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
     "a pickle": rb"\x80[\2-\5]",
     "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
     "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
