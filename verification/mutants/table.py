@@ -482,7 +482,7 @@ TECHNIQUES = [
     Mutant("techniques/sdc.py", "replicas are not compared",
            "        own += self._different_replicas()\n", "", SDC),
     Mutant("techniques/replicas/torchft.py", "the gradient norm of groups is their sum",
-           "both[1] / max(len(self.living), 1)", "both[1]", REPLICAS),
+           "norm / max(len(self.living), 1)", "norm", REPLICAS),
     Mutant("techniques/replicas/torchft.py", "groups count their own tokens only",
            "            valid.fill_(summed)\n", "            pass\n", REPLICAS),
     Mutant("hf/names.py", "biases of rotated heads keep the order of the folder",
