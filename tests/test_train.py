@@ -756,6 +756,7 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     [
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
+        (["--optimizer.name=Muon"], 'saved with optimizer.name = "Adam or AdamW", and this run has "Muon"; resume'),
         (["--training.seq_len=32"], "saved with data = "),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],

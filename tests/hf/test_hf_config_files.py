@@ -183,7 +183,7 @@ def test_an_exported_family_is_its_source(folder: Path, capsys):
     changed = {key: 0 for key in ("num_nextn_predict_layers",) if key in before and before[key] != 0}
     assert differences(before, after) == changed
     assert read(folder / "out", "generation_config.json") == read(folder / "hf", "generation_config.json")
-    line = f"config.json: that of {folder}/hf, but for {', '.join(changed) or 'nothing'}"
+    line = f"config.json: that of {folder}/hf{', except for ' if changed else ''}{', '.join(changed)}"
     assert capsys.readouterr().out.splitlines()[-1] == line
     hf, theirs = from_pretrained(folder / "out"), from_pretrained(folder / "hf")
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in hf.state_dict().items())

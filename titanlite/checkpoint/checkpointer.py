@@ -138,19 +138,20 @@ class Checkpointer:
     def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
-        state: dict[str, Any] = {}
         with collected_problems(self.group) as problems:
             reader = CheckpointReader(path)
-            state = reader.state
         if problems:
             return {}, problems
         options = {"mixture": ", set training.change_mixture_on_resume = true"}
+        state = reader.state
+        saved = _with_optimizer(state["identity"], state["config"])
+        own = _with_optimizer(self.identity, self.config if state["config"] else {})
         differences = [
-            f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
+            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
             f"with the same{options.get(key, '')}, or start in another job.dump_folder "
             "(checkpoint.initial_load_path loads only the weights)"
-            for key, value in {**dict.fromkeys(state["identity"]), **self.identity}.items()
-            if state["identity"].get(key) != value and key not in self.may_differ
+            for key, value in {**dict.fromkeys(saved), **own}.items()
+            if saved.get(key) != value and key not in self.may_differ
         ]
         if differences:
             raise ConfigError(differences)
@@ -208,9 +209,8 @@ class Checkpointer:
         slices = slices_to_save(model_tensors(model) | states) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
-        content = json.dumps(
-            {"step": step, "identity": self.identity, "config": self.config, **state}, indent=1
-        ).encode()
+        record = {"step": step, "identity": self.identity, "config": self.config, **state}
+        content = json.dumps(record, indent=1).encode()
         with contextlib.ExitStack() as stack:
             description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
             stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
@@ -415,8 +415,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
-        is_hf = is_hugging_face(path)
-        if is_hf:
+        if is_hf := is_hugging_face(path):
             from titanlite.hf.load import load_hf_weights
 
             load_hf_weights(path, model, options)
@@ -460,6 +459,12 @@ def _load(
                 options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
                 with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
     return problems
+
+
+def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with the optimizer whose states a run saves, if its config is known."""
+    name = config.get("optimizer.name")
+    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})
 
 
 def _size(path: Path) -> int:

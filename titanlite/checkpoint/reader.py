@@ -109,8 +109,7 @@ class CheckpointReader:
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Check that the checkpoint has these tensors, plain ones or DTensors, with their shapes."""
-        missing = [name for name in tensors if name not in self.shapes]
-        if missing:
+        if missing := [name for name in tensors if name not in self.shapes]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError([f"{self.path}: {missing[0]}{more} is not in the checkpoint; it is of another model"])
         for name, tensor in tensors.items():

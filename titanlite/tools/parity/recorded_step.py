@@ -26,12 +26,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titanlite.config import ConfigError, load_values
+from titanlite.config import ConfigError
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
@@ -120,8 +121,7 @@ def read_step(folder: Path) -> RecordedStep:
     """Read and check the folder. Raises ConfigError if a file is missing, damaged or not of this model."""
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
-    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}, "training": {"seq_len": 1}}
-    model = load_values(options, str(folder / "config.json"), []).config.model
+    model = model_of(folder)
     if model.moe.n_experts:
         problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
         raise ConfigError([f"{folder / 'config.json'}: {problem}"])
