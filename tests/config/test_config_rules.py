@@ -453,7 +453,7 @@ ACCEPTED = {
     "gradient accumulation": {GLOBAL_BATCH: 64},
     "schedule longer than the run": {STEPS: 5, TOTAL_STEPS: 9},
     "warmup longer than the run": {STEPS: 5, "lr_scheduler.warmup_steps": 9},
-    "rope factors that are not read": {ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
+    "rope factors that are turned off": {ROPE_SCALING: 1.0, ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
     "rope factors of another type": {ROPE_SCALING: 2.0, ROPE_TYPE: "linear", ROPE_LOW: 9.0, ROPE_SLOW: 99.0},
     "heads of any width": {DIM: 100, HEAD_DIM: 6},
     "window longer than the sequence": {WINDOW: 1 << 30},

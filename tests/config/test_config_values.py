@@ -678,7 +678,7 @@ MAY_DIFFER_BETWEEN_NODES = {"model.hf_assets_path", "training.dataset_path", "tr
 
 def test_help_of_a_section():
     assert re.findall(r"^\[(.*)\]", help_text(["--help", "model"]), re.M) == ["model", "model.moe", "model.mla"]
-    assert help_text(["debug", "--help"]) == help_text()
+    assert help_text(["debug", "--help"]) == help_text()  # a config, and not the section of its name
 
 
 def test_help_names_every_option_with_its_type_bounds_default_and_meaning():

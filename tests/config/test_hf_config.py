@@ -17,6 +17,7 @@ from titanlite.config.hf.families import FAMILIES
 from titanlite.config.hf.values import LARGEST_FILE
 from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
+from titanlite.data.open import build_tokenizer
 from titanlite.hf.config_files import model_of
 from titanlite.tools.generate.folder import open_folder
 
@@ -207,7 +208,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                              "n_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-6, "qk_norm": True, "ffn_dim": 96}),
     "qwen3_moe, hub":      ({**QWEN3_MOE, "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2,
                              "mlp_only_layers": [0, 1], "max_window_layers": 48, "use_sliding_window": False,
-                             "sliding_window": None, "attention_bias": True, "num_key_value_heads": 2},
+                             "sliding_window": None, "attention_bias": True, "num_key_value_heads": 2,
+                             "num_hidden_layers": 4},
                             {"moe": {"n_experts": 8, "n_experts_per_token": 2, "expert_dim": 24, "every_n_layers": 2,
                                      "n_first_dense_layers": 2, "normalize_scores": True},
                              "n_kv_heads": 2, "head_dim": 32, "attention_bias": "all", "sliding_window": 0}),
@@ -638,8 +640,8 @@ def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_pa
     (tmp_path / "here").mkdir()
     lines = problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: place}))
     assert lines == [f"{place}/config.json: no such file{hint} that folder"]
-    for read in (lambda: is_hugging_face(Path(place)), lambda: open_folder(Path(place))):
-        assert hint in problems(read)[0]
+    for read in (is_hugging_face, open_folder, lambda path: build_tokenizer(str(path))):
+        assert hint in problems(lambda read=read: read(Path(place)))[0]
     assert hint not in problems(lambda: load(tmp_path, {FLAVOR: "from_hf", ASSETS: "here/model"}))[0]
 
 

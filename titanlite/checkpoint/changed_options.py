@@ -19,9 +19,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
     if "optimizer.lr" in changed or any(key.startswith("lr_scheduler.") for key in changed):
         last, next_step = new["lr_scheduler.total_steps"], step + 1
         anew = f"{learning_rate(new, next_step):.3e} at step {next_step}" if step < last else f"it ends at step {last}"
-        line += (
-            f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, {anew}"
-        )
+        before = f"lr {learning_rate(old, step):.3e} at step {step}"
+        line += f"; the learning-rate schedule is computed anew: {before}, {anew}"
     return line
 
 

@@ -112,8 +112,7 @@ class Checkpointer:
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
             problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
             raise ConfigError([problem + "the next resume would pick them"])
-        problems: list[str] = []
-        damaged: list[tuple[Path, str]] = []
+        problems, damaged = list[str](), list[tuple[Path, str]]()
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)

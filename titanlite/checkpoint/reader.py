@@ -143,8 +143,7 @@ class CheckpointReader:
 
     def _file(self, index: int) -> CheckedFile:
         if index not in self._files:
-            name = self.manifest.file_names[index]
-            tensors = self.manifest.names_of_file(index)
+            name, tensors = self.manifest.file_names[index], self.manifest.names_of_file(index)
             expected = {each: (self.manifest.tensors[each].dtype, stored) for each, stored in tensors.items()}
             self._files[index] = CheckedFile(self.path / name, self.manifest.files[name], expected)
         return self._files[index]

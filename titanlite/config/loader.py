@@ -301,11 +301,10 @@ def _validate(
 
 
 def _is_set(values: Any, place: Place) -> bool:
-    try:
+    with contextlib.suppress(KeyError, IndexError):
         functools.reduce(operator.getitem, place, values)
-    except (KeyError, IndexError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _place(kind: type[Section], loc: Place) -> tuple[Place, type[Section], Any]:

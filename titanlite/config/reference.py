@@ -11,8 +11,9 @@ from titanlite.config.types import MAY_DIFFER
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """Return the options for the terminal: of the sections that the arguments name, or else all."""
-    named = [each for each in sections_of(Config) if each in arguments or each.partition(".")[0] in arguments]
+    """Return the options for the terminal: of the sections that arguments name after --help, or else all."""
+    sections = {*arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]}
+    named = [each for each in sections_of(Config) if {each, each.partition(".")[0]} & sections]
     lines = [
         *(USAGE, ""),
         "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b.",

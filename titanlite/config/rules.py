@@ -10,19 +10,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 from titanlite.config import keys
-from titanlite.config.loader import Rejections, options_of, show, value_of
+from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.rules_data import data_rules, dataset_rules
 from titanlite.config.rules_families import family_rules
 from titanlite.config.rules_model import expert_rules, model_rules, size_rules
 from titanlite.config.rules_parallelism import context_rules, pipeline_rules, shard_rules, split_backward_rules
-from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Model, Moe, Optimizer, Precision
+from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, Mla, Moe, Optimizer, Precision
 
-QK_CLIP = "optimizer.qk_clip_threshold"
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
-GATHER = "float8.enable_fsdp_float8_all_gather"
-UNSCALED = ("rope_theta", "rope_scaling_factor", "rope_short_factors", "rope_long_factors")
-"""Rotary options that are read without scaling, or have rules of their own."""
+QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_gather"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
 """Products of two 8-bit integers whose sum cannot overflow in 32 bits."""
@@ -54,13 +51,11 @@ OF_EXPERTS = _keys("model.moe", Moe.model_fields, "n_experts", "balance_bias_rat
 OF_PIPELINE = [keys.SCHEDULE, keys.MICROBATCH, keys.STAGES_PER_RANK, keys.BALANCE, *keys.END_LAYERS, keys.STAGE_MODULES]
 OF_CHECKPOINTS = _keys("checkpoint", Checkpoint.model_fields, "enable", "initial_load_path", "export_dtype")
 OF_MUON = _keys("optimizer", [name for name in Optimizer.model_fields if name.startswith("muon_")])
-OF_ROPE = _keys("model", [name for name in Model.model_fields if name.startswith("rope_")], *UNSCALED)
 DEPENDENT_OPTIONS = [
     Dependent([keys.PROMPTS], "validation.enable", on=(True,), off=(False,)),
     Dependent(["training.streaming_shards", keys.SHUFFLE_BLOCK], keys.STREAMING, on=(True,)),
     Dependent(LOSS_SCALE, keys.PARAM, on=("float16",), off=get_args(Precision)),
     Dependent(["training.outlier_window"], "training.skip_outlier_sigma", off=(0,)),
-    Dependent(OF_ROPE, "model.rope_scaling_factor", off=(1,)),
     Dependent(["activation_checkpoint.selective_ac_option"], keys.AC_MODE, on=("selective",), off=("none",)),
     Dependent(OF_CHECKPOINTS, "checkpoint.enable", on=(True,), off=(False,)),
     Dependent(["checkpoint.export_dtype"], "checkpoint.last_save_in_hf", on=(True,), off=(False,)),
@@ -99,9 +94,7 @@ def _dependent_options(config: Config, changed: set[str], reject: Rejections) ->
     for dependent in DEPENDENT_OPTIONS:
         switch, value = dependent.switch, value_of(config, dependent.switch)
         section, _, name = switch.rpartition(".")
-        is_required = options_of(Config)[switch].is_required()  # then the flavor sets it
-        is_set = switch in changed if is_required else name in value_of(config, section).model_fields_set
-        turned_off = value in dependent.off and is_set
+        turned_off = value in dependent.off and name in value_of(config, section).model_fields_set
         if dependent.reads(value) or turned_off:
             continue
         needed = " or ".join(map(show, dependent.on)) or f"above {max(dependent.off)}"

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
-from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import read_file
 from titanlite.data.tokenizer import Tokenizer
@@ -90,8 +89,8 @@ class HuggingFaceTokenizer(Tokenizer):
             special = {token["content"] for token in named if token.get("special")} & ids.keys() - known
             self.tokenizer.add_special_tokens(added := sorted(special))
         except BaseException as error:  # `tokenizers` raises bare Exception, and its Rust code what is no Exception
-            reason = f"{reason_of(error)}{how_to_download(path)}"
-            raise ConfigError([f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason}"]) from None
+            problem = f"model.hf_assets_path: {file} cannot be read as a tokenizer: {reason_of(error)}"
+            raise ConfigError([problem]) from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
         self.tokenizer.no_padding()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
@@ -28,7 +29,10 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
         return ByteTokenizer()
     from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
 
-    return TokenizerProcess(Path(hf_assets_path).expanduser())
+    path = Path(hf_assets_path).expanduser()
+    if hint := how_to_download(path):
+        raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
+    return TokenizerProcess(path)
 
 
 class CacheOfRun(NamedTuple):
@@ -57,9 +61,8 @@ def open_sequences(
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    caches: Caches = []
-    for each in token_caches(training, validation):
-        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
+    named = token_caches(training, validation)
+    caches: Caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in named]
     sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -124,8 +127,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
     for_all = _validation_source(next(iter(datasets.values())), validation)
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
-        splits: dict[str, Split] = {"training": "train"}
-        fraction = 0.0
+        splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
             own = source.training.model_copy(update={"dataset_split": "validation"})
             own_source = dataclasses.replace(source, training=own)
@@ -164,7 +166,7 @@ def open_mixture(
     from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
-    packed, identities, problems = [], [], []
+    packed, identities, components, problems = [], [], [], []
     for options, (own, cache) in zip(training.datasets, opened, strict=True):
         own_seed = mixture.seed_of(options.name, seed)
         try:
@@ -176,7 +178,6 @@ def open_mixture(
     if problems:
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
-    components = []
     for number, (options, sequences) in enumerate(zip(training.datasets, packed, strict=True)):
         limit = mixture.largest_count(options, sequences.n_sequences, training.seq_len)
         if limit == 0:
@@ -192,8 +193,7 @@ def _open_validation(
     tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
 ) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
-    opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
-    splits = []
+    opened, splits = [(each, cache) for each, cache in caches if "validation" in each.splits], []
     for each, cache in opened:
         split = each.splits["validation"]
         splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
