@@ -212,6 +212,7 @@ HINTS = {
     'training.mixed_precision_reduce = "fp32"': "float32", 'training.mixed_precision_param = "fp16"': "float16",
     'optimizer.name = "adamw"': "AdamW", 'parallelism.pipeline_parallel_schedule = "1f1b"': "1F1B",
     'parallelism.pipeline_parallel_schedule = "ZeroBubble"': "ZBVZeroBubble",
+    'model.flavor = "llama3"': "llama3_1b or llama3_3b or llama3_8b", 'model.attention_bias = "q"': "qkv",
 }
 # fmt: on
 

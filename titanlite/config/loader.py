@@ -324,8 +324,7 @@ def _problem(kind: type[Section], place: Place, section: type[Section], field: A
     if key in sections_of(kind):
         message = f"expected a section, written [{key}]"
     elif field:
-        expected = f"expected {expectation(field, value)}"
-        near = did_you_mean(value, re.findall('"(.+?)"', expected), cutoff=0.54)
+        near = did_you_mean(value, re.findall('"(.+?)"', expected := f"expected {expectation(field, value)}"))
         message = entry["msg"] if entry["type"] == OWN_MESSAGE else expected + near
     elif len(place) == 1:
         if isinstance(value, (dict, list)):
@@ -379,13 +378,14 @@ def _hint(kind: type[Section], section: str, key: str = "") -> str:
     return f"; did you mean {near[0]}?" if near else "; --help lists every option"
 
 
-def did_you_mean(value: Any, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint at the choice that is spelled most like a text, with its first letter and its digits; "" without
-    one: relu is no misspelled gelu, and float16 no bfloat16."""
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """Return a hint at the choice that is spelled most like a text, with its first letter and its digits (relu is no
+    misspelled gelu, and float16 no bfloat16), or else at those that begin with it; "" without one."""
     text, parts = value.lower().replace("-", "_") if isinstance(value, str) else "", re.compile("^.|[0-9]")
-    names = {choice.lower(): choice for choice in choices if parts.findall(choice.lower()) == parts.findall(text)}
-    near = difflib.get_close_matches(text, names, n=1, cutoff=cutoff)
-    return f"; did you mean {names[near[0]]}?" if near else ""
+    names = {choice.lower(): choice for choice in choices}
+    alike = [name for name in names if parts.findall(name) == parts.findall(text)]
+    near = difflib.get_close_matches(text, alike, 1, 0.54) or [name for name in names if name.startswith(text or "?")]
+    return f"; did you mean {' or '.join(names[name] for name in near[:3])}?" if near else ""
 
 
 def printable(text: str, keep: str = "") -> str:
