@@ -73,6 +73,7 @@ total_steps = 12
 log_freq = 1
 
 [checkpoint]
+enable = false
 interval = 3
 """
 TAGS = {
@@ -777,6 +778,10 @@ CHANGES = {
         "training.steps 3 -> 5, lr_scheduler.total_steps 12 -> 5; the learning-rate schedule is computed anew: lr "
         "9.091e-03 at step 3, 5.000e-03 at step 4"
     ),
+    ("--training.steps=2", "--lr_scheduler.total_steps=-1"): (
+        "training.steps 3 -> 2, lr_scheduler.total_steps 12 -> 2; the learning-rate schedule is computed anew: lr "
+        "9.091e-03 at step 3, it ends at step 2"
+    ),
     ("--optimizer.lr=1",): (
         "optimizer.lr 0.01 -> 1.0; the learning-rate schedule is computed anew: lr 9.091e-03 at step 3, 8.182e-01 at "
         "step 4"
@@ -785,10 +790,16 @@ CHANGES = {
 """Options of a run that resumes after step 3, and the line about them."""
 
 
-def lines_of_run(argv: list[str]) -> list[str]:
+def lines_of_run(argv: list[str], stop_after: int = 10**9) -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert run_train(argv) == ""
+        assert run_train(argv, stop_after) == ""
     return out.getvalue().splitlines()
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved(runs):
+    argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / 'run'}"]
+    (lines,) = runs.ranks(1).run(lines_of_run, argv=argv, stop_after=1)
+    assert lines[-1] == "asked to stop: ended after step 1; nothing was saved: checkpoint.enable = false"
 
 
 def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:
