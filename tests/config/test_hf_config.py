@@ -19,6 +19,7 @@ from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import Model, Moe
 from titanlite.data.open import build_tokenizer
 from titanlite.hf.config_files import model_of
+from titanlite.launch.cli import run_command
 from titanlite.tools.generate.folder import open_folder
 
 LLAMA: dict[str, Any] = {
@@ -655,6 +656,23 @@ def test_a_model_larger_than_its_weights_or_that_no_run_can_have_is_one_line(tmp
     assert problems(lambda: model_of(tmp_path))[0].startswith(f"{file}: model.head_dim = 2147483")
     write(tmp_path, {**LLAMA, "num_key_value_heads": 3})
     assert problems(lambda: model_of(tmp_path))[0].startswith(f"{file}: model.n_kv_heads = 3")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{name} run.toml" for name in ("config", "plan", "tokenize", "parity")),
+        "generate . x",
+        "eval . --dataset json",
+    ],
+)
+def test_a_number_beyond_its_bound_is_one_line_of_every_command(command: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(write(tmp_path, {**LLAMA, "num_hidden_layers": 2**31}))
+    (tmp_path / "run.toml").write_text('[model]\nflavor = "from_hf"\nhf_assets_path = "."')
+    name, *arguments = command.split()
+    assert run_command(name, arguments) == 2
+    problem = "config.json: num_hidden_layers = 2147483648: expected an integer from 1 to 4096"
+    assert capsys.readouterr().err == f"error: {problem}\n"
 
 
 def test_flavor_from_hf(tmp_path: Path):

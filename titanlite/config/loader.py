@@ -140,7 +140,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     A bare `--section.key` is true; a value may follow after a space. `rules` returns the problems between options, from
     the options and the keys whose value is not the default. Raises ConfigError with every problem.
     """
-    argv = _with_values(kind, argv)
+    argv = with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     arguments = [argument for argument in argv if argument.startswith("-")]
     if len(names) != 1 or not names[0]:
@@ -150,7 +150,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     return load_values(kind, read_toml(file), file, arguments, rules=rules)
 
 
-def _with_values(kind: type[Section], argv: list[str]) -> list[str]:
+def with_values(kind: type[Section], argv: list[str]) -> list[str]:
     """Return arguments in which `--section.key value` is `--section.key=value`."""
     joined = [""]
     for text in argv:

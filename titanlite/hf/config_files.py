@@ -12,12 +12,12 @@ from titanlite.config.schema import Model, count_parameters
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a folder's config.json, which is not larger than the weights beside it, if there are any.
-    Raises ConfigError as a run on such a model does."""
+    """Return the model of a folder's config.json. Raises ConfigError as a run on such a model does, and for a model of
+    1 GiB or more that is larger than the weights beside it, if there are any."""
     file, weights = folder / "config.json", folder.glob("*.safetensors")
     sizes = [each.stat().st_size for each in weights if each.is_file()]
     model = load_values({"model": model_options(folder), "training": {"seq_len": 1}}, str(file), []).config.model
-    if sizes and (n_parameters := count_parameters(model)) > 2 * sum(sizes):  # a weight has 4 bits or more
+    if sizes and (n_parameters := count_parameters(model)) > max(2 * sum(sizes), 2**28):  # of 4 bits or more
         problem = f"has {n_parameters} parameters, and the *.safetensors beside it {sum(sizes)} bytes"
         raise ConfigError([f"{file}: its model {problem}; expected the config.json of these weights"])
     return model
