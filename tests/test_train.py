@@ -73,6 +73,7 @@ total_steps = 12
 log_freq = 1
 
 [checkpoint]
+enable = false
 interval = 3
 """
 TAGS = {
@@ -760,6 +761,7 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     [
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
+        (["--optimizer.name=Muon"], 'saved with optimizer.name = "Adam or AdamW", and this run has "Muon"; resume'),
         (["--training.seq_len=32"], "; resume with the same (changed: training.seq_len 64 -> 32), or start"),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],
@@ -791,6 +793,10 @@ CHANGES = {
         "training.steps 3 -> 5, lr_scheduler.total_steps 12 -> 5; the learning-rate schedule is computed anew: lr "
         "9.091e-03 at step 3, 5.000e-03 at step 4"
     ),
+    ("--training.steps=2", "--lr_scheduler.total_steps=-1"): (
+        "training.steps 3 -> 2, lr_scheduler.total_steps 12 -> 2; the learning-rate schedule is computed anew: lr "
+        "9.091e-03 at step 3, it ends at step 2"
+    ),
     ("--optimizer.lr=1",): (
         "optimizer.lr 0.01 -> 1.0; the learning-rate schedule is computed anew: lr 9.091e-03 at step 3, 8.182e-01 at "
         "step 4"
@@ -799,10 +805,16 @@ CHANGES = {
 """Options of a run that resumes after step 3, and the line about them."""
 
 
-def lines_of_run(argv: list[str]) -> list[str]:
+def lines_of_run(argv: list[str], stop_after: int = 10**9) -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert run_train(argv) == ""
+        assert run_train(argv, stop_after) == ""
     return out.getvalue().splitlines()
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved(runs):
+    argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / 'run'}"]
+    (lines,) = runs.ranks(1).run(lines_of_run, argv=argv, stop_after=1)
+    assert lines[-1] == "asked to stop: ended after step 1; nothing was saved: checkpoint.enable = false"
 
 
 def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:

@@ -78,6 +78,12 @@ def test_rejected(tmp_path: Path, model: dict[str, Any], sections: dict[str, Any
     assert line.partition(": ")[2].startswith(expected), line
 
 
+def test_options_of_a_scaling_that_some_layers_have_are_read(tmp_path: Path):
+    model = {"rope_beta_slow": 9.0, "layer_pattern": [{}, {"rope_scaling_factor": 2.0}]}
+    assert load(tmp_path, model).config.model.rope_beta_slow == 9
+    assert load(tmp_path, {"llama4_scaling_beta": 0.1, "rope_original_seq_len": 4096}).config.model.rope_theta
+
+
 def test_longrope_has_as_many_factors_as_each_layer_has_pairs(tmp_path: Path):
     pattern = [{}, {"partial_rotary_factor": 0.5}]
     model = {**LONG, "rope_long_factors": PAIRS, "rope_short_factors": PAIRS, "layer_pattern": pattern}

@@ -19,8 +19,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
     valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
-        line += f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, "
-        line += f"{learning_rate(new, step + 1):.3e} at step {step + 1}"
+        last, next_step = new["lr_scheduler.total_steps"], step + 1
+        anew = f"{learning_rate(new, next_step):.3e} at step {next_step}" if step < last else f"it ends at step {last}"
+        line += (
+            f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, {anew}"
+        )
     return line
 
 

@@ -113,8 +113,7 @@ class Checkpointer:
             problem = f"checkpoint.load_step = {self.checkpoint.load_step}: expected the newest step in {self.folder}, "
             problem += f"which has {', '.join(map(str, steps)) or 'none'}; to go back, move the newer ones away, since "
             raise ConfigError([problem + "the next resume would pick them"])
-        problems: list[str] = []
-        damaged: list[tuple[Path, str]] = []
+        problems, damaged = list[str](), list[tuple[Path, str]]()
         while names and (self.checkpoint.on_corrupt == "previous" or not problems):
             path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)
@@ -135,22 +134,22 @@ class Checkpointer:
     def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
-        state: dict[str, Any] = {}
         with collected_problems(self.group) as problems:
             reader = CheckpointReader(path)
-            state = reader.state
         if problems:
             return {}, problems
-        options = {"mixture": ", set training.change_mixture_on_resume = true"}
+        state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
         if changed := listed(state["config"], self.config, OF_DATA):
             why = "; without data of its own, validation takes validation.fraction of the documents from the training"
             options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
+        saved = _with_optimizer(state["identity"], state["config"])
+        own = _with_optimizer(self.identity, self.config if state["config"] else {})
         differences = [
-            f"{path}: saved with {key} = {show(state['identity'].get(key))}, and this run has {show(value)}; resume "
+            f"{path}: saved with {key} = {show(saved.get(key))}, and this run has {show(value)}; resume "
             f"with the same{options.get(key, '')}, or start in another job.dump_folder "
             "(checkpoint.initial_load_path loads only the weights)"
-            for key, value in {**dict.fromkeys(state["identity"]), **self.identity}.items()
-            if state["identity"].get(key) != value and key not in self.may_differ
+            for key, value in {**dict.fromkeys(saved), **own}.items()
+            if saved.get(key) != value and key not in self.may_differ
         ]
         if differences:
             raise ConfigError(differences)
@@ -411,8 +410,7 @@ def load_weights(path: Path, model: nn.Module, options: Model) -> None:
     rank must call it; a process without ranks may. `options` is the [model] section of the full model. Raises
     ConfigError if the folder is not complete, is damaged or is of another model."""
     with collected_problems() as problems:
-        is_hf = is_hugging_face(path)
-        if is_hf:
+        if is_hf := is_hugging_face(path):
             from titanlite.hf.load import load_hf_weights
 
             load_hf_weights(path, model, options)
@@ -456,3 +454,9 @@ def _load(
                 options = {"description": f"reading {reader.path}", "group": group, "timeout": timeout}
                 with_all_ranks(lambda: reader.load(wanted), lambda: reader.bytes_read, **options)
     return problems
+
+
+def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with the optimizer whose states a run saves, if its config is known."""
+    name = config.get("optimizer.name")
+    return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
@@ -33,7 +34,10 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
         return ByteTokenizer()
     from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
 
-    return TokenizerProcess(Path(hf_assets_path).expanduser())
+    path = Path(hf_assets_path).expanduser()
+    if hint := how_to_download(path):
+        raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
+    return TokenizerProcess(path)
 
 
 class CacheOfRun(NamedTuple):
@@ -128,8 +132,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
     for_all = _validation_source(next(iter(datasets.values())), validation)
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
-        splits: dict[str, Split] = {"training": "train"}
-        fraction = 0.0
+        splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
             own = source.training.model_copy(update={"dataset_split": "validation"})
             own_source = dataclasses.replace(source, training=own)

@@ -1,11 +1,12 @@
 """Arguments of the commands: how they are parsed, and what several commands have in common."""
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, did_you_mean
 from titanlite.config.types import MOST_ITEMS
 
 MODEL_DTYPES = ("float32", "bfloat16", "float64")
@@ -27,7 +28,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"command line: {message}; --help tells more"])
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(found[1], re.findall(r"[\w.]+", found[2])) if found else ""
+        raise ConfigError([f"command line: {message}{hint or '; --help tells more'}"])
 
 
 def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callable[[str], Any]:

@@ -4,6 +4,7 @@ import difflib
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 
@@ -21,10 +22,7 @@ COMMANDS = {
     "diff": ("titanlite.tools.diff.command", "find the first tensor at which two runs differ"),
     "tokenize": ("titanlite.tools.tokenize", "tokenize the dataset of a config before a run"),
     "checkpoint": ("titanlite.tools.checkpoint", "list and verify the checkpoints of a run"),
-    "config": (
-        "titanlite.tools.config",
-        "print or compare configs, or print all options; convert a file of torchtitan",
-    ),
+    "config": ("titanlite.tools.config", "print, compare or convert configs, or print all options"),
     "generate": ("titanlite.tools.generate.command", "continue prompts with a trained model"),
     "eval": ("titanlite.tools.evaluate", "compute the loss of a model on a dataset"),
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
@@ -36,14 +34,9 @@ ENDED_AT_ONCE = ("train", "tokenize", "generate", "eval")
 
 def usage() -> str:
     """Return the text of `titanlite --help`."""
-    lines = ["usage: titanlite COMMAND [arguments]", "", "commands:"]
-    lines += [f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    lines += [
-        "",
-        "titanlite COMMAND --help tells more. CONFIG is a TOML file, or a name such as debug or 70b of a config",
-    ]
-    lines += ["that comes with titanlite."]
-    return "\n".join(lines)
+    commands = "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in COMMANDS.items())
+    hint = "CONFIG is a TOML file, or a name such as debug or 70b of a config\nthat comes with titanlite."
+    return f"usage: titanlite COMMAND [arguments]\n\ncommands:\n{commands}\ntitanlite COMMAND --help tells more. {hint}"
 
 
 def main() -> None:
@@ -59,6 +52,13 @@ def main() -> None:
         exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
+        status = 1
+    except (MemoryError, ImportError, RuntimeError) as error:
+        lacks_memory = isinstance(error, MemoryError) or re.search("allocate mem|new thread|map segment", f"{error}")
+        if not lacks_memory:
+            raise
+        reason = printable(f"{error}") or "no more can be allocated"
+        print(f"error: titanlite {name}: out of memory: {reason}; is ulimit -v too low?", file=sys.stderr)
         status = 1
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):

@@ -281,6 +281,7 @@ def keep_log(folder: str) -> None:
         log = os.open(log_file(folder, int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
+    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may have lines of earlier starts
     shown = (os.environ.get("LOG_RANK") or "0").split(",")
     if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
         console = os.dup(2)

@@ -17,12 +17,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titanlite.config import ConfigError, load_values
+from titanlite.config import ConfigError
 from titanlite.config.hf.values import read_json_object
 from titanlite.config.loader import show
 from titanlite.config.schema import Model
 from titanlite.config.types import Count, Fraction, NotNegative, Positive, Ranks
 from titanlite.files.durable import Record, parse
+from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, NOT_A_WEIGHT, PREFIXES, first_of, open_safetensors, tensor_files
 from titanlite.hf.names import OUTPUT_HEAD, from_hf, hf_shape, hf_tensors, tensor_shapes
 from titanlite.loss import IGNORED
@@ -113,8 +114,7 @@ def read_step(folder: Path) -> RecordedStep:
     before = _files(folder)
     step = parse(RecordedOptions, read_json_object(folder / "step.json"), str(folder / "step.json"))
     # The length of the batch is compared with the model's positions below.
-    options = {"model": {"flavor": "from_hf", "hf_assets_path": str(folder)}, "training": {"seq_len": 1}}
-    model = load_values(options, str(folder / "config.json"), []).config.model
+    model = model_of(folder)
     if model.moe.n_experts:
         problem = "the model has experts; only dense ones are compared, as rounding sends tokens to other experts"
         raise ConfigError([f"{folder / 'config.json'}: {problem}"])
