@@ -14,16 +14,13 @@ OF_DATA += ("training.long", "training.streaming", "validation.dataset", "valida
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Return a line with the options that differ from a checkpoint's and, if the learning-rate schedule is another one,
-    the learning rates of `step`, the checkpoint's, and of the next one. Raises ConfigError if its schedule is not
-    valid."""
+    """Return a line with the options that differ from a checkpoint's and, if the schedule is another one, the learning
+    rates of `step`, by the checkpoint, and of the next one. Raises ConfigError if the checkpoint's is not valid."""
     line = f"changed since the checkpoint: {listed(old, new)}"
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in differences(old, new)):
-        last, next_step = new["lr_scheduler.total_steps"], step + 1
-        anew = f"{learning_rate(new, next_step):.3e} at step {next_step}" if step < last else f"it ends at step {last}"
-        line += (
-            f"; the learning-rate schedule is computed anew: lr {learning_rate(old, step):.3e} at step {step}, {anew}"
-        )
+        before, last = learning_rate(old, step), new["lr_scheduler.total_steps"]
+        after = f"{learning_rate(new, step + 1):.3e} at step {step + 1}" if step < last else f"it ends at step {last}"
+        line += f"; the learning-rate schedule is computed anew: lr {before:.3e} at step {step}, {after}"
     return line
 
 
