@@ -305,9 +305,8 @@ def _problem(kind: type[Section], place: Place, section: type[Section], field: A
         message = f"a key outside any section{_hint(kind, '', key)}"
     elif any(isinstance(part, int) for part in place):
         near = difflib.get_close_matches(name, section.model_fields, n=1)
-        message = "unknown key; " + (
-            f"did you mean {near[0]}?" if near else f"expected one of {', '.join(section.model_fields)}"
-        )
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(section.model_fields)}"
+        message = f"unknown key; {hint}"
     else:
         message = f"unknown key{_hint(kind, key.removesuffix(f'.{name}'), name)}"
     return f"{key} = {show(value)}: {message}"
@@ -334,12 +333,8 @@ def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
 def options_of(kind: type[Section]) -> dict[str, Any]:
     """Return the pydantic field of every option, by `section.key`."""
     sections = sections_of(kind)
-    return {
-        f"{name}.{key}": option
-        for name, section in sections.items()
-        for key, option in section.model_fields.items()
-        if f"{name}.{key}" not in sections
-    }
+    fields = ((f"{name}.{key}", field) for name, part in sections.items() for key, field in part.model_fields.items())
+    return {key: option for key, option in fields if key not in sections}
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:

@@ -4,12 +4,13 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.config.regular_file import open_own
+
 
 def report(what: str, error: OSError, consequence: str) -> None:
     """Print one line about a file that could not be written."""
-    print(
-        f"warning: {what} could not be written: {error.strerror or error}; {consequence}", file=sys.stderr, flush=True
-    )
+    problem = f"warning: {what} could not be written: {error.strerror or error}"
+    print(f"{problem}; {consequence}", file=sys.stderr, flush=True)
 
 
 class AppendedFile:
@@ -25,7 +26,7 @@ class AppendedFile:
         self._pending += record
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=open_own) as file:
                 size = file.seek(0, os.SEEK_END)
                 if self._size is None:
                     self._size = size

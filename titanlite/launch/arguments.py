@@ -22,9 +22,7 @@ class Parser(argparse.ArgumentParser):
         """Add the arguments that name a trained model."""
         self.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint or a Hugging Face folder")
         self.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer.json, the folder with it, or bytes")
-        self.add_argument(
-            "--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: as in the folder)"
-        )
+        self.add_argument("--dtype", choices=MODEL_DTYPES, help="dtype of weights in memory (default: the folder's)")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([f"command line: {message}; --help tells more"])
