@@ -1,5 +1,6 @@
 """What a checkpoint of one rank has of a model, its optimizer and a run, and that all of it comes back."""
 
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,16 +174,30 @@ def test_in_the_place_of_its_folder_nothing_of_others_is_changed(tmp_path, chang
     assert {path.name: (path / "file").read_text() for path in other.iterdir()} == dict(zip(names, names, strict=True))
 
 
-def test_a_link_in_the_place_of_what_is_saved_is_removed_and_not_followed(tmp_path):
+@pytest.mark.parametrize("change", ["create", "publish", "confirm", "remove_unfinished"])
+def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(tmp_path, change):
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("")
     folder = CheckpointFolder(tmp_path / "own", keep_latest_k=1)
     folder.create(1).rmdir()
-    folder.named(1, ".tmp").symlink_to(other)
-    with pytest.raises(OSError, match="not a link"):
-        folder.publish(1)
-    assert not folder.create(1).is_symlink()
+    for suffix in (".tmp", ".unconfirmed"):
+        (tmp_path / "own" / f"step-1{suffix}").symlink_to(other)
+    expected = pytest.raises(OSError, match="not a link") if change != "remove_unfinished" else contextlib.nullcontext()
+    with expected:
+        getattr(folder, change)(1)
+    assert [path.name for path in other.iterdir()] == ["file"]
+
+
+def test_deleting_the_oldest_checkpoints_deletes_a_link_and_not_what_it_leads_to(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("")
+    (tmp_path / "own" / "step-2").mkdir(parents=True)
+    (tmp_path / "own" / "step-1").symlink_to(other)
+    folder = CheckpointFolder(tmp_path / "own", keep_latest_k=1)
+    folder.create(3)
+    assert {path.name for path in folder.path.iterdir()} == {"step-2", "step-3.tmp"}
     assert [path.name for path in other.iterdir()] == ["file"]
 
 

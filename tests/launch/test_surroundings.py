@@ -205,7 +205,12 @@ process.exit_process(7)
 """A process that prints, opens a file and asks who its user is, as a rank and its libraries do."""
 
 
-@pytest.mark.parametrize("console", [*CONSOLES])
+FEW = "ascii", "no streams", "full disk", "reader gone", "stalled", "unknown user"
+
+
+@pytest.mark.parametrize(
+    "console", [pytest.param(name, marks=() if name in FEW else pytest.mark.nightly) for name in CONSOLES]
+)
 def test_no_console_and_no_account_fails_a_process(console: str):
     if console == "unknown user" and subprocess.run([*UNKNOWN_USER, "true"], check=False).returncode:
         pytest.skip("this machine has no user namespaces")

@@ -329,3 +329,27 @@ def test_what_takes_the_place_of_other_files_is_not_written(kind, tmp_path, monk
     os.write(process.log, b"a line\n")
     assert {each.name for each in tmp_path.iterdir()} <= {"other", "rank-00000.log", "config.toml.tmp"}
     assert other.read_text() == "of others\n"
+
+
+def test_a_folder_that_is_replaced_while_running_is_not_written(tmp_path, capsys):
+    """As that of TensorBoard's events. The records are kept, and written when it is back."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    other.mkdir()
+    file = AppendedFile(own / "events")
+    file.append(b"1")
+    own.rename(tmp_path / "moved")
+    own.symlink_to(other)
+    file.append(b"2")
+    assert "its folder is another one since the run has begun" in capsys.readouterr().err
+    assert [*other.iterdir()] == []
+    own.unlink()
+    (tmp_path / "moved").rename(own)
+    file.append(b"3")
+    assert (own / "events").read_bytes() == b"123"
+
+
+def test_a_pipe_in_the_place_of_the_metrics_is_not_read(tmp_path, capsys):
+    logger = metrics.MetricsLogger(tmp_path, Metrics(enable_tensorboard=False), steps=9, config="")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    logger.remove_after(3)
+    assert "metrics.jsonl could not be written: expected a regular file" in capsys.readouterr().err

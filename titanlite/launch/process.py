@@ -299,8 +299,7 @@ def keep_log(folder: str) -> None:
 
     try:
         os.makedirs(folder, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        log = open_own(log_file(folder, int(os.environ.get("RANK", "0"))), flags, 0o644)
+        log = open_own(log_file(folder, int(os.environ.get("RANK", 0))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
     shown = (os.environ.get("LOG_RANK") or "0").split(",")

@@ -229,7 +229,7 @@ def _move_to_previous(folder: Path, names: list[str]) -> None:
 
 def _remove_later_steps(path: Path, last_step: int) -> None:
     """Remove the lines after a step from a metrics.jsonl. Damaged ones are moved to metrics.jsonl.damaged."""
-    content = read_file(path, limit=2**62) if path.exists() else b""
+    content = read_file(path, path.stat().st_size) if path.exists() else b""
     earlier, damaged = [], []
     for line in io.BytesIO(content):
         step = _step_of(line)
