@@ -87,6 +87,7 @@ WRONG_VALUES = {
     "MASTER_ADDR": ["tcp://10.0.0.1", "node0:29500", "node 0", "a,b", "node0\n", "http://node0/"],
     "NODE_RANK": ["two", "2", "-1", "1.0", "0x1"],
     "LOG_RANK": ["all", "2", "0;1", "0,", "-1", "0-1"],
+    "LOGLEVEL": ["debug", "10", "nonsense"],  # torch's elastic agent has no line for these
     "OMP_NUM_THREADS": ["0", "-1", "four", "1.5", "4,"],
     "JOB_ID": ["a\nb", "\x1b[31m", "\udcff"],
 }
@@ -142,12 +143,13 @@ def test_a_wrong_address_of_the_lighthouse_is_one_line(address: str, monkeypatch
         require_torchft()
 
 
-def test_a_name_without_an_address_is_one_line(monkeypatch):
-    def unknown(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+NO_ADDRESS = socket.gaierror(socket.EAI_NONAME, "Name or service not known"), UnicodeError("label empty or too long")
 
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="MASTER_ADDR = nowhere: no way to this address: Name or service not known"):
+
+@pytest.mark.parametrize("error", NO_ADDRESS, ids=["unknown", "no name"])
+def test_a_name_without_an_address_is_one_line(error: Exception, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=error))
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = nowhere: no way to this address: (Name or|label)"):
         agent._address_towards("nowhere", 29500, seconds=0)
 
 

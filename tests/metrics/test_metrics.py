@@ -293,6 +293,7 @@ OTHERS = {
     "link": lambda path, other: path.symlink_to(other),
     "broken link": lambda path, other: path.symlink_to(other.with_name("nothing")),
     "pipe": lambda path, other: os.mkfifo(path),
+    "pipe with a reader": lambda path, other: (os.mkfifo(path), os.open(path, os.O_RDONLY | os.O_NONBLOCK)),
     "folder": lambda path, other: path.mkdir(),
 }
 

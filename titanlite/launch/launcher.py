@@ -38,6 +38,7 @@ VARIABLES = {
     "NNODES": ("[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", "an integer >= 1"),
     "LOG_RANK": ("[0-9]{1,9}(,[0-9]{1,9})*", "ranks of this node, as in 0,1"),
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", "an integer >= 1"),
+    "LOGLEVEL": ("CRITICAL|FATAL|ERROR|WARNING|WARN|INFO|DEBUG|NOTSET", "a level of Python's logging, as in INFO"),
     "MASTER_ADDR": (r"[\w.-]+|[0-9a-fA-F:.]+(%\w+)?", "the name of a node, or its IP address"),
     "JOB_ID": ("[^\0-\x1f\x7f\ud800-\udfff]+", "text without control characters"),
 }
@@ -101,10 +102,10 @@ def nodes_of(environment: Mapping[str, str]) -> tuple[int, int]:
     return least, most
 
 
-def text_of(environment: Mapping[str, str], name: str, default: str) -> str:
+def text_of(environment: Mapping[str, str], name: str, default: str = "") -> str:
     """Return one of VARIABLES; a default if it is unset or empty. Raises ConfigError if it has not its pattern."""
     pattern, expected = VARIABLES[name]
-    if not re.fullmatch(pattern, text := environment.get(name) or default, re.ASCII):
+    if (text := environment.get(name) or default) and not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError([f"environment: {name} = {show(text)}: expected {expected}"])
     return text
 
@@ -116,8 +117,8 @@ def require_place(environment: Mapping[str, str], ranks: int = 1) -> None:
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if missing and nodes > 1:
         raise ConfigError([f"environment: {name}: expected a value where NNODES is above 1" for name in missing])
-    for name in ("OMP_NUM_THREADS", *(("MASTER_ADDR", "JOB_ID") if nodes > 1 else ())):
-        text_of(environment, name, "1")
+    for name in ("OMP_NUM_THREADS", "LOGLEVEL", *(("MASTER_ADDR", "JOB_ID") if nodes > 1 else ())):
+        text_of(environment, name)
     if nodes > 1:
         count(environment, "MASTER_PORT", 1, 65535)
         count(environment, "NODE_RANK", 0, nodes - 1)
@@ -143,7 +144,6 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{help_text()}")
         return 0
-    signals = listen_as_launcher()
     loaded = load(argv)
     ranks = ranks_per_node(loaded, os.environ, count_devices())
     require_place(os.environ, ranks)
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
-    return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
+    return run_ranks(command, ranks, environment, listen_as_launcher(), max_restarts=restarts)
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:
