@@ -207,6 +207,13 @@ def test_a_checkpoint_with_no_valid_schedule_is_one_line(value):
         changes({**options, "optimizer.lr": value}, options, 3)
 
 
+def test_no_rate_is_shown_for_a_step_that_no_schedule_has():
+    options = options_of_run(load()) | {"lr_scheduler.total_steps": 5}
+    shorter = changes(options, options | {"lr_scheduler.total_steps": 3}, 3)
+    assert re.search(r"; the learning-rate schedule is computed anew: lr \S+ at step 3, it ends at step 3$", shorter)
+    assert "e-" in changes(options, options | {"lr_scheduler.total_steps": 4}, 3).partition("at step 3, ")[2]
+
+
 def test_a_long_value_is_not_shown_in_full():
     line = changes({"model.a": ["layers.0"] * 99, "model.b": 1}, {"model.a": ["layers.0"] * 98, "model.c": True}, 3)
     assert re.fullmatch(

@@ -235,6 +235,7 @@ OUT_OF_MEMORY = {
     "CUDA": (torch.OutOfMemoryError(OF_CUDA), ", where it tried to allocate 2.00 GiB"),
     "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
     "Python": (MemoryError(), ""),
+    "threads": (RuntimeError("can't start new thread"), ""),
     "system": (OSError(errno.ENOMEM, "Cannot allocate memory"), ""),
 }
 

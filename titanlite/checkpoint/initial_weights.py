@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from titanlite.checkpoint.folder import REPLACED, UNCONFIRMED, checkpoints, state_of, why_not_read
+from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
 
@@ -19,13 +20,14 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
     if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
         return
-    from titanlite.config.hf.config_json import WEIGHTS, model_options  # here, since most runs read no such folder
+    from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
+    from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
     if not any((Path(place) / name).is_file() for name in WEIGHTS):
         problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
         raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])
-    own, other = model.identity(), Model.model_validate(model_options(Path(place))).identity()
+    own, other = model.identity(), model_of(Path(place)).identity()
     differences = [
         f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
         for key in {**own, **other}
@@ -42,7 +44,7 @@ def is_hugging_face(path: Path) -> bool:
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
-        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}"])
+        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])
     if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):
         raise ConfigError([f"{KEY} = {show(str(path))}: has weights, but no config.json; put the model's there"])
     return has_config

@@ -23,8 +23,7 @@ def collected_problems(
 ) -> Iterator[list[str]]:
     """Run the body on every rank. Then the list has a line for each problem that some rank had, the same on all. In a
     process without ranks, the problems are its own."""
-    own: list[str] = []
-    problems: list[str] = []
+    own, problems = list[str](), list[str]()
     try:
         yield problems
     except kind as error:

@@ -100,11 +100,9 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         problem = f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"
         raise ConfigError([problem])
     if launch.n_devices and launch.local_world_size > launch.n_devices:
-        problems.append(
-            f"{loaded.file}: {quantity(launch.local_world_size, 'rank')} on this node, which has "
-            f"{quantity(launch.n_devices, 'device')}; start fewer ranks (smaller degrees, or NGPU), or use more nodes "
-            f"(NNODES); {plan_command(loaded.file)}"
-        )
+        ranks, devices = quantity(launch.local_world_size, "rank"), quantity(launch.n_devices, "device")
+        problem = f"{ranks} on this node, which has {devices}; start fewer ranks (smaller degrees, or NGPU), or use"
+        problems.append(f"{loaded.file}: {problem} more nodes (NNODES); {plan_command(loaded.file)}")
     on_cuda = launch.n_devices > 0
     config = resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda=on_cuda)
     _data_parallel_rules(config, launch.world_size, reject)

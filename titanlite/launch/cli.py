@@ -1,15 +1,15 @@
 """The `titanlite` command: one name, and a module for each of its subcommands."""
 
-import difflib
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, print_problems, printable
+from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable
 from titanlite.launch import process
 from titanlite.launch.process import exit_process, listen_as_launcher
 
@@ -43,27 +43,29 @@ def main() -> None:
     process.prepare(is_command=True)
     sys.stderr = process.UnfailingStream(sys.stderr)
     sys.stdout = process.UnfailingStream(sys.stdout) if name == "train" else sys.stdout
+    status, problem = 1, ""
     try:
         try:
             status = run(name, arguments)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"error: titanlite {name}: interrupted", file=sys.stderr)
-        status = 1
+        status, problem = 1, f"titanlite {name}: interrupted"
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+        problem = f"{error}"
+    except (MemoryError, ImportError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate mem|new thread|map segment", f"{error}"):
+            raise
+        reason = printable(f"{error}") or "no more can be allocated"
+        problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-            sys.exit(2)
+        status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
         if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        what = f"{error.filename or 'standard output'}: {error.strerror or error}"
-        if not isinstance(error, BrokenPipeError):
-            print(f"error: titanlite {name}: {printable(what)}", file=sys.stderr)
-        status = 1
+        what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
     exit_process(status)  # at once: Python would wait for threads, which could give the process another status
 
 
@@ -79,9 +81,8 @@ def run(name: str, arguments: list[str]) -> int:
     if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
         problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
     elif name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        problem = f"titanlite {printable(name)}: unknown command; {hint}"
+        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        problem = f"titanlite {printable(name)}: unknown command{hint}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -101,8 +101,7 @@ class FolderLock:
     """Called once with a message, in the heartbeat's thread, if another process took over the lock. That happens to a
     process that was suspended, or cut off from the file system, for longer than `patience`."""
     take_over: bool = True
-    """Whether to take over the lock of a process elsewhere whose heartbeat has stopped. That of a dead process of this
-    node is always taken over."""
+    """Whether to take over a lock of another node whose heartbeat has stopped, as is that of a dead process of this."""
     beat_seconds: float = 5.0
     patience: int = 6
     """For how many heartbeats a lock must not change until its holder counts as dead."""

@@ -142,7 +142,7 @@ def launch_variables(loaded: LoadedConfig[Config]) -> dict[str, str]:
 def main(argv: list[str]) -> int:
     """Check a config, start its ranks on this node, and return the run's exit status."""
     if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n{help_text()}")
+        print(f"{__doc__}\n{help_text(argv)}")
         return 0
     loaded = load(argv)
     ranks = ranks_per_node(loaded, os.environ, count_devices())

@@ -212,10 +212,9 @@ log = 2
 
 
 def prepare(*, is_command: bool) -> None:
-    """Make a process independent of its surroundings. Variables of a rank that a notebook has left are ignored; those
-    of a rank that is no command may be set by hand. Closed standard streams are opened, since files would get their
-    numbers, and show what their encoding lacks as escapes. Without an account, the user has the name and the home that
-    libraries ask for."""
+    """Make a process independent of its surroundings. Ignore variables of a rank that a notebook has left; those of a
+    rank that is no command may be set by hand. Open closed standard streams, whose numbers files would get. Show what
+    their encoding lacks as escapes. Give a user without an account the name and the home that libraries ask for."""
     keep_children_safe()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_command or "WORLD_SIZE" not in os.environ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -302,6 +301,7 @@ def keep_log(folder: str) -> None:
         log = open_own(log_file(folder, int(os.environ.get("RANK", 0))), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:  # a full disk must not end the run
         log = os.open(os.devnull, os.O_WRONLY)
+    append(log, time.strftime("started %Y-%m-%d %H:%M:%S %z\n"))  # the file may have lines of earlier starts
     shown = (os.environ.get("LOG_RANK") or "0").split(",")
     if LOG_FOLDER in os.environ and os.environ.get("LOCAL_RANK") not in shown:
         console = os.dup(2)

@@ -22,10 +22,9 @@ INTERVAL_SECONDS = 10.0
 def progress(
     description: str, *, total: int | None = None, unit: str = "", enabled: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Print a line to standard error every 10 seconds for as long as the body runs: what it does, as in "validation",
-    and how much of `total` is done, as in "batches". Without a total, only what is done and the elapsed time are
-    printed; with enabled=False, as on all ranks but one, nothing. Yield a function to call with the amount done since
-    the last call and, if wanted, a text to add to the line."""
+    """Print a line to standard error every 10 seconds while the body runs: what it does, how much of `total` is done,
+    if that is known, and the time; with enabled=False, as on all ranks except one, nothing. Yield a function to
+    call with the amount done since the last call and, if wanted, a text to add to the line."""
     begin, done, details, finished = time.monotonic(), 0, "", threading.Event()
 
     def advance(amount: int = 1, text: str = "") -> None:

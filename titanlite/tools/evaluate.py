@@ -16,7 +16,8 @@ Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
 import math
 from typing import Any
 
-from titanlite.config import ConfigError, Launch, check, load_values
+from titanlite.config import Config, ConfigError, Launch, check, load_values
+from titanlite.config.loader import with_values
 from titanlite.config.schema import Training
 from titanlite.launch.arguments import Parser, count
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     text = "attend only within a document"
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parser.parse_known_args(with_values(Config, argv))
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
     for override in overrides:
         if override.partition("=")[0] not in readable:
