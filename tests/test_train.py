@@ -871,10 +871,10 @@ def test_a_loss_that_is_not_finite_on_all_ranks_names_the_step(runs):
 # Processes ----------------------------------------------------------------------------------------------------------
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -965,8 +965,20 @@ def test_torchrun(folder, axis):
 
 
 def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
+    """In a folder with files that have the names of Python's modules, on a console without UTF-8, with the variables
+    that another rank has left."""
+    for name in ("copy", "random", "queue", "socket", "threading"):
+        (folder / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    surroundings = {
+        "PYTHONIOENCODING": "ascii",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "tcp://",
+    }
     arguments = ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.enable", "--training.steps=100000"]
-    process = start("./run_train.sh", str(folder / "small.toml"), *arguments, "--lr_scheduler.total_steps=-1")
+    arguments += ["--lr_scheduler.total_steps=-1", "--job.description=Größe"]
+    process = start(str(ROOT / "run_train.sh"), "small.toml", *arguments, cwd=folder, **surroundings)
     for line in process.stdout:
         if "step      4/" in line:
             process.send_signal(signal.SIGTERM)

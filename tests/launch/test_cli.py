@@ -59,6 +59,7 @@ def test_an_unknown_command_is_one_line():
 def test_too_little_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sys, "argv", ["titanlite", "plan", "debug"])
     monkeypatch.setattr(cli, "run", mock.Mock(side_effect=error))
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         cli.main()
     (line,) = capsys.readouterr().err.splitlines()

@@ -30,6 +30,7 @@ from titanlite.checkpoint.folder import (
     DIVERGED,
     SET_ASIDE,
     SUSPECT,
+    TEMPORARY,
     UNCONFIRMED,
     CheckpointFolder,
     complete_steps,
@@ -101,12 +102,9 @@ class Checkpointer:
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the newest checkpoint into a model and its optimizer, and into the random generators if there are as
-        many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None.
-
-        Raises:
-            ConfigError: if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is
-                damaged; with checkpoint.on_corrupt = "previous", if all are.
-        """
+        many ranks as when it was saved. Return the `state` that `save` got, with `step`; without one, None. Raises
+        ConfigError if checkpoint.load_step is not the newest step, the identity differs, or the checkpoint is damaged;
+        with checkpoint.on_corrupt = "previous", if all are."""
         names = self._from_rank0(self._names.to_resume)  # ranks must agree, even if they see the folder differently
         steps = [state_of(Path(name))[0] for name in names]
         if self.checkpoint.load_step not in (-1, *steps[-1:]):
@@ -182,12 +180,9 @@ class Checkpointer:
         *,
         is_last: bool = True,
     ) -> None:
-        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank.
-
-        Raises:
-            TrainingError: if this checkpoint, or an earlier asynchronous one, could not be written, and
-                checkpoint.on_error = "fail" or `is_last`.
-        """
+        """Save a step, once an earlier asynchronous save is done; `state` is plain JSON, the same on every rank. Raises
+        TrainingError if this checkpoint, or an earlier asynchronous one, could not be written, and checkpoint.on_error
+        = "fail" or `is_last`."""
         with self._stops_training():
             self._finish()
             with self._tolerated(step, is_last):
@@ -234,11 +229,11 @@ class Checkpointer:
     def _write(self, step: int, slices: Slices, state: bytes) -> None:
         """Write this rank's file. When all ranks have, rank 0 writes state.json and the manifest and renames the
         folder, so that an asynchronous save is complete even if the training has failed since."""
-        rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}.tmp"
+        rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}{TEMPORARY}"
         file = folder / f"rank-{rank:05d}.safetensors"
         with collected_problems(self.group, OSError) as problems:
             stored = with_all_ranks(
-                lambda: write_file(file, slices),
+                lambda: write_file(self._names.named(step, TEMPORARY) / file.name, slices),
                 lambda: file.stat().st_size if file.exists() else 0,
                 f"writing {file}",
                 group=self.group,
@@ -249,14 +244,14 @@ class Checkpointer:
         dist.gather_object((file.name, stored), files, group=self.group)
         with collected_problems(self.group, OSError) as problems:
             if files is not None:
-                write_synced(folder / STATE, state)
+                write_synced(self._names.named(step, TEMPORARY) / STATE, state)
                 write_synced(folder / MANIFEST, build_manifest(dict(files), state))
                 sync_folder(folder)
                 self._names.publish(step)
         self._raise_unsaved(step, problems)
 
     def poll(self) -> None:
-        """Take note of an asynchronous save that is done; cheap enough for every step."""
+        """Register an asynchronous save that is done; cheap enough for every step."""
         if self._saving and self._saving[2].done():
             self.finish()
 
@@ -293,11 +288,8 @@ class Checkpointer:
         return seconds
 
     def confirm(self, step: int) -> None:
-        """Take note that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
-
-        Raises:
-            TrainingError: if one cannot be renamed.
-        """
+        """Register that a step was finite: checkpoints of earlier steps are good. Cheap if there is nothing to do.
+        Raises TrainingError if one cannot be renamed."""
         self._finite_step = step
         self._confirm()
 
@@ -328,11 +320,8 @@ class Checkpointer:
         return f"; {self.set_aside(DIVERGED)}; {GET_PAST}"
 
     def confirm_last(self, step: int, loss: float, *, may_fail: bool) -> None:
-        """Take note of the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
-
-        Raises:
-            TrainingError: unless the loss is finite, or `may_fail`, as the config allows steps that are not finite.
-        """
+        """Register the loss that the weights of a run's last step give. If it is not finite, they stay unconfirmed.
+        Raises TrainingError unless it is, or `may_fail`, as the config allows steps that are not finite."""
         if math.isfinite(loss):
             self.confirm(step + 1)
         elif not may_fail:
@@ -377,7 +366,7 @@ class Checkpointer:
                 self._saved(step)
 
     def _saved(self, step: int) -> None:
-        """Take note of a complete checkpoint, which is good at once if a later step has been finite already."""
+        """Register a complete checkpoint, which is good at once if a later step has been finite already."""
         self.unconfirmed.append(step)
         self._confirm()
 

@@ -69,9 +69,8 @@ class _State(Record):
 class CheckpointReader:
     """Reads one complete checkpoint, a step-N folder.
 
-    Raises:
-        ConfigError: here and in every method, with one line that names the file, and the tensor, if something is
-            missing, damaged, of another checkpoint or not of this format.
+    Every method raises ConfigError, with one line that names the file, and the tensor, if something is missing,
+    damaged, of another checkpoint or not of this format.
     """
 
     def __init__(self, path: Path):

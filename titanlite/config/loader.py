@@ -359,12 +359,8 @@ def sections_of(kind: type[Section]) -> dict[str, type[Section]]:
 def options_of(kind: type[Section]) -> dict[str, Any]:
     """Return the pydantic field of every option, by `section.key`."""
     sections = sections_of(kind)
-    return {
-        f"{name}.{key}": option
-        for name, section in sections.items()
-        for key, option in section.model_fields.items()
-        if f"{name}.{key}" not in sections
-    }
+    fields = ((f"{name}.{key}", field) for name, part in sections.items() for key, field in part.model_fields.items())
+    return {key: option for key, option in fields if key not in sections}
 
 
 def _hint(kind: type[Section], section: str, key: str = "") -> str:

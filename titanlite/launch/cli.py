@@ -1,6 +1,5 @@
 """The `titanlite` command: one name, and a module for each of its subcommands."""
 
-import difflib
 import errno
 import importlib
 import os
@@ -10,8 +9,9 @@ import sys
 
 from titanlite import __version__
 from titanlite.config.errors import TrainingError
-from titanlite.config.loader import ConfigError, print_problems, printable
-from titanlite.launch.process import ENDS_WITH_STDIN, end_with_stdin, exit_process, listen_as_launcher
+from titanlite.config.loader import ConfigError, did_you_mean, print_problems, printable
+from titanlite.launch import process
+from titanlite.launch.process import exit_process, listen_as_launcher
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a config on this node with as many ranks as it asks for"),
@@ -28,8 +28,6 @@ COMMANDS = {
     "export": ("titanlite.checkpoint.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Subcommand: the module whose `main(argv)` returns the exit status, or raises ConfigError, and what it does."""
-ENDED_AT_ONCE = ("train", "tokenize", "generate", "eval")
-"""Subcommands with signals or threads that could give the process another status while Python shuts down."""
 
 
 def usage() -> str:
@@ -42,37 +40,33 @@ def usage() -> str:
 def main() -> None:
     """Run a subcommand and exit with its status: 0 done, 2 wrong arguments or config, 1 anything else."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    process.prepare(is_command=True)
+    sys.stderr = process.UnfailingStream(sys.stderr)
+    sys.stdout = process.UnfailingStream(sys.stdout) if name == "train" else sys.stdout
+    status, problem = 1, ""
     try:
         try:
             status = run(name, arguments)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"error: titanlite {name}: interrupted", file=sys.stderr)
-        exit_process(1)  # at once: Python would wait for threads, and may end with the signal's status
+        status, problem = 1, f"titanlite {name}: interrupted"
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+        problem = f"{error}"
     except (MemoryError, ImportError, RuntimeError) as error:
-        lacks_memory = isinstance(error, MemoryError) or re.search("allocate mem|new thread|map segment", f"{error}")
-        if not lacks_memory:
+        if not isinstance(error, MemoryError) and not re.search("allocate mem|new thread|map segment", f"{error}"):
             raise
         reason = printable(f"{error}") or "no more can be allocated"
-        print(f"error: titanlite {name}: out of memory: {reason}; is ulimit -v too low?", file=sys.stderr)
-        status = 1
+        problem = f"titanlite {name}: out of memory: {reason}; is ulimit -v too low?"
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-            sys.exit(2)
+        status = 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
         if error.filename is None:  # of standard output: the disk is full, or the reader has ended, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        what = f"{error.filename or 'standard output'}: {error.strerror or error}"
-        if not isinstance(error, BrokenPipeError):
-            print(f"error: titanlite {name}: {printable(what)}", file=sys.stderr)
-        status = 1
-    if name in ENDED_AT_ONCE:
-        exit_process(status)
-    sys.exit(status)
+        what = printable(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        problem = "" if isinstance(error, BrokenPipeError) else what if status == 2 else f"titanlite {name}: {what}"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    exit_process(status)  # at once: Python would wait for threads, which could give the process another status
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -87,9 +81,8 @@ def run(name: str, arguments: list[str]) -> int:
     if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
         problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
     elif name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        problem = f"titanlite {printable(name)}: unknown command; {hint}"
+        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        problem = f"titanlite {printable(name)}: unknown command{hint}"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -97,8 +90,8 @@ def run(name: str, arguments: list[str]) -> int:
         listen_as_launcher()  # before the imports, which take a while
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the command as Ctrl-C does
-    if ENDS_WITH_STDIN in os.environ:
-        end_with_stdin()
+    if process.ENDS_WITH_STDIN in os.environ:
+        process.end_after(sys.stdin.read, "standard input", status=0)  # of 0 torchrun says nothing
     return run_command(name, arguments)
 
 
