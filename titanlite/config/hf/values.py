@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ LARGEST_FILE, LARGEST = 2**20, 2**31 - 1
 """Bytes of a config.json, and the largest integer in one."""
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if it cannot be read, is large, or is anything else."""
+def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]:
+    """Return the object in a JSON file, or in a part of it. Raises ConfigError if it is large, or anything else."""
     try:
-        value = json.loads(read_file(file, LARGEST_FILE).decode("utf-8-sig"), parse_constant=_no_constant)
+        text = (read_file(file, LARGEST_FILE) if content is None else content).decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except FileNotFoundError:
         problem = f"no such file{how_to_download(file.parent)}"
     except OSError as error:
@@ -33,10 +35,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def how_to_download(folder: Path) -> str:
     """Return how to download a model, if what is named as its folder is a name of the hub."""
-    name = str(folder)
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or folder.parent.exists():
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
         return ""
-    return f"; if it is a model of the hub: hf download {name} --local-dir assets/{folder.name}, and name that folder"
+    return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
@@ -50,6 +51,12 @@ def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key in [key for key, n in Counter(key for key, _ in pairs).items() if n > 1][:1]:
+        raise ValueError(f"{_shown(key)} is there twice")
+    return dict(pairs)
 
 
 def _shown(value: Any) -> str:

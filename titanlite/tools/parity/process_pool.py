@@ -41,12 +41,8 @@ class ProcessPool:
             self._processes.append(process)
 
     def run(self, call: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Call a function of a module on every rank and return what each rank returned.
-
-        Raises:
-            RankError: if it raised on any rank; the pool is then closed, since the others may hang.
-            RankDied: if a process ended.
-        """
+        """Call a function of a module on every rank and return what each rank returned. Raises RankError if it raised
+        on any rank, and RankDied if a process ended; the pool is then closed, since the others may hang."""
         self.calls += 1
         for pipe in self._pipes:
             pipe.send((call, arguments))
