@@ -88,9 +88,10 @@ TAGS = {
     "memory/max_active(GiB)",
     "memory/max_reserved(GiB)",
     "n_tokens_seen",
+    "n_padding_seen",
 }
 LOSS = "loss_metrics/global_avg_loss"
-COMPUTED = (LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen")
+COMPUTED = (LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen", "n_padding_seen")
 """Tags whose values do not depend on the clock."""
 
 
@@ -300,6 +301,7 @@ def test_files_of_a_run(runs, folder):
     assert steps[-1][LOSS] < steps[0][LOSS] - 0.5
     assert abs(steps[0][LOSS] - math.log(272)) < 0.1, "the first loss is not that of a uniform distribution"
     assert all(values["n_tokens_seen"] == values["step"] * 8 * 64 for values in steps)
+    assert all(values["n_padding_seen"] == 0 for values in steps)
     assert all(values["memory/max_active(GiB)"] > 0.05 and values["tflops"] > 0 for values in steps)
     assert all(values["loss_metrics/global_max_loss"] == values[LOSS] for values in steps)
 
@@ -585,7 +587,7 @@ def test_the_resume_tests_can_fail(runs, folder):
     """A data position that is off by one sequence shows in the losses."""
     uninterrupted = runs(1, "uninterrupted", "--checkpoint.enable")
     runs(1, "run", "--checkpoint.enable", "--training.steps=3")
-    data = {"next_sequence": 25, "streaming_shards": {}}
+    data = {"next_sequence": 25, "streaming_shards": {}, "counts": [25 * 64, 0, 0, 0]}
     change_state(folder / "run" / "checkpoint" / "step-3", lambda state: state.update(data=data))
     resumed = computed(runs(1, "run", "--checkpoint.enable"))
     assert resumed[:3] == computed(uninterrupted)[:3]
@@ -608,7 +610,9 @@ def test_a_run_writes_no_pickle(runs, folder):
     files = ("rank-00000.safetensors", "rank-00001.safetensors")
     assert {path.name for path in step.iterdir()} == {"manifest.json", "state.json", *files}
     state = json.loads((step / "state.json").read_text())
+    counts = state["data"].pop("counts")
     assert (state["step"], state["skipped"], state["data"]) == (6, 0, {"next_sequence": 48, "streaming_shards": {}})
+    assert counts[0] == 48 * 64
     names = set()
     for path in (each for each in (folder / "run").rglob("*") if each.is_file()):
         if path.suffix == ".safetensors":
@@ -758,7 +762,7 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
         (["--optimizer.name=Muon"], 'saved with optimizer.name = "Adam or AdamW", and this run has "Muon"; resume'),
-        (["--training.seq_len=32"], "saved with data = "),
+        (["--training.seq_len=32"], "; resume with the same (changed: training.seq_len 64 -> 32), or start"),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -766,6 +770,17 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
 def test_resume_rejects_another_run(runs, arguments, message):
     runs(2, "run", "--checkpoint.enable", "--training.steps=3")
     assert message in error_message(runs, 2, "run", "--checkpoint.enable", *arguments)
+
+
+def test_a_validation_set_that_is_added_at_a_resume_says_why_the_data_differ(runs, folder):
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text((json.dumps({"text": name * 20}) + "\n") * 60)
+    options = ["--checkpoint.enable", "--training.dataset=json", f"--training.dataset_path={folder}/train.jsonl"]
+    runs(1, "run", *options, "--training.steps=2")
+    line = error_message(
+        runs, 1, "run", *options, "--validation.enable", f"--validation.dataset_path={folder}/valid.jsonl"
+    )
+    assert f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without data of its own, val' in line
 
 
 CHANGES = {

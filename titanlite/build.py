@@ -19,9 +19,8 @@ from titanlite.config import Config, ConfigError, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
-from titanlite.data.open import build_tokenizer, open_sequences
+from titanlite.data.open import build_tokenizer, compared_over_ranks, open_sequences
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
-from titanlite.data.same_data import compared_over_ranks
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
 from titanlite.launch.same_config import options_of_run
@@ -192,8 +191,8 @@ def build_groups(
         return OneGroup()
     from titanlite.techniques.replicas.torchft import Replicas
 
-    identity, tokens = [*numerics(config), data_identity], config.tokens_per_step
-    return Replicas(section, config.comm, model, optimizer, identity, tokens, device, signals)
+    identity = [*numerics(config), data_identity]
+    return Replicas(section, config.comm, model, optimizer, identity, device, signals)
 
 
 def build_balance(config: Config, model: Llama, device: torch.device) -> Balance | None:
@@ -293,10 +292,11 @@ def build_loader(
     if config.training.datasets:
         sequences.check(state, (config.training.steps - last_step) * config.training.global_batch_size)
     share, groups = sequence_share(config, layout), config.fault_tolerance
+    n_copies = config.parallelism.world_size // share["data_parallel_degree"]
     if groups.enable:  # the ranks of all groups, living or not, read different sequences
         share["data_rank"] += groups.replica_id * share["data_parallel_degree"]
         share["data_parallel_degree"] *= groups.group_size
-    return Loader(sequences, config.training, **share, pin=device.type == "cuda", state=state)
+    return Loader(sequences, config.training, **share, n_copies=n_copies, pin=device.type == "cuda", state=state)
 
 
 def build_validation_batches(config: Config, layout: Layout, sequences: SplitSequences) -> tuple[Iterator[Batch], int]:

@@ -31,7 +31,7 @@ from titanlite.launch.run_folders import check_writable, folders_of_run, lock_ru
 from titanlite.launch.same_config import options_of_run, require_same
 from titanlite.metrics import logger as metrics
 from titanlite.metrics.profiling import collected_garbage, profilers
-from titanlite.metrics.summary import run_summary
+from titanlite.metrics.summary import account, run_summary
 from titanlite.optimizer import set_lr
 from titanlite.parallel import mesh
 from titanlite.train_step import TrainStep
@@ -91,13 +91,14 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
 
             # One small all-reduce tells every rank the loss and whether some rank was asked to stop or to save. All
             # take the update, or none does. Numbers are read after it, so that the device need not wait.
-            totals = groups.totals(loss_sum, valid, parameters, signals)
+            totals = groups.totals(loss_sum, valid, parameters, signals, *loader.step_counts)
             if totals is None:  # a replica group was lost: the same step again, without it
                 optimizer.zero_grad()
                 loader.take_back(batches)
                 continue
             train_step.update(optimizer, totals.norm, guard.taken(totals))
-            loss, norm, stopping, saving = totals.read()
+            loss, norm, stopping, saving, *counts = totals.read()
+            loader.add(counts)
             guard.settle(step, loss, norm, loss_sum, checkpoints)
             optimizer.zero_grad()
             meter.step_done()
@@ -112,7 +113,7 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
             if step % config.metrics.log_freq == 0 or is_first or is_last:
                 mark("logging")
                 largest = train_step.largest_loss(loss_sum, batches)
-                values = metrics.step_values(loss, largest, norm, lr, loader.position * training.seq_len)
+                values = metrics.step_values(loss, largest, norm, lr, loader.counts.tolist())
                 for source in (groups, meter, *train_step.observers, checkpoints, guard, train_step):
                     values |= source.metrics()
             with meter.paused():
@@ -124,6 +125,8 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 checkpoints.after_step(step, state, asked=saving > 0, is_last=is_last)
             profile(step)
             is_first = False
+            if is_last:
+                log_rank0(account(*loader.counts))
             if stopping:
                 unsaved = "" if config.checkpoint.enable else "; nothing was saved: checkpoint.enable = false"
                 log_rank0(f"asked to stop: ended after step {step}{unsaved}")

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.config import problems
 from titanlite import config
 from titanlite.config.schema import Model
-from titanlite.model import rope_table
+from titanlite.rope import rope_table
 
 LONG = {"rope_scaling_type": "longrope", "rope_scaling_factor": 2.0, "rope_original_seq_len": 64}
 PAIRS = [1.0] * 8

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.checkpoint.changed_options import OF_DATA, listed
 from titanlite.checkpoint.files import write_file
 from titanlite.checkpoint.folder import (
     DAMAGED,
@@ -117,7 +118,8 @@ class Checkpointer:
             path = self.folder / names[-1]
             state, problems = self._try(path, model, optimizer)
             if not problems:
-                self._set_aside(damaged)
+                for path, problem in damaged if dist.get_rank() == 0 else []:  # no later start tries or counts them
+                    print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
                 paths = [Path(name) for name in names if name.endswith(UNCONFIRMED)]
                 self.unconfirmed = [state_of(path)[0] for path in paths]
                 return state
@@ -129,11 +131,6 @@ class Checkpointer:
             raise ConfigError(problems)
         return None
 
-    def _set_aside(self, damaged: list[tuple[Path, str]]) -> None:
-        """Rename damaged checkpoints, so that no later start tries them and none counts as one of the newest k."""
-        for path, problem in damaged if dist.get_rank() == 0 else []:
-            print(f"{problem}; renamed to {self._names.set_aside(path, DAMAGED)}", flush=True)
-
     def _try(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
         """Load a checkpoint. Return its state, and what is wrong with it on any rank. Raises ConfigError if it is of
         another run."""
@@ -141,8 +138,10 @@ class Checkpointer:
             reader = CheckpointReader(path)
         if problems:
             return {}, problems
-        options = {"mixture": ", set training.change_mixture_on_resume = true"}
-        state = reader.state
+        state, options = reader.state, {"mixture": ", set training.change_mixture_on_resume = true"}
+        if changed := listed(state["config"], self.config, OF_DATA):
+            why = "; without data of its own, validation takes validation.fraction of the documents from the training"
+            options["data"] = f" (changed: {changed}{why * ('validation.' in changed)})"
         saved = _with_optimizer(state["identity"], state["config"])
         own = _with_optimizer(self.identity, self.config if state["config"] else {})
         differences = [
@@ -158,10 +157,8 @@ class Checkpointer:
 
     def _load(self, reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         """Load a checkpoint's tensors and return what is wrong with them on any rank."""
-        generators = random_states()
-        saved = [name for name in reader.shapes if name.startswith("random.cpu.")]
-        if len(saved) != dist.get_world_size():
-            generators = {}  # the ranks' generators stay as this run seeded them
+        n_saved = sum(name.startswith("random.cpu.") for name in reader.shapes)
+        generators = random_states() if n_saved == dist.get_world_size() else {}  # else as this run has seeded them
         states = optimizer_tensors(model, optimizer)
         portable = {name: dequantized(state) for name, state in states.items()}
         tensors = model_tensors(model) | portable
@@ -208,16 +205,16 @@ class Checkpointer:
         slices = slices_to_save(model_tensors(model) | states) | generators
         size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
         dist.all_reduce(size, group=self.group)
-        record = {"step": step, "identity": self.identity, "config": self.config, **state}
-        content = json.dumps(record, indent=1).encode()
+        content = {"step": step, "identity": self.identity, "config": self.config, **state}
+        state_json = json.dumps(content, indent=1).encode()
         with contextlib.ExitStack() as stack:
             description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
             stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
             if self.checkpoint.async_mode == "async":
-                future = self._thread.submit(self._write, step, self._copied_to_host(slices), content)
+                future = self._thread.submit(self._write, step, self._copied_to_host(slices), state_json)
                 self._saving = step, is_last, future, stack.pop_all()
             else:
-                self._write(step, slices, content)
+                self._write(step, slices, state_json)
                 self._saved(step)
 
     def _copied_to_host(self, slices: Slices) -> Slices:
@@ -238,18 +235,18 @@ class Checkpointer:
         """Write this rank's file. When all ranks have, rank 0 writes state.json and the manifest and renames the
         folder, so that an asynchronous save is complete even if the training has failed since."""
         rank, stored, folder = dist.get_rank(), None, self.folder / f"step-{step}.tmp"
-        name = f"rank-{rank:05d}.safetensors"
+        file = folder / f"rank-{rank:05d}.safetensors"
         with collected_problems(self.group, OSError) as problems:
             stored = with_all_ranks(
-                lambda: write_file(folder / name, slices),
-                lambda: _size(folder / name),
-                f"writing {folder / name}",
+                lambda: write_file(file, slices),
+                lambda: file.stat().st_size if file.exists() else 0,
+                f"writing {file}",
                 group=self.group,
                 timeout=self.comm.train_timeout_seconds,
             )
         self._raise_unsaved(step, problems)
         files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object((name, stored), files, group=self.group)
+        dist.gather_object((file.name, stored), files, group=self.group)
         with collected_problems(self.group, OSError) as problems:
             if files is not None:
                 write_synced(folder / STATE, state)
@@ -261,8 +258,7 @@ class Checkpointer:
     def poll(self) -> None:
         """Take note of an asynchronous save that is done; cheap enough for every step."""
         if self._saving and self._saving[2].done():
-            with self._stops_training():
-                self._finish()
+            self.finish()
 
     def finish(self) -> None:
         """Wait for an asynchronous save. Raises TrainingError as `save` does."""
@@ -464,7 +460,3 @@ def _with_optimizer(identity: dict[str, Any], config: Mapping[str, Any]) -> dict
     """Return an identity with the optimizer whose states a run saves, if its config is known."""
     name = config.get("optimizer.name")
     return identity | ({"optimizer.name": "Muon" if name == "Muon" else "Adam or AdamW"} if name else {})
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -84,8 +84,8 @@ def run(
     if isinstance(assets, str):
         built, origin = build_tokenizer(assets), assets or "bytes, so there are no files of it"
         if built.vocab_size > options.vocab_size:
-            problem = f"expected at least the {built.vocab_size} tokens of the tokenizer; name that of the run with"
-            raise ConfigError([f"model.vocab_size = {options.vocab_size}: {problem} --tokenizer"])
+            problem = f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of "
+            raise ConfigError([f"{problem}the tokenizer; name that of the run with --tokenizer"])
         bos, eos = built.bos, built.eos
     else:
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"
@@ -132,10 +132,10 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
         raise ConfigError([problem])
     try:
         sections: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
-        for key, value in identity.items():
-            section, _, name = key.partition(".")
-            if name and section in sections:
-                sections[section][name] = value
+        for section, options in sections.items():
+            options |= {
+                key.partition(".")[2]: value for key, value in identity.items() if key.startswith(f"{section}.")
+            }
         return Model.model_validate({key: identity[key] for key in fields if key in identity} | sections)
     except ValidationError as error:
         key, value = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["input"]

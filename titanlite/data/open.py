@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
 
 from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
+from titanlite.launch.progress import mark
 
 if TYPE_CHECKING:
     from titanlite.techniques.data.best_fit import BestFitSequences
@@ -61,8 +66,8 @@ def open_sequences(
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    named = token_caches(training, validation)
-    caches: Caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in named]
+    needed = token_caches(training, validation)
+    caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
     sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -111,7 +116,7 @@ def pack_once(
 
 def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
     """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
-    template: type[Template] | None = None
+    template: Any = None
     if source.training.dataset_format != "text":
         from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
 
@@ -166,46 +171,72 @@ def open_mixture(
     from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
-    packed, identities, components, problems = [], [], [], []
-    for options, (own, cache) in zip(training.datasets, opened, strict=True):
+    packed, identities, limits, problems = [], [], [], []
+    for number, (options, (own, cache)) in enumerate(zip(training.datasets, opened, strict=True)):
         own_seed = mixture.seed_of(options.name, seed)
         try:
             sequences, packing = _pack(cache, tokenizer, own, seed=own_seed, builds_cache=builds_cache)
-            packed.append(sequences)
-            identities.append(cache.identity + packing)
         except ConfigError as error:
             problems += [f"training.datasets, {options.name}: {problem}" for problem in error.problems]
+            continue
+        limits.append(mixture.largest_count(options, sequences.n_sequences, training.seq_len))
+        if limits[-1] == 0:
+            problem = f"training.datasets.{number}.epochs = {options.epochs}: less than one of the "
+            problems.append(f"{problem}{sequences.n_sequences:,} packed sequences of {options.name}; set it higher")
+        packed.append(sequences)
+        identities.append(cache.identity + packing)
     if problems:
         raise ConfigError(problems)
     shares = mixture.integer_shares(training.datasets, [each.n_sequences for each in packed])
-    for number, (options, sequences) in enumerate(zip(training.datasets, packed, strict=True)):
-        limit = mixture.largest_count(options, sequences.n_sequences, training.seq_len)
-        if limit == 0:
-            problem = f"training.datasets.{number}.epochs = {options.epochs}: less than one of the "
-            problems.append(f"{problem}{sequences.n_sequences:,} packed sequences of {options.name}; set it higher")
-        components.append(mixture.Component(options.name, sequences, identities[number], shares[number], limit))
-    if problems:
-        raise ConfigError(problems)
-    return mixture.MixedSequences(components, seed=seed)
+    names = [options.name for options in training.datasets]
+    components = map(mixture.Component, names, packed, identities, shares, limits)
+    return mixture.MixedSequences(list(components), seed=seed)
 
 
 def _open_validation(
     tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
 ) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
-    opened, splits = [(each, cache) for each, cache in caches if "validation" in each.splits], []
-    for each, cache in opened:
-        split = each.splits["validation"]
-        splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
+    opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
+    options = {"builds_cache": builds_cache}
+    splits = [pack_once(cache, split, tokenizer, source.training, **options) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]
     if not splits:
-        problem = f"{opened[0][0].source}: has no text to validate on"
-        if opened[0][0].fraction:
-            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; set it "
-            problem += "higher, or set validation.dataset_path (files) or validation.dataset_split (hub)"
+        split, source, _ = opened[0]
+        problem = f"{source}: has no text to validate on"
+        if split == "validation":
+            n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
+            shorter = source.training.dataset == "text" and source.training.text_sample_by == "document"
+            advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
+            if n > 1:
+                advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
+            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
+            problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])
     if len(splits) == 1:
         return splits[0]
     from titanlite.techniques.data.mixture import MixedValidation
 
     return MixedValidation(splits)
+
+
+@contextlib.contextmanager
+def compared_over_ranks() -> Iterator[Callable[..., None]]:
+    """Return a function that every rank must call with the identities of what it has opened in the body. It waits for
+    the others, and raises ConfigError if these differ.
+
+    Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def compare(*own: str) -> None:
+        mark("waiting for the data of other ranks", limited=False)
+        identities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(identities, own, group=group)
+        if set(identities) != {own}:
+            other = next(rank for rank, name in enumerate(identities) if name != identities[0])
+            problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
+            raise ConfigError([problem])
+
+    yield compare
+    dist.destroy_process_group(group)

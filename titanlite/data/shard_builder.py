@@ -1,23 +1,28 @@
-"""Tokenize some segments of a dataset into a shard of the token cache."""
+"""Tokenize some segments of a dataset into a shard of the token cache, and read back what the shard's file says."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from titanlite.config.schema import Training
+from titanlite.config.regular_file import open_file
+from titanlite.data import token_shards
 from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
-from titanlite.data.shard_files import write_shard
-from titanlite.data.source import Source, Template
-from titanlite.data.token_shards import DType, Shard, Split
+from titanlite.data.source import Source
+from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split
 from titanlite.data.tokenizer import Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
+from titanlite.files.durable import checksum, sync
 
 Report = Callable[[int, int], None]
 """Is called with the bytes of the dataset's files and the tokens since the last call."""
@@ -27,12 +32,11 @@ Report = Callable[[int, int], None]
 class CacheOptions:
     """What the shards of a token cache are made of."""
 
-    training: Training
-    path_option: str
+    source: Source
     hf_assets_path: str
     validation_fraction: float
     template: str
-    """The name of a Template; empty: documents are plain text."""
+    """The name of ChatTemplate; empty: documents are plain text."""
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -55,19 +59,18 @@ def build_shard(
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    source = Source(options.training, options.path_option)
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
     document_of: Callable[[dict[str, Any]], str] | None = None
     if options.template:
-        template: Template = named(options.template)(tokenizer)
+        template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, options.training)
+        document_of = functools.partial(template.document, options.source.training)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         running: list[Any] = []
-        for texts, n_bytes in _batches(source, segments, document_of, at):
+        for texts, n_bytes in _batches(options.source, segments, document_of, at):
             running.append((texts, pool.submit(encode, texts), n_bytes))
             if len(running) > 2:
                 texts, future, n_bytes = running.pop(0)
@@ -91,8 +94,11 @@ def build_shard(
         return write_shard(path, dtype, documents())
 
 
-def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
-    """Build a shard in another process; the other arguments are those of build_shard up to `report`."""
+def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
+    """Build a shard in a worker or, with a tokenizer that is none, in this process; the other arguments are those of
+    build_shard up to `report`."""
+    if not isinstance(worker, Worker):
+        return build_shard(*arguments, worker)
     *of_shard, options, report = arguments
     at = "", 0
 
@@ -105,7 +111,9 @@ def build_in_worker(worker: Worker, *arguments: Any) -> Shard:
 
     def where() -> str:
         file, begin = at
-        return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        return (
+            f" at {place(options.source.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        )
 
     return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
 
@@ -141,3 +149,80 @@ def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any)
         n_bytes += 0 if per_row else segment.bytes
     if texts:
         yield texts, round(n_bytes)
+
+
+def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield bytes in blocks of CHECKSUM_BLOCK; the last may be shorter."""
+    rest = bytearray()
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) >= CHECKSUM_BLOCK:
+            yield bytes(rest[:CHECKSUM_BLOCK])
+            del rest[:CHECKSUM_BLOCK]
+    if rest:
+        yield bytes(rest)
+
+
+def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
+    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
+    bytes of its text."""
+    lengths: dict[str, list[int]] = {"train": [], "validation": []}
+    sizes, checksums, train_hash = list[int](), list[int](), xxhash.xxh3_64()
+
+    def content() -> Iterator[bytes]:
+        for split, tokens, n_bytes in documents:
+            lengths[split].append(len(tokens))
+            sizes.append(n_bytes)
+            encoded = tokens.astype(dtype).tobytes()
+            if split == "train":
+                train_hash.update(encoded)
+                yield encoded
+            else:
+                validation.write(encoded)
+        validation.seek(0)
+        yield from iter(lambda: validation.read(2**24), b"")
+        for split_lengths in lengths.values():
+            yield np.array(split_lengths, "<u4").tobytes()
+
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o644)) as file,
+        tempfile.SpooledTemporaryFile(max_size=2**24, dir=path.parent) as validation,
+    ):
+        file.write(b"\0" * HEADER)
+        for block in _blocks(content()):
+            file.write(block)
+            checksums.append(xxhash.xxh3_64_intdigest(block))
+        file.write(encoded := np.array(checksums, "<u8").tobytes())
+        shard = Shard(
+            dataset=path.parent.name,
+            train_tokens=sum(lengths["train"]),
+            validation_tokens=sum(lengths["validation"]),
+            train_documents=len(lengths["train"]),
+            validation_documents=len(lengths["validation"]),
+            text_bytes=sum(sizes),
+            train_xxh3_64=train_hash.hexdigest(),
+            checksums_xxh3_64=checksum(encoded),
+        )
+        file.seek(0)
+        file.write(shard.header(dtype))
+        sync(file)
+    return shard
+
+
+def read_shard(path: Path, dtype: DType) -> Shard:
+    """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
+    not to be trusted or is of another dataset, and DamagedShardError if it is no shard of that type, or has another
+    size."""
+    token_shards.regular_file(path)
+    with open_file(path) as file:
+        header = file.read(HEADER)
+    try:
+        shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedShardError(f"{path.name}: the header is damaged") from None
+    if header != shard.header(dtype):
+        raise DamagedShardError(f"{path.name}: the header is damaged")
+    token_shards.check_dataset(path, [shard])
+    token_shards.check_size(path, shard.file_size(dtype))
+    return shard

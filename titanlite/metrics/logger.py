@@ -111,14 +111,16 @@ class ThroughputMeter:
         return values
 
 
-def step_values(loss: float, largest: float, norm: float, lr: float, n_tokens: int) -> dict[str, float]:
-    """Return the values of a step by tag: losses in nats, the gradient norm, the learning rate, tokens seen."""
+def step_values(loss: float, largest: float, norm: float, lr: float, counts: Sequence[int]) -> dict[str, float]:
+    """Return the values of a step by tag: losses in nats, norm, learning rate, and what a loader's counts say."""
+    positions, _, padding, _ = counts
     return {
         "loss_metrics/global_avg_loss": loss,
         "loss_metrics/global_max_loss": largest,
         "grad_norm": norm,
         "lr": lr,
-        "n_tokens_seen": n_tokens,
+        "n_tokens_seen": positions - padding,
+        "n_padding_seen": padding,
     }
 
 

@@ -373,7 +373,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(options, "training.dataset_path", own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     worker = Worker(own.tokenizer.path)
     try:

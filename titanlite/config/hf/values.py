@@ -61,9 +61,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """Return a value as it is written, if it is short."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = show(value)
+    text = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else show(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

@@ -20,8 +20,9 @@ from titanlite.config.loader import ConfigError, printable
 from titanlite.config.schema import Optimizer
 from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED
-from titanlite.model import Documents, Llama, rope_table
+from titanlite.model import Documents, Llama
 from titanlite.optimizer import build_adam
+from titanlite.rope import rope_table
 from titanlite.tools.parity.compare import FLOAT64_TOLERANCE, ROUNDING_FACTOR
 from titanlite.tools.parity.ratios import Row, clusters, describe, relative
 from titanlite.tools.parity.recorded_step import Dtypes, RecordedStep, read_step
