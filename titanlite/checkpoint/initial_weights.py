@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from titanlite.checkpoint.folder import REPLACED, UNCONFIRMED, checkpoints, state_of, why_not_read
-from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import SEEDED, Checkpoint, Job, Model
 
@@ -43,6 +42,8 @@ def is_hugging_face(path: Path) -> bool:
     is no folder, it is a checkpoint that is not read, or it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
+        from titanlite.config.hf.values import how_to_download  # here, since only an error needs it
+
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
         raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])
     if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):

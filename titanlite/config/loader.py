@@ -140,7 +140,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     A bare `--section.key` is true; a value may follow after a space. `rules` returns the problems between options, from
     the options and the keys whose value is not the default. Raises ConfigError with every problem.
     """
-    argv = with_values(kind, argv)
+    argv = _with_values(kind, argv)
     names = [argument for argument in argv if not argument.startswith("-")]
     arguments = [argument for argument in argv if argument.startswith("-")]
     if len(names) != 1 or not names[0]:
@@ -150,7 +150,7 @@ def load(kind: type[Options], argv: list[str], *, usage: str, rules: Rules) -> L
     return load_values(kind, read_toml(file), file, arguments, rules=rules)
 
 
-def with_values(kind: type[Section], argv: list[str]) -> list[str]:
+def _with_values(kind: type[Section], argv: list[str]) -> list[str]:
     """Return arguments in which `--section.key value` is `--section.key=value`."""
     joined = [""]
     for text in argv:
@@ -169,7 +169,7 @@ def load_values(
 ) -> LoadedConfig[Options]:
     """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
     origins = dict.fromkeys(_keys_in(kind, values), file)
-    problems = _override(kind, arguments, values, origins)
+    problems = _override(kind, _with_values(kind, arguments), values, origins)
     config, bad_keys, value_problems = _validate(kind, values, file, origins)
     # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
     loaded = LoadedConfig(config, file, origins)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from titanlite.config.hf.values import how_to_download
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import DatasetOptions, Training, Validation
 from titanlite.data.documents import open_stream
@@ -32,7 +31,8 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     it cannot be used."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
+    from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
+    from titanlite.data.worker import TokenizerProcess
 
     path = Path(hf_assets_path).expanduser()
     if hint := how_to_download(path):

@@ -13,11 +13,11 @@ work and the weights (FSDP): torchrun --nproc-per-node=N -m titanlite eval FOLDE
 Exit status: 0 done; 2 the folder, the dataset or an argument is wrong.
 """
 
+import itertools
 import math
 from typing import Any
 
-from titanlite.config import Config, ConfigError, Launch, check, load_values
-from titanlite.config.loader import with_values
+from titanlite.config import ConfigError, Launch, check, load_values
 from titanlite.config.schema import Training
 from titanlite.launch.arguments import Parser, count
 
@@ -46,10 +46,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch-size", dest="local_batch_size", type=count(), metavar="B", help=text)
     text = "attend only within a document"
     parser.add_argument("--document-mask", action="store_const", const="true", help=text)
-    arguments, overrides = parser.parse_known_args(with_values(Config, argv))
+    arguments, overrides = parser.parse_known_args(argv)
     readable = [f"--training.{key}" for key in MORE_OPTIONS]
-    for override in overrides:
-        if override.partition("=")[0] not in readable:
+    for before, override in itertools.pairwise(["", *overrides]):
+        is_value = before in readable and not override.startswith("--")
+        if not is_value and override.partition("=")[0] not in readable:
             problem = f"command line: {override}: expected one of {', '.join(readable)}"
             raise ConfigError([f"{problem}; --help tells more"])
     import torch  # here, so that --help and wrong arguments do not wait for it

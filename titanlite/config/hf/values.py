@@ -35,10 +35,9 @@ def read_json_object(file: Path, content: bytes | None = None) -> dict[str, Any]
 
 def how_to_download(folder: Path) -> str:
     """Return how to download a model, if what is named as its folder is a name of the hub."""
-    name = str(folder)
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or folder.parent.exists():
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", f"{folder}") or folder.parent.exists():
         return ""
-    return f"; if it is a model of the hub: hf download {name} --local-dir assets/{folder.name}, and name that folder"
+    return f"; if it is a model of the hub: hf download {folder} --local-dir assets/{folder.name}, and name that folder"
 
 
 def token_ids(values: dict[str, Any], key: str, file: Path) -> list[int]:
