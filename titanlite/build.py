@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.build_llama import build_llama
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
-from titanlite.config import Config, ConfigError, Launch
+from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
-from titanlite.data.open import build_tokenizer, compared_over_ranks, open_sequences
+from titanlite.data.open import compared_over_ranks, open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
@@ -251,10 +251,7 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
     Raises:
         ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
-    tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
-        raise ConfigError([problem + "tokenizer; set it, or choose another model.hf_assets_path"])
+    tokenizer = tokenizer_of_run(config.model, config.checkpoint, config.parallelism)
     with compared_over_ranks() as compare:
         sequences, validation, identity = open_sequences(
             tokenizer, config.training, config.validation, seed=config.debug.seed, builds_cache=builds_cache
@@ -375,4 +372,4 @@ def add_observers(
     if validation.generate_prompts:
         from titanlite.techniques.samples import Samples
 
-        observers.append(Samples(training, validation, config.model.hf_assets_path, train_step, logger))
+        observers.append(Samples(training, validation, config.model, train_step, logger))

@@ -67,6 +67,7 @@ def run(
     from titanlite.checkpoint.folder import step_folders
     from titanlite.checkpoint.reader import CheckpointReader
     from titanlite.data.open import build_tokenizer
+    from titanlite.data.tokenizer import Rows
     from titanlite.hf.export import export
 
     path = step_folders(checkpoint)[-1]
@@ -82,10 +83,10 @@ def run(
         raise ConfigError([f"--max-seq-len: expected 1 or more, since there is no training.seq_len in {config_file}"])
     assets = value_of_run(config, "model", "hf_assets_path") if tokenizer is None else str(tokenizer)
     if isinstance(assets, str):
-        built, origin = build_tokenizer(assets), assets or "bytes, so there are no files of it"
-        if built.vocab_size > options.vocab_size:
-            problem = f"model.vocab_size = {options.vocab_size}: expected at least the {built.vocab_size} tokens of "
-            raise ConfigError([f"{problem}the tokenizer; name that of the run with --tokenizer"])
+        rows = Rows(options.vocab_size, f"model.vocab_size = {options.vocab_size}", "name the run's with --tokenizer")
+        built, origin = build_tokenizer(assets).fit(rows), assets or "bytes, so there are no files of it"
+        if built.vocab_size > rows.n:
+            origin += f"; the model has no rows for its {built.vocab_size - rows.n} ids from {rows.n} on"
         bos, eos = built.bos, built.eos
     else:
         bos, eos, origin = None, None, f"none, since there is no model.hf_assets_path in {config_file}"

@@ -17,7 +17,12 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
     config.json is of another model. Options in `is_set` may differ from it: the user has chosen them."""
     place = checkpoint.initial_load_path
     saved = checkpoints(Path(job.dump_folder) / checkpoint.folder, "", UNCONFIRMED, REPLACED)
-    if place == SEEDED or (checkpoint.enable and saved) or not is_hugging_face(Path(place)):
+    if place == SEEDED or (checkpoint.enable and saved):
+        return
+    if not is_hugging_face(Path(place)):
+        if model.new_tokens != "none":
+            problem = f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder"
+            raise ConfigError([f'{problem}, and {place} has a checkpoint; set "none"'])
         return
     from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
     from titanlite.hf.config_files import model_of
@@ -27,13 +32,18 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
         problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
         raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])
     own, other = model.identity(), model_of(Path(place)).identity()
-    differences = [
-        f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
+    lacks_rows, advice = own["vocab_size"] > other["vocab_size"], "[model] to the options of its weights"
+    if lacks_rows and model.new_tokens == "mean":
+        own["vocab_size"] = other["vocab_size"]
+    differences = {
+        key: f"model.{key} = {show(other.get(key))} (this run: {show(own.get(key))})"
         for key in {**own, **other}
         if own.get(key) != other.get(key) and (key in SIZES or f"model.{key}" not in is_set)
-    ]
+    }
     if differences:
-        problem = f"{option}: its config.json has {', '.join(differences)}; set [model] to the options of its weights"
+        if lacks_rows and len(differences) == 1:
+            advice = 'model.new_tokens = "mean", which adds rows'
+        problem = f"{option}: its config.json has {', '.join(differences.values())}; set {advice}"
         raise ConfigError([f'{problem}, or {KEY} = "{SEEDED}" to train from initial weights'])
 
 

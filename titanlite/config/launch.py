@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.schema import SEEDED, Config, Optimizer, Training
+from titanlite.config.schema import Config, Optimizer, Training
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
@@ -134,16 +134,15 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
-    training, parallelism, model = config.training, config.parallelism, config.model
+    training, parallelism = config.training, config.parallelism
     param, total_steps = _param_dtype(training, on_cuda), config.lr_scheduler.total_steps
-    initial_weights = model.hf_assets_path if model.flavor == "from_hf" else SEEDED
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
         parallelism__context_parallel_ulysses_degree=parallelism.context_parallel_degree // parallelism.ring_degree,
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=_muon_dtype(config.optimizer, param),
-        checkpoint__initial_load_path=config.checkpoint.initial_load_path or initial_weights,
+        checkpoint__initial_load_path=config.initial_weights,
         training__global_batch_size=_global_batch_size(config, shard_degree),
         training__attention_backend=_attention_backend(config, param, on_cuda),
         training__loss_chunks=_loss_chunks(config),

@@ -16,7 +16,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
@@ -69,11 +69,25 @@ Place = tuple[str | int, ...]
 
 
 class ConfigError(Exception):
-    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2."""
+    """The config or the launch is wrong. `problems` has one line each; a program prints them and exits with 2. `loaded`
+    is the LoadedConfig without what is wrong, if there is one."""
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, problems: list[str], loaded: Any = None):
         super().__init__("\n".join(problems))
+        self.loaded = loaded
         self.problems = [printable(problem) for problem in problems]
+
+
+def check_all(*checks: Callable[[], Any], problems: Sequence[str] = ()) -> None:
+    """Raise ConfigError with these problems and those of all checks, if there are any."""
+    problems = [*problems]
+    for each in checks:
+        try:
+            each()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def print_problems(error: ConfigError) -> None:
@@ -170,7 +184,13 @@ def load_values(
     """Check the contents of a TOML file, or what stands for one, and overrides (see `load`)."""
     origins = dict.fromkeys(_keys_in(kind, values), file)
     problems = _override(kind, _with_values(kind, arguments), values, origins)
-    config, bad_keys, value_problems = _validate(kind, values, file, origins)
+    try:
+        config, bad_keys, value_problems = _validate(kind, values, file, origins)
+    except ConfigError as error:  # of the folder that model.flavor = "from_hf" reads: another flavor stands in
+        values["model"].pop("flavor")
+        config, bad_keys, value_problems = _validate(kind, values, file, origins)
+        bad_keys |= {key for key in options_of(kind) if key.startswith("model.")}
+        value_problems += error.problems
     # The rules run even where single values are wrong (their defaults stand in for them): all problems in one run.
     loaded = LoadedConfig(config, file, origins)
     # A resolved config sets every option; only those that differ from their default count as changed.
@@ -178,7 +198,7 @@ def load_values(
     changed = {key for key, option in options if option.is_required() or value_of(config, key) != option.default}
     problems += value_problems + loaded.lines(rules(config, changed), bad_keys)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, loaded)
     return loaded
 
 

@@ -23,6 +23,12 @@ def dataset_rules(config: Config, changed: set[str], reject: Rejections) -> None
                 if is_set and value not in values:
                     message = f"read only when {key} is {' or '.join(map(show, values))}; set that, or remove it"
                     reject(f"{section}.{name}", message, key, keys.MIXTURE)
+        if options.special_tokens_in_text == "special":
+            key = f"{section}.special_tokens_in_text"
+            if training.packing != "best_fit":
+                reject(keys.PACKING, f'EOS in a text ends no document ({key} = "special"); set "best_fit"', key)
+            if not config.model.hf_assets_path:
+                reject(key, "bytes have no special tokens; set model.hf_assets_path, or remove it", keys.MIXTURE)
         if options.dataset_format != "text" and kind in DATASET_OPTIONS["dataset_format"]:
             conversations.append(row)
     if conversations:

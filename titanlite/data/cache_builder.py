@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from titanlite.config.loader import ConfigError
+from titanlite.config.loader import ConfigError, show
 from titanlite.data import shard_builder, token_shards
 from titanlite.data.files import Segment
 from titanlite.data.shard_builder import CacheOptions
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import THREADS, Worker
@@ -28,6 +29,9 @@ from titanlite.files.durable import sync_folder
 from titanlite.launch import process
 from titanlite.launch.folder_lock import FolderInUse, FolderLock
 from titanlite.launch.progress import alive, progress
+
+MOST_SHOWN = 20
+"""Names of columns and keys that are not read, in a message."""
 
 
 @dataclasses.dataclass
@@ -43,6 +47,7 @@ class CacheBuilder:
 
     def __post_init__(self) -> None:
         self.shards: dict[int, Shard] = {}
+        self.unread: set[str] = set()
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self._unfinished: list[contextlib.ExitStack] = []  # remove what is there while shards are built
@@ -55,6 +60,10 @@ class CacheBuilder:
             self._wait_for_others()
             index = Index(dtype=self.dtype, shards=[self.shards[number] for number in range(len(self.segments))])
             index.publish(self.folder / token_shards.INDEX)
+            if names := [show(name) for name in sorted(self.unread)]:
+                more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
+                line = f"{Source(self.options.training, self.options.path_option)}: not read of its rows: "
+                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
@@ -145,7 +154,8 @@ class CacheBuilder:
                 sync_folder(self.folder)
                 self.shards[number] = shard
 
-    def _report(self, n_bytes: int, n_tokens: int) -> None:
+    def _report(self, n_bytes: int, n_tokens: int, unread: list[str]) -> None:
+        self.unread.update(unread)
         if self.stopped.is_set():
             raise InterruptedError
         self.advances.put((n_bytes, n_tokens))

@@ -14,6 +14,7 @@ from titanlite.data.source import Source
 
 SAMPLE_BYTES, SAMPLES = 2**16, 16  # of a large file, for _content_hash
 SAMPLES_OF_ALL = 2**14  # of all files together
+MOST_UNREAD = 1000  # names of columns that are not read
 
 
 def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
@@ -33,7 +34,10 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
 
         dataset = hub.load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
-    return segments, f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}"
+    return (
+        segments,
+        f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}",
+    )
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
@@ -52,10 +56,14 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
 
 
 def read_documents(
-    source: Source, segment: Segment, document_of: Callable[[dict[str, Any]], str] | None = None
-) -> Iterator[tuple[int, str]]:
-    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it from a
-    row's columns, or raises ValueError; None: it is the only column.
+    source: Source,
+    segment: Segment,
+    document_of: Callable[[dict[str, Any]], Any] | None = None,
+    unread: set[str] | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
+    several, from a row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other
+    columns.
 
     Raises:
         ConfigError: for a row that has no text; one line that names the file and the row.
@@ -72,6 +80,8 @@ def read_documents(
 
         rows = hub.read_rows(source, segment)
     for row in rows:
+        if unread is not None and len(unread) < MOST_UNREAD:
+            unread.update(row.others)
         try:
             yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:

@@ -17,7 +17,7 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,6 +30,8 @@ from titanlite.files.durable import is_transient
 
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
 """Suffixes, in any case, of the files that are read from a folder, by dataset. Text and JSON may be compressed."""
+TOOLS = "tools"
+"""Column that a row with a conversation may have beside those that it must: the tools that the assistant may call."""
 COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
@@ -79,6 +81,8 @@ class Row(NamedTuple):
     end: int
     values: dict[str, Any]
     """By column; text files have the column "text"."""
+    others: Collection[str] = ()
+    """Its columns that are not read."""
 
 
 class BadRowError(Exception):
@@ -234,14 +238,20 @@ def _unpack_zstd(file: BinaryIO) -> BinaryIO:
 UNPACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open, "zstd": _unpack_zstd}
 
 
-def _select(training: Training, row: Any, begin: int, columns: Sequence[str]) -> dict[str, Any]:
-    """Return some columns of a JSON object."""
+def _select(training: Training, row: Any, begin: int, end: int, columns: Sequence[str]) -> Row:
+    """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
     for column in columns:
         if column not in row:
             raise BadRowError(begin, no_column(training, column, list(row)))
-    return {column: row[column] for column in columns}
+    own = columns_in(training, columns, row)
+    return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
+
+
+def columns_in(training: Training, columns: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the columns that are read of a row with these: some that it must have, and TOOLS of a conversation."""
+    return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
 def no_column(training: Training, column: str, names: Sequence[str]) -> str:
@@ -263,7 +273,7 @@ def _array_rows(training: Training, path: Path, segment: Segment, columns: Seque
         raise ConfigError([problem])
     rows = json.loads(content.removeprefix(BOM).decode())
     for index in range(segment.begin, min(segment.end, len(rows))):
-        yield Row(index, index + 1, _select(training, rows[index], index, columns))
+        yield _select(training, rows[index], index, index + 1, columns)
 
 
 def rows_at_a_time(n_rows: int, n_bytes: int) -> int:
@@ -284,7 +294,7 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
     for column in columns:
         if column not in names:
             raise ConfigError([f"{path}: {no_column(training, column, names)}"])
-    row = 0
+    columns, row = columns_in(training, columns, names), 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
         end = row + metadata.num_rows
@@ -294,13 +304,13 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         chunks = [metadata.column(index) for index in range(metadata.num_columns)]
         own = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
         rows = rows_at_a_time(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in own))
-        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns)):
+        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
             first = min(max(segment.begin - row, 0), len(batch))
             last = min(max(segment.end - row, 0), len(batch))
             for index, values in enumerate(batch.slice(first, last - first).to_pylist(), row + first):
                 if any(isinstance(value, str) and len(value) > LARGEST_ROW for value in values.values()):
                     raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
-                yield Row(index, index + 1, values)
+                yield Row(index, index + 1, values, {*names}.difference(columns))
             row += len(batch)
         if row != end:
             break
@@ -319,7 +329,7 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
                     raise BadRowError(begin, f"no JSON: {error}") from None
                 except RecursionError:
                     raise BadRowError(begin, "JSON that is nested too deep") from None
-                yield Row(begin, end, _select(training, row, begin, columns))
+                yield _select(training, row, begin, end, columns)
 
 
 def _text_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:

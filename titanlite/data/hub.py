@@ -11,18 +11,20 @@ from typing import Any
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Training
-from titanlite.data.files import Row, Segment, no_column, rows_at_a_time
+from titanlite.data.files import Row, Segment, columns_in, no_column, rows_at_a_time
 from titanlite.data.source import Source
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
-    dataset = load(source, streaming=False).select_columns(list(source.columns))
+    dataset = load(source, streaming=False)
+    columns = columns_in(source.training, source.columns, dataset.column_names)
+    others, dataset = {*dataset.column_names}.difference(columns), dataset.select_columns(columns)
     rows = rows_at_a_time(len(dataset), dataset.data.nbytes)
     batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=rows)
     index = segment.begin
     for batch in read(source, batches):
-        for values in zip(*(batch[column] for column in source.columns), strict=True):
-            yield Row(index, index + 1, dict(zip(source.columns, values, strict=True)))
+        for values in zip(*(batch[column] for column in columns), strict=True):
+            yield Row(index, index + 1, dict(zip(columns, values, strict=True)), others)
             index += 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from titanlite.config.loader import ConfigError
-from titanlite.config.schema import DatasetOptions, Training, Validation
+from titanlite.config.loader import ConfigError, check_all
+from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, Parallelism, Training, Validation
 from titanlite.data.documents import open_stream
+from titanlite.data.files import files_of
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
 from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
-from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 from titanlite.launch.progress import mark
 
 if TYPE_CHECKING:
@@ -38,6 +40,40 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     if hint := how_to_download(path):
         raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
     return TokenizerProcess(path)
+
+
+def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
+    """Return the tokenizer of a resolved config. Raises ConfigError if it cannot be used with the model."""
+    tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
+    weights, advice = checkpoint.initial_load_path, ""
+    if weights == SEEDED or (Path(weights) / "config.json").is_file():  # else a checkpoint, which has no other size
+        advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}"
+        advice += "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
+        advice += ", or "
+    option = f"model.vocab_size = {model.vocab_size}"
+    return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
+
+
+def check_data(
+    model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
+) -> None:
+    """Raise ConfigError with a line for each reason that a run cannot use its tokenizer, its chat template, or the
+    files of its datasets. Names of datasets on the hub are not looked up."""
+    tokenizer: Any = None
+    sources = [each.source for each in token_caches(training, validation)]
+    sources += [Source(training)] if training.streaming else []
+
+    def check_tokenizer() -> None:
+        nonlocal tokenizer
+        tokenizer = tokenizer_of_run(model, checkpoint, parallelism)
+
+    def check_source(source: Source) -> None:
+        with contextlib.redirect_stdout(None):  # a run names the files, once
+            files_of(source) if source.is_files else None
+        if tokenizer and (template := template_of(source.training)):
+            tokenizer.call(template.identity_of)
+
+    check_all(check_tokenizer, *(functools.partial(check_source, source) for source in sources))
 
 
 class CacheOfRun(NamedTuple):
@@ -116,12 +152,16 @@ def pack_once(
 
 def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
     """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
-    template: Any = None
-    if source.training.dataset_format != "text":
-        from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+    return open_token_cache(source, tokenizer, fraction, template=template_of(source.training), **options)
 
-        template = ChatTemplate
-    return open_token_cache(source, tokenizer, fraction, template=template, **options)
+
+def template_of(training: Training) -> Any:
+    """Return what makes documents of a dataset's rows; None: they are text."""
+    if training.dataset_format == "text":
+        return None
+    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+
+    return ChatTemplate
 
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:

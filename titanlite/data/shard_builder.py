@@ -19,13 +19,16 @@ from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
 from titanlite.data.source import Source
-from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split
-from titanlite.data.tokenizer import Tokenizer, encode_documents
+from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split, not_trained_bit
+from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
 from titanlite.files.durable import checksum, sync
 
-Report = Callable[[int, int], None]
-"""Is called with the bytes of the dataset's files and the tokens since the last call."""
+N_SEARCHED = 100
+"""Documents that are searched for special tokens."""
+Report = Callable[[int, int, list[str]], None]
+"""Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
+keys of messages that are not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,14 @@ class CacheOptions:
     validation_fraction: float
     template: str
     """The name of ChatTemplate; empty: documents are plain text."""
+    rows: Rows | None = None
+    """Of a model that has fewer than the tokenizer has ids."""
+
+
+def spelled(tokenizer: Tokenizer, texts: list[str]) -> set[str]:
+    """Return what a report says of special tokens that texts spell out."""
+    found = [name for name in getattr(tokenizer, "names", ()) if any(name in text[:BATCH] for text in texts)]
+    return {f"special token {name} (ordinary text by training.special_tokens_in_text)" for name in found}
 
 
 def is_validation_document(shard: int, document: int, fraction: float) -> bool:
@@ -59,18 +70,19 @@ def build_shard(
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer)
-    document_of: Callable[[dict[str, Any]], str] | None = None
+    unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
+    encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
+    document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
         template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, options.source.training)
+        document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         running: list[Any] = []
-        for texts, n_bytes in _batches(options.source, segments, document_of, at):
+        for texts, n_bytes in _batches(options.source, segments, document_of, unread, at):
             running.append((texts, pool.submit(encode, texts), n_bytes))
             if len(running) > 2:
                 texts, future, n_bytes = running.pop(0)
@@ -79,14 +91,19 @@ def build_shard(
             yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
-        document = 0
+        document, told = 0, set[str]()
         for texts, tokens, n_bytes in encoded():
+            if not (number or document or special or options.template):  # the first documents
+                unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
             for text, own in zip(texts, tokens, strict=True):
+                if options.rows:
+                    options.rows.require(text, own & ~np.uint32(not_trained_bit(dtype) if options.template else 0))
                 is_validation = is_validation_document(number, document, options.validation_fraction)
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
-                document += 1
-            report(n_bytes, sum(map(len, tokens)))
+                document += not getattr(text, "is_beginning", False)
+            report(n_bytes, sum(map(len, tokens)), sorted(unread - told))
+            told.update(unread)
 
     # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
     # wait for itself (Python 3.11).
@@ -121,23 +138,26 @@ def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
 def _build_and_send(
     tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
 ) -> Shard:
-    def report(*counts: int) -> None:
-        send("report", counts)
+    def report(*content: Any) -> None:
+        send("report", content)
 
     of_shard = path, dtype, number, segments, options
     return build_shard(*of_shard, report, tokenizer, lambda *document: send("at", document))
 
 
-def _batches(source: Source, segments: list[Segment], document_of: Any, at: Any) -> Iterator[tuple[list[str], int]]:
+def _batches(
+    source: Source, segments: list[Segment], document_of: Any, unread: set[str], at: Any
+) -> Iterator[tuple[list[str], int]]:
     """Yield texts of BATCH characters or more together, and how many bytes of the files they are, about."""
     texts, size, n_bytes = list[str](), 0, 0.0
     for segment in segments:
         position = segment.begin
         at(segment.file, position)
         per_row = segment.bytes / max(segment.end - segment.begin, 1) if segment.end < END else 0
-        for end, text in read_documents(source, segment, document_of):
-            texts.append(text)
-            size += len(text)
+        for end, text in read_documents(source, segment, document_of, unread):
+            own = text if document_of else [text]
+            texts += own
+            size += sum(map(len, own))
             n_bytes += (end - position) * per_row
             position = end
             if size >= BATCH:

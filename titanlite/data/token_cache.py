@@ -72,6 +72,7 @@ def open_token_cache(
         TrainingError: if the dataset cannot be read now and perhaps can later, or the disk damages what is written.
     """
     segments: Iterable[Segment] = []
+    rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
         """Return the name of the cache's folder, and find the segments of the dataset."""
@@ -80,6 +81,7 @@ def open_token_cache(
         if template:
             fingerprint += f"/{source.training.dataset_format}/{tokenizer.call(template.identity_of)}"
         options = f"{token_shards.FORMAT}/{fingerprint}/{tokenizer.identity}/{validation_fraction}/{SHARD_BYTES}"
+        options += f"/{rows.n} rows" if rows else ""
         return hashlib.sha256(options.encode()).hexdigest()[:32]
 
     option = f"training.cache_folder = {show(cache_folder)}"
@@ -94,7 +96,7 @@ def open_token_cache(
         from titanlite.data.worker import name_of
 
         name = name_of(template) if template else ""
-        options = CacheOptions(source, tokenizer.path, validation_fraction, name)
+        options = CacheOptions(source, tokenizer.path, validation_fraction, name, rows)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")

@@ -15,18 +15,20 @@ The config is checked once, here, before any rank starts: a mistake is one line,
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlite.config import Config, ConfigError, Launch, LoadedConfig, check, load
 from titanlite.config.launch import count_from_environment as count
 from titanlite.config.launch import plan_command, quantity, raise_open_file_limit, require_torchft
-from titanlite.config.loader import show
+from titanlite.config.loader import check_all, show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
@@ -59,8 +61,8 @@ def ranks_wanted(loaded: LoadedConfig[Config], environment: Mapping[str, str], n
 
 def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str], n_devices: int) -> int:
     """Return the number of ranks to start on this node, as `ranks_wanted`. Raises ConfigError if the nodes cannot have
-    equally many ranks, `check` rejects the launch, nodes without devices have too little memory for weights and
-    optimizer states, or the folder of initial weights is wrong."""
+    equally many ranks, `check` rejects the launch, or nodes without devices have too little memory for weights and
+    optimizer states."""
     (least, nodes), wanted = nodes_of(environment), ranks_wanted(loaded, environment, n_devices)
     needed = count_parameters(loaded.config.model) * BYTES_PER_PARAMETER
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -75,11 +77,33 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
         raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
     ranks = wanted // nodes
     for number in {least, nodes}:
-        config = check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
-    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since checkpoint/ imports launch/
-
-    check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins)
+        check(loaded, Launch(0, 0, number * ranks, ranks, n_devices))
     return ranks
+
+
+def check_folders(loaded: LoadedConfig[Config]) -> None:
+    """Raise ConfigError with a line for each of the folders and files of a config that its run cannot use: initial
+    weights, tokenizer and data."""
+    from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since both import launch/
+    from titanlite.data.open import check_data
+
+    config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
+    check_all(
+        lambda: check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins),
+        lambda: check_data(config.model, config.checkpoint, config.parallelism, config.training, config.validation),
+    )
+
+
+def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) -> LoadedConfig[Config]:
+    """Return a config. Raises ConfigError with the problems of its options, of its folders and, if the options are
+    right, of what `use` does with it."""
+    problems, checks = list[str](), [use, check_folders]
+    try:
+        loaded = load(argv)
+    except ConfigError as error:
+        loaded, problems, checks = error.loaded, error.problems, [check_folders] if error.loaded else []
+    check_all(*(functools.partial(check_of, loaded) for check_of in checks), problems=problems)
+    return loaded
 
 
 def count_devices() -> int:
@@ -144,8 +168,10 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{help_text(argv)}")
         return 0
-    loaded = load(argv)
-    ranks = ranks_per_node(loaded, os.environ, count_devices())
+    signals = listen_as_launcher()
+    n_devices = count_devices()
+    loaded = load_and_check(argv, lambda loaded: ranks_per_node(loaded, os.environ, n_devices))
+    ranks = ranks_per_node(loaded, os.environ, n_devices)
     require_place(os.environ, ranks)
     if loaded.config.fault_tolerance.enable:
         require_torchft()
@@ -155,7 +181,7 @@ def main(argv: list[str]) -> int:
     from titanlite.launch.agent import run_ranks  # here, since it imports torch: a mistake shows at once
 
     command = [sys.executable, "-m", "titanlite.rank", *argv]
-    return run_ranks(command, ranks, environment, listen_as_launcher(), max_restarts=restarts)
+    return run_ranks(command, ranks, environment, signals, max_restarts=restarts)
 
 
 def run_on_ranks(ranks: int, arguments: list[str]) -> int:

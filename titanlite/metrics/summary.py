@@ -4,6 +4,7 @@ import torch
 
 from titanlite.config import Config
 from titanlite.config.loader import show
+from titanlite.config.model_sizes import SIZES
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
 from titanlite.data.packing import Sequences, SplitSequences
 
@@ -17,14 +18,16 @@ def run_summary(
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
     padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # no other packing has any
+    of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
+    larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""
     lines = [
         *([config.job.description] if config.job.description else []),
         f"model      {model.flavor}: {model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, "
-        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, vocabulary {model.vocab_size}; "
-        f"{n_parameters:,} parameters",
+        f"{model.n_kv_heads} KV heads, {family_summary(model)}ffn {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size}{larger}; {n_parameters:,} parameters",
         f"precision  {describe_precision(config)}",
         *optimization_summary(config),
         f"mesh       {describe_mesh(config)}",

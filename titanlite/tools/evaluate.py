@@ -28,7 +28,7 @@ OPTIONS = ("dataset", "dataset_path", "dataset_split", "seq_len", "local_batch_s
 """Options of [training] that have an argument of their own."""
 MORE_OPTIONS = ("dataset_config", "dataset_text_key", "text_sample_by", "cache_folder", "loss_chunks")
 MORE_OPTIONS += ("attention_backend", "mixed_precision_param", "packing", "dataset_format", "dataset_messages_key")
-MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations")
+MORE_OPTIONS += ("dataset_prompt_key", "dataset_response_key", "long_conversations", "special_tokens_in_text")
 """Options of [training] that an evaluation reads besides."""
 
 

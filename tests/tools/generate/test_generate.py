@@ -595,11 +595,13 @@ def test_a_model_with_fewer_tokens_than_the_tokenizer(tmp_path: Path, capsys):
 
 
 def test_an_empty_prompt_needs_a_bos(assets, tmp_path: Path, capsys):
-    assets.open(bos_token=None, eos_token="</s>")
+    content = json.loads(assets.file.read_text())
+    assets.file.write_text(json.dumps(content | {"post_processor": None}))
+    assets.open(eos_token="</s>")
     build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
     status, _, (error,) = run(capsys, tmp_path / "hf", "a", "", "--tokenizer", assets.folder)
     assert status == 2
-    assert 'prompt "": has no tokens, and the tokenizer has no BOS' in error
+    assert 'prompt "": has no tokens, and the tokenizer adds none' in error
 
 
 def test_a_launch_of_another_size_is_rejected():

@@ -15,7 +15,7 @@ from titanlite.config.hf.values import how_to_download, read_json_object, token_
 from titanlite.config.loader import ConfigError
 from titanlite.config.schema import Model
 from titanlite.data.open import build_tokenizer
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Rows, Tokenizer
 from titanlite.hf.config_files import model_of
 from titanlite.hf.load import EMBEDDING, HF_DTYPES, name_in, tensor_files
 from titanlite.hf.names import hf_name
@@ -56,11 +56,12 @@ class ModelFolder:
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the tokenizer. Raises ConfigError if it is not one of the model."""
-        tokenizer = build_tokenizer(self.tokenizer_path(choice))
-        if tokenizer.vocab_size > self.options.vocab_size:
-            problem = f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {self.options.vocab_size}"
-            raise ConfigError([f"{self.path}: {problem}; name the model's own with --tokenizer"])
-        return tokenizer
+        rows = Rows(
+            self.options.vocab_size,
+            str(self.path),
+            "name its own tokenizer with --tokenizer, or train rows for the token first (model.new_tokens)",
+        )
+        return build_tokenizer(self.tokenizer_path(choice)).fit(rows)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> set[int]:
         """Return the tokens that end a text: EOS, and those that generation_config.json names besides, such as the end
