@@ -73,6 +73,7 @@ total_steps = 12
 log_freq = 1
 
 [checkpoint]
+enable = false
 interval = 3
 """
 TAGS = {
@@ -760,6 +761,7 @@ def test_when_asked_to_stop_all_ranks_end_after_the_same_step_and_save(runs, fol
     [
         (["--debug.seed=7"], "saved with seed = 42, and this run has 7"),
         (["--model.n_layers=3"], "saved with n_layers = 2, and this run has 3"),
+        (["--optimizer.name=Muon"], 'saved with optimizer.name = "Adam or AdamW", and this run has "Muon"; resume'),
         (["--training.seq_len=32"], "; resume with the same (changed: training.seq_len 64 -> 32), or start"),
         (["--checkpoint.load_step=2"], "checkpoint.load_step = 2: expected the newest step in "),
     ],
@@ -778,9 +780,7 @@ def test_a_validation_set_that_is_added_at_a_resume_says_why_the_data_differ(run
     line = error_message(
         runs, 1, "run", *options, "--validation.enable", f"--validation.dataset_path={folder}/valid.jsonl"
     )
-    assert (
-        f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without a validation set of its' in line
-    )
+    assert f'same (changed: validation.dataset_path "" -> "{folder}/valid.jsonl"; without data of its own, val' in line
 
 
 CHANGES = {
@@ -793,6 +793,10 @@ CHANGES = {
         "training.steps 3 -> 5, lr_scheduler.total_steps 12 -> 5; the learning-rate schedule is computed anew: lr "
         "9.091e-03 at step 3, 5.000e-03 at step 4"
     ),
+    ("--training.steps=2", "--lr_scheduler.total_steps=-1"): (
+        "training.steps 3 -> 2, lr_scheduler.total_steps 12 -> 2; the learning-rate schedule is computed anew: lr "
+        "9.091e-03 at step 3, it ends at step 2"
+    ),
     ("--optimizer.lr=1",): (
         "optimizer.lr 0.01 -> 1.0; the learning-rate schedule is computed anew: lr 9.091e-03 at step 3, 8.182e-01 at "
         "step 4"
@@ -801,10 +805,16 @@ CHANGES = {
 """Options of a run that resumes after step 3, and the line about them."""
 
 
-def lines_of_run(argv: list[str]) -> list[str]:
+def lines_of_run(argv: list[str], stop_after: int = 10**9) -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert run_train(argv) == ""
+        assert run_train(argv, stop_after) == ""
     return out.getvalue().splitlines()
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_was_saved(runs):
+    argv = [str(runs.folder / "small.toml"), f"--job.dump_folder={runs.folder / 'run'}"]
+    (lines,) = runs.ranks(1).run(lines_of_run, argv=argv, stop_after=1)
+    assert lines[-1] == "asked to stop: ended after step 1; nothing was saved: checkpoint.enable = false"
 
 
 def lines_after_resume(runs: Runs, *arguments: str) -> list[str]:
@@ -861,10 +871,10 @@ def test_a_loss_that_is_not_finite_on_all_ranks_names_the_step(runs):
 # Processes ----------------------------------------------------------------------------------------------------------
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -955,8 +965,20 @@ def test_torchrun(folder, axis):
 
 
 def test_run_train_starts_the_ranks_and_stops_on_sigterm(folder):
+    """In a folder with files that have the names of Python's modules, on a console without UTF-8, with the variables
+    that another rank has left."""
+    for name in ("copy", "random", "queue", "socket", "threading"):
+        (folder / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    surroundings = {
+        "PYTHONIOENCODING": "ascii",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "tcp://",
+    }
     arguments = ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.enable", "--training.steps=100000"]
-    process = start("./run_train.sh", str(folder / "small.toml"), *arguments, "--lr_scheduler.total_steps=-1")
+    arguments += ["--lr_scheduler.total_steps=-1", "--job.description=Größe"]
+    process = start(str(ROOT / "run_train.sh"), "small.toml", *arguments, cwd=folder, **surroundings)
     for line in process.stdout:
         if "step      4/" in line:
             process.send_signal(signal.SIGTERM)

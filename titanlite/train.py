@@ -125,10 +125,12 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 checkpoints.after_step(step, state, asked=saving > 0, is_last=is_last)
             profile(step)
             is_first = False
+            if is_last:
+                log_rank0(account(*loader.counts))
             if stopping:
-                log_rank0(f"asked to stop: ended after step {step}")
+                unsaved = "" if config.checkpoint.enable else "; nothing was saved: checkpoint.enable = false"
+                log_rank0(f"asked to stop: ended after step {step}{unsaved}")
                 break
-        log_rank0(account(*loader.counts))
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)
     mark("ending the run")

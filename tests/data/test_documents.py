@@ -252,7 +252,7 @@ SPLITS: dict[tuple[str, ...], tuple[str, str]] = {  # files: those that are read
     ("train/a", "val/a", "heldout/test_1"): ("train/a", "val/a"),
     ("wiki.train", "wiki.valid"): ("wiki.train", "wiki.valid"),
     ("TrainData", "testset"): ("TrainData", "testset"),
-    ("test/train", "test/held_out"): ("test/train", "test/held_out"),
+    ("test/train", "test/heldout"): ("test/train", "test/heldout"),
     ("a", "test"): ("a test", "a test"),
     ("train", "latest", "developer", "evaluate_testimony"): (
         "developer evaluate_testimony latest train",

@@ -636,7 +636,7 @@ def test_a_write_that_fails_leaves_no_thread_to_the_garbage_collector(dataset, t
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shard_builder, "_blocks", fail)
-    options = shard_builder.CacheOptions(dataset.training, dataset.path_option, "", 0.0, None)
+    options = shard_builder.CacheOptions(dataset, "", 0.0, None)
     segments = list(open_dataset(dataset)[0])
     before = threading.active_count()
     with pytest.raises(OSError, match="No space left") as error:

@@ -21,18 +21,17 @@ def check_initial_weights(job: Job, checkpoint: Checkpoint, model: Model, is_set
         return
     if not is_hugging_face(Path(place)):
         if model.new_tokens != "none":
-            problem = (
-                f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder, and "
-            )
-            raise ConfigError([f'{problem}{place} has a checkpoint; set "none"'])
+            problem = f"model.new_tokens = {show(model.new_tokens)}: read only with weights of a Hugging Face folder"
+            raise ConfigError([f'{problem}, and {place} has a checkpoint; set "none"'])
         return
-    from titanlite.config.hf.config_json import WEIGHTS, model_options  # here, since most runs read no such folder
+    from titanlite.config.hf.config_json import WEIGHTS  # here, since most runs read no such folder
+    from titanlite.hf.config_files import model_of
 
     option = f"{KEY if KEY in is_set else 'model.hf_assets_path'} = {show(place)}"
     if not any((Path(place) / name).is_file() for name in WEIGHTS):
         problem = f"{option}: has a config.json, but no {' or '.join(WEIGHTS)}; put the weights there"
         raise ConfigError([f'{problem}, or set {KEY} = "{SEEDED}" to train from initial weights'])
-    own, other = model.identity(), Model.model_validate(model_options(Path(place))).identity()
+    own, other = model.identity(), model_of(Path(place)).identity()
     lacks_rows, advice = own["vocab_size"] > other["vocab_size"], "[model] to the options of its weights"
     if lacks_rows and model.new_tokens == "mean":
         own["vocab_size"] = other["vocab_size"]
@@ -53,8 +52,10 @@ def is_hugging_face(path: Path) -> bool:
     is no folder, it is a checkpoint that is not read, or it lacks config.json."""
     state = state_of(path)
     if (state and state[1] not in ("", UNCONFIRMED)) or not path.is_dir():
+        from titanlite.config.hf.values import how_to_download  # here, since only an error needs it
+
         expected = f"expected a checkpoint's step-N folder, or a Hugging Face folder{why_not_read(path)}"
-        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}"])
+        raise ConfigError([f"{KEY} = {show(str(path))}: {expected}{how_to_download(path)}"])
     if not (has_config := (path / "config.json").exists()) and any(path.glob("model*.safetensors")):
         raise ConfigError([f"{KEY} = {show(str(path))}: has weights, but no config.json; put the model's there"])
     return has_config

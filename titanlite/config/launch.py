@@ -44,16 +44,18 @@ class Launch:
 
     @classmethod
     def from_environment(cls, n_devices: int) -> Launch:
-        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is not a number."""
-        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(count_from_environment(os.environ, name, least) for name, least in variables.items()), n_devices)
+        """Read torchrun's variables; without them, there is one rank. Raises ConfigError if one is wrong."""
+        world_size = count_from_environment(os.environ, "WORLD_SIZE", 1)
+        counts = {"RANK": (0, world_size - 1), "LOCAL_RANK": (0,), "WORLD_SIZE": (1,), "LOCAL_WORLD_SIZE": (1,)}
+        return cls(*(count_from_environment(os.environ, name, *limits) for name, limits in counts.items()), n_devices)
 
 
-def count_from_environment(environment: Mapping[str, str], name: str, least: int) -> int:
+def count_from_environment(environment: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int:
     """Return a count in an environment variable; the least value if it is unset or empty."""
     text = environment.get(name) or str(least)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}"])
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        limit = f" and <= {most}" if most < math.inf else ""
+        raise ConfigError([f"environment: {name} = {show(text)}: expected an integer >= {least}{limit}"])
     return int(text)
 
 
@@ -74,7 +76,7 @@ def require_torchft() -> None:
     if not importlib.util.find_spec("torchft"):
         problems.append(f'{GROUPS_ON} = true: torchft is not installed; pip install "titanlite[ft]", or set false')
     address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
-    if not address.startswith(("http://", "https://")):
+    if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?", address):
         problem = f"environment: TORCHFT_LIGHTHOUSE = {show(address)}: expected the address of torchft's lighthouse"
         problems.append(f"{problem}, as in http://HOST:29510 ({GROUPS_ON} = true)")
     if problems:
@@ -98,11 +100,9 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         problem = f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"
         raise ConfigError([problem])
     if launch.n_devices and launch.local_world_size > launch.n_devices:
-        problems.append(
-            f"{loaded.file}: {quantity(launch.local_world_size, 'rank')} on this node, which has "
-            f"{quantity(launch.n_devices, 'device')}; start fewer ranks (smaller degrees, or NGPU), or use more nodes "
-            f"(NNODES); {plan_command(loaded.file)}"
-        )
+        ranks, devices = quantity(launch.local_world_size, "rank"), quantity(launch.n_devices, "device")
+        problem = f"{ranks} on this node, which has {devices}; start fewer ranks (smaller degrees, or NGPU), or use"
+        problems.append(f"{loaded.file}: {problem} more nodes (NNODES); {plan_command(loaded.file)}")
     on_cuda = launch.n_devices > 0
     config = resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda=on_cuda)
     _data_parallel_rules(config, launch.world_size, reject)

@@ -134,7 +134,5 @@ def size_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         message = f"{tokens} tokens of {BATCH} sequences have activations or scores of {widest} numbers each, of "
         reject("training.seq_len", f"{message}more bytes than an int64 counts; set smaller ones", *reads)
     if (n_parameters := count_parameters(model)) > MOST_TOKENS:
-        message = (
-            f"the model has {n_parameters} parameters: expected at most {MOST_TOKENS}, which float64 counts exactly"
-        )
-        reject("model.dim", message, "model.n_layers", HEAD_DIM, *reads)
+        message = f"{n_parameters} parameters: expected at most {MOST_TOKENS}, which float64 counts exactly"
+        reject("model.dim", f"the model has {message}", "model.n_layers", HEAD_DIM, *reads)

@@ -6,6 +6,7 @@ shard is built again alone.
 """
 
 import contextlib
+import dataclasses
 import os
 import queue
 import random
@@ -33,20 +34,18 @@ MOST_SHOWN = 20
 """Names of columns and keys that are not read, in a message."""
 
 
+@dataclasses.dataclass
 class CacheBuilder:
     """Builds the shards of a token cache that are missing or damaged, alone or together with other runs."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: DType,
-        segments: list[list[Segment]],
-        options: CacheOptions,
-        tokenizer: Tokenizer,
-        option: str,
-    ):
-        self.folder, self.dtype, self.segments = folder, dtype, segments
-        self.options, self.option, self.tokenizer = options, option, tokenizer
+    folder: Path
+    dtype: DType
+    segments: list[list[Segment]]
+    options: CacheOptions
+    tokenizer: Tokenizer
+    option: str
+
+    def __post_init__(self) -> None:
         self.shards: dict[int, Shard] = {}
         self.unread: set[str] = set()
         self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()

@@ -9,7 +9,6 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
-from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
@@ -25,9 +24,7 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
     options = source.training
     segments: Iterable[Segment]
     if source.is_files:
-        files = files_of(source)
-        segments = _segments(options, files)  # opens the files, which a run with a cache need not
-        fingerprint = _content_hash(files, with_times=True)
+        segments, fingerprint = _open_files(source, with_times=True)
     elif options.dataset == "pydoc_topics":
         texts = _topics()
         segments = [Segment("", 0, len(texts), sum(map(len, texts)))]
@@ -48,9 +45,8 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
     the hub; and the identity of its documents and their order. Raises ConfigError as open_dataset does."""
     options = source.training
     if source.is_files:
-        files = files_of(source)
-        stream: Any = list(_segments(options, files))
-        path, content = "", _content_hash(files, with_times=False)
+        segments, content = _open_files(source, with_times=False)
+        stream, path = list(segments), ""
     else:
         from titanlite.data import hub  # here, as most runs are on files
 
@@ -109,9 +105,12 @@ def _topics() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _segments(training: Training, files: list[Path]) -> Iterator[Segment]:
-    readable = survivors(files) if training.dataset == "parquet" else files
-    return (segment_of(training, file) for file in readable)
+def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
+    """Return the segments of a dataset's files, which are opened as they are asked for, since a run with a cache need
+    not open them, and _content_hash."""
+    files = files_of(source)
+    readable = survivors(files) if source.training.dataset == "parquet" else files
+    return (segment_of(source.training, file) for file in readable), _content_hash(files, with_times=with_times)
 
 
 def survivors(files: Iterable[Path]) -> Iterator[Path]:

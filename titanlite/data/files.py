@@ -37,7 +37,7 @@ SPLIT = re.compile(
     r"(?<![a-z])(?:(train)|(val|valid|validate|dev)|(test|eval|held.?out|hold.?out))"
     r"(?:ing|ation|uation|s|sets?|data|split)?(?![a-z])"
 )
-"""Words in names by which people tell splits apart: 1 training, 2 validation, 3 test."""
+"""Words in names by which people tell splits apart: 1 training, 2 validation, 3 test. The last one counts."""
 
 LARGEST_ROW = 2**26
 """Bytes of a row, at most: it is in memory more than once while it is read."""
@@ -55,7 +55,7 @@ KINDS = {
     "PDF": rb"%PDF-",
     "zip": rb"PK[\3\5\7]",
     "tar": rb".{257}ustar",
-    "a picture": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
+    "an image": rb"\x89PNG|\xff\xd8\xff|GIF8[79]a",
     "a pickle": rb"\x80[\2-\5]",
     "a pointer of Git LFS (git lfs pull)": rb"version https://git-lfs\.github\.com/spec/v1\n",
     "UTF-16 (iconv -f UTF-16 -t UTF-8)": rb"\xff\xfe|\xfe\xff|([^\0]\0){8}|(\0[^\0]){8}",
@@ -86,63 +86,55 @@ class Row(NamedTuple):
 
 
 class BadRowError(Exception):
-    """A row cannot be read; the message says why."""
-
-    def __init__(self, begin: int, problem: str):
-        super().__init__(problem)
-        self.begin = begin
+    """A row cannot be read: its beginning, and why."""
 
 
 def files_of(source: Source) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted so that every machine reads them in the same order.
     Print which those of a folder or glob are, and what is left out. Raises ConfigError if there are none."""
     path = Path(source.training.dataset_path).expanduser()
-    found, root, reasons, line = [path], path.parent, dict[str, str](), ""
-    if path.is_dir() or not path.exists():
-        found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-        found = sorted(file for file in found if file.is_symlink() or not file.is_dir())
-        root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in found] or [root]))
-        reasons = _left_out(source, root, [str(file.relative_to(root)) for file in found], is_folder=path.is_dir())
+    names, reasons, is_folder = {path.name: path}, dict[str, str](), path.is_dir()
+    if is_folder or not path.exists():
+        found = path.rglob("*") if is_folder else map(Path, glob.glob(str(path), recursive=True))
+        files = sorted(file for file in found if file.is_symlink() or not file.is_dir())
+        root = path if is_folder or not files else Path(os.path.commonpath([file.parent for file in files]))
+        names = {str(file.relative_to(root)): file for file in files}
+        reasons = _left_out(source, names, is_folder=is_folder)
+    line = ""
     for reason in dict.fromkeys(reasons.values()):
         line += f"; left out as {reason}: {_listed([name for name in reasons if reasons[name] == reason])}"
-    files = [file for file in found if str(file.relative_to(root)) not in reasons]
-    if not files:
+    read = [name for name in names if name not in reasons]
+    if not read:
         suffixes = " or ".join(SUFFIXES[source.training.dataset])
-        problem = f"no file in it ends in {suffixes}" if path.is_dir() else "no such file or folder"
+        problem = f"no file in it ends in {suffixes}" if is_folder else "no such file or folder"
         raise ConfigError([f"{source}: {problem}{line}"])
+    files = [names[name] for name in read]
     for file in files:
         if not file.is_file() or str(file).encode(errors="ignore").decode() != str(file):
             raise ConfigError([f"{source}: {file}: expected a regular file, or a link to one, with a name in UTF-8"])
     if files != [path]:
-        print(
-            printable(f"{source}: reads {_listed([str(file.relative_to(root)) for file in files])}{line}"), flush=True
-        )
+        print(printable(f"{source}: reads {_listed(read)}{line}"), flush=True)
     return files
 
 
-def _left_out(source: Source, root: Path, names: list[str], *, is_folder: bool) -> dict[str, str]:
-    """Return why some names in a folder, or below the beginning of a glob, are left out."""
-    suffixes, reasons, known = SUFFIXES[source.training.dataset], dict[str, str](), set(names)
-    for name in names:
+def _left_out(source: Source, files: dict[str, Path], *, is_folder: bool) -> dict[str, str]:
+    """Return why some files of a folder, or of a glob, are left out, by their names in what they have in common."""
+    suffixes, reasons = SUFFIXES[source.training.dataset], dict[str, str]()
+    for name, file in files.items():
         unpacked = name if source.training.dataset == "parquet" else COMPRESSED.sub("", name)
-        if (root / name).is_dir():
+        if file.is_dir():
             reasons[name] = "a linked folder"
         elif is_folder and any(part.startswith(".") for part in Path(name).parts):
             reasons[name] = "hidden"
         elif is_folder and not unpacked.lower().endswith(suffixes):
             reasons[name] = f"not ending in {' or '.join(suffixes)}"
-        elif unpacked != name and unpacked in known:
+        elif unpacked != name and unpacked in files:
             reasons[name] = "there uncompressed"
-    splits = {name: _split_of(name) for name in names if name not in reasons}
+    words = {name: SPLIT.finditer(name.lower()) for name in files if name not in reasons}
+    splits = {name: [0, *(word.lastindex for word in of_name)][-1] for name, of_name in words.items()}
     found = set(splits.values())
     own = {0, 1} if source.path_option.startswith("training") else {2} & found or {3} & found or found
     return reasons | {name: "of another split" for name, split in splits.items() if 1 in found and split not in own}
-
-
-def _split_of(name: str) -> int:
-    """Return the split that the words of a path name, those of the file before those of its folders; 0: none."""
-    found = (SPLIT.search(part) for part in reversed(Path(name.lower()).parts))
-    return next((match.lastindex or 0 for match in found if match), 0)
 
 
 def _listed(names: list[str]) -> str:
@@ -187,7 +179,8 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
         try:
             yield from _READERS[_rows_are(training, path)](training, path, segment, columns)
         except BadRowError as error:
-            raise ConfigError([f"{place(training, segment.file, error.begin)}: {error}"]) from None
+            begin, problem = error.args
+            raise ConfigError([f"{place(training, segment.file, begin)}: {problem}"]) from None
 
 
 def place(training: Training, file: str, begin: int) -> str:

@@ -42,12 +42,9 @@ def _problem(source: Source, what: str, error: BaseException) -> str:
     and clients of the network wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    reason = " ".join(str(error).split()) or type(error).__name__
-    reason = reason if len(reason) < 300 else f"{reason[:300]} ..."
-    problem = (
-        f"{source}: {what}: {type(error).__name__}: {reason}; without a network, download its files elsewhere and "
-    )
-    return problem + 'name them with training.dataset_path and training.dataset = "json" or "parquet"'
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+    problem = f"{source}: {what}: {reason}; without a network, download its files elsewhere and name them with "
+    return problem + 'training.dataset_path and training.dataset = "json" or "parquet"'
 
 
 def load(source: Source, *, streaming: bool) -> Any:

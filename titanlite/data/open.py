@@ -17,7 +17,7 @@ from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, P
 from titanlite.data.documents import open_stream
 from titanlite.data.files import files_of
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_cache import open_token_cache
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
@@ -33,9 +33,13 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     it cannot be used."""
     if not hf_assets_path:
         return ByteTokenizer()
-    from titanlite.data.worker import TokenizerProcess  # here, since a run on bytes does not need it
+    from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
+    from titanlite.data.worker import TokenizerProcess
 
-    return TokenizerProcess(Path(hf_assets_path).expanduser())
+    path = Path(hf_assets_path).expanduser()
+    if hint := how_to_download(path):
+        raise ConfigError([f"model.hf_assets_path: {path}: no such folder{hint}"])
+    return TokenizerProcess(path)
 
 
 def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallelism) -> Tokenizer:
@@ -98,9 +102,8 @@ def open_sequences(
     cannot be read or is too short raises ConfigError.
     """
     options = {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
-    caches: Caches = []
-    for each in token_caches(training, validation):
-        caches.append((each, open_cache(each.source, tokenizer, each.fraction, **options)))
+    needed = token_caches(training, validation)
+    caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
     sequences: Sequences | Mixture
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
@@ -152,7 +155,7 @@ def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options:
     return open_token_cache(source, tokenizer, fraction, template=template_of(source.training), **options)
 
 
-def template_of(training: Training) -> type[Template] | None:
+def template_of(training: Training) -> Any:
     """Return what makes documents of a dataset's rows; None: they are text."""
     if training.dataset_format == "text":
         return None
@@ -169,8 +172,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
     for_all = _validation_source(next(iter(datasets.values())), validation)
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
-        splits: dict[str, Split] = {"training": "train"}
-        fraction = 0.0
+        splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
             own = source.training.model_copy(update={"dataset_split": "validation"})
             own_source = dataclasses.replace(source, training=own)
@@ -235,20 +237,19 @@ def _open_validation(
     tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
 ) -> SplitSequences:
     """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
-    opened = [(each, cache) for each, cache in caches if "validation" in each.splits]
-    splits = []
-    for each, cache in opened:
-        split = each.splits["validation"]
-        splits.append(pack_once(cache, split, tokenizer, each.source.training, builds_cache=builds_cache))
+    opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
+    options = {"builds_cache": builds_cache}
+    splits = [pack_once(cache, split, tokenizer, source.training, **options) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]
     if not splits:
-        problem = f"{opened[0][0].source}: has no text to validate on"
-        if opened[0][0].fraction:
-            n = max(shard.train_documents for _, cache in opened for shard in cache.index.shards)
-            options = opened[0][0].source.training
-            shorter = options.dataset == "text" and options.text_sample_by == "document"
+        split, source, _ = opened[0]
+        problem = f"{source}: has no text to validate on"
+        if split == "validation":
+            n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
+            shorter = source.training.dataset == "text" and source.training.text_sample_by == "document"
             advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
-            advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher" if n > 1 else f"{n} cannot be shared; {advice}"
+            if n > 1:
+                advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
             problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
             problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
         raise ConfigError([problem])

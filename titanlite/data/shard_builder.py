@@ -14,12 +14,11 @@ import numpy as np
 import xxhash
 
 from titanlite.config.regular_file import open_file
-from titanlite.config.schema import Training
 from titanlite.data import token_shards
 from titanlite.data.documents import read_documents
 from titanlite.data.files import END, Segment, place
 from titanlite.data.hf_tokenizer import BATCH, restart_time_limit
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_shards import CHECKSUM_BLOCK, HEADER, DamagedShardError, DType, Shard, Split, not_trained_bit
 from titanlite.data.tokenizer import Rows, Tokenizer, encode_documents
 from titanlite.data.worker import Worker, named, send
@@ -36,12 +35,11 @@ keys of messages that are not read."""
 class CacheOptions:
     """What the shards of a token cache are made of."""
 
-    training: Training
-    path_option: str
+    source: Source
     hf_assets_path: str
     validation_fraction: float
     template: str
-    """The name of a Template; empty: documents are plain text."""
+    """The name of ChatTemplate; empty: documents are plain text."""
     rows: Rows | None = None
     """Of a model that has fewer than the tokenizer has ids."""
 
@@ -72,20 +70,19 @@ def build_shard(
 ) -> Shard:
     """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
     TrainingError for what cannot be read."""
-    source, unread = Source(options.training, options.path_option), set[str]()
-    special = options.training.special_tokens_in_text == "special"
+    unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
     if options.template:
-        template: Template = named(options.template)(tokenizer)
+        template = named(options.template)(tokenizer)
         encode = functools.partial(template.encode, dtype=dtype)
-        document_of = functools.partial(template.document, options.training, unread=unread)
+        document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
         """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
         that the library's threads always have work."""
         running: list[Any] = []
-        for texts, n_bytes in _batches(source, segments, document_of, unread, at):
+        for texts, n_bytes in _batches(options.source, segments, document_of, unread, at):
             running.append((texts, pool.submit(encode, texts), n_bytes))
             if len(running) > 2:
                 texts, future, n_bytes = running.pop(0)
@@ -131,7 +128,9 @@ def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
 
     def where() -> str:
         file, begin = at
-        return f" at {place(options.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        return (
+            f" at {place(options.source.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
+        )
 
     return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
 

@@ -15,7 +15,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
-from titanlite.data.source import Source, Template
+from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, TokenCache
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.launch.progress import mark, progress
@@ -56,14 +56,14 @@ def open_token_cache(
     tokenizer: Tokenizer,
     validation_fraction: float,
     *,
-    template: type[Template] | None,
+    template: Any,
     cache_folder: str,
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset. The rank with `builds_cache`, one per node, builds what is missing or
-    damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large cache with its
-    checksums.
+    """Return the token cache of a dataset; `template` is ChatTemplate, or None for plain text. The rank with
+    `builds_cache`, one per node, builds what is missing or damaged, and the other ranks of its node wait for it. With
+    `verifies` it also compares all of a large cache with its checksums.
 
     Every rank must call it.
 
@@ -96,7 +96,7 @@ def open_token_cache(
         from titanlite.data.worker import name_of
 
         name = name_of(template) if template else ""
-        options = CacheOptions(source.training, source.path_option, tokenizer.path, validation_fraction, name, rows)
+        options = CacheOptions(source, tokenizer.path, validation_fraction, name, rows)
         CacheBuilder(folder, dtype, segments_of_shards(segments), options, tokenizer, option).build()
         if (cache := _complete_cache(folder, dtype, option, verifies=verifies)) is None:
             raise TrainingError(f"{option}: {folder} is damaged right after it was built")
@@ -107,22 +107,20 @@ def open_token_cache(
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     """Return what `find` returns on the rank of this node that builds the cache, and raise what it raises there."""
-    name, error = "", None
+    found: list[Any] = [(builds_cache, "", None)]
     if builds_cache:
         try:
-            name = find()
-        except (ConfigError, TrainingError) as caught:
-            error = caught
+            found = [(True, find(), None)]
+        except (ConfigError, TrainingError) as error:
+            found = [(True, "", error)]
     if dist.is_initialized():
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (builds_cache, name, error))
-        for builds, other, failed in found[: dist.get_rank() + 1]:  # a node's ranks are consecutive, the builder first
-            if builds:
-                name = other
-            error = error or failed
-    if error:
+        own, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        found = found[: dist.get_rank() + 1]
+    if error := next((failed for *_, failed in found if failed), None):
         raise error
-    return name
+    names = [name for builds, name, _ in found if builds]  # a node's ranks are consecutive, the builder first
+    return names[-1] if names else ""
 
 
 def _wait(folder: Path, dtype: DType) -> Index:

@@ -176,20 +176,16 @@ def _name_problems(folder: Path, found: set[str], expected: set[str], *, tied: b
     other = sorted(name for name in found - expected if not NOT_A_WEIGHT.fullmatch(name))
     if tied and OUTPUT_HEAD in other:
         other.remove(OUTPUT_HEAD)  # compared with the embedding later
+    hint = "set [model] to the options of this folder's model"
     if missing:
-        what = "which the model needs"
-        if missing == [OUTPUT_HEAD]:
-            what += " unless model.tie_embeddings = true"
-        problems.append(
-            f"{folder}: lacks {first_of(missing)}, {what}; set [model] to the options of this folder's model"
-        )
+        unless = " unless model.tie_embeddings = true" if missing == [OUTPUT_HEAD] else ""
+        problems.append(f"{folder}: lacks {first_of(missing)}, which the model needs{unless}; {hint}")
     quantized = [name for name in other if QUANTIZED.search(name)]
     if quantized:
         what = "quantized weights are not read; take or make ones in bfloat16 or float32 (docs/hugging_face.md)"
         problems.append(f"{folder}: has {first_of(quantized)}: {what}")
     elif other:
-        what = "which the model lacks; set [model] to the options of this folder's model"
-        problems.append(f"{folder}: has {first_of(other)}, {what}")
+        problems.append(f"{folder}: has {first_of(other)}, which the model lacks; {hint}")
     return problems
 
 
@@ -232,8 +228,7 @@ def open_safetensors(file: Path, again: str = "download") -> Iterator[Any]:
     try:
         tensors = safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        problem = f"{file}: cannot be read as safetensors ({error}); {again} it again"
-        raise ConfigError([problem]) from None
+        raise ConfigError([f"{file}: cannot be read as safetensors ({error}); {again} it again"]) from None
     with tensors:
         yield tensors
 
@@ -337,6 +332,5 @@ def _cover(indices: Tensor) -> Range:
     if not len(indices):
         return slice(0, 0), None
     first, last = int(indices.min()), int(indices.max())
-    places = indices - first
-    in_order = torch.equal(places, torch.arange(last - first + 1))
-    return slice(first, last + 1), None if in_order else places
+    in_order = torch.equal(indices, torch.arange(first, last + 1))
+    return slice(first, last + 1), None if in_order else indices - first

@@ -17,6 +17,7 @@ def run_summary(
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
     dataset = "mixture" if training.datasets else training.dataset
+    padding = "; tok/s and MFU count padding, too" * (training.packing == "best_fit")  # no other packing has any
     of_flavor = SIZES.get(model.flavor, model.model_dump())["vocab_size"]
     larger = f" for the tokenizer ({model.flavor}: {of_flavor})" if model.vocab_size > of_flavor else ""
     windows = {layer.sliding_window for layer in model.of_layers()}
@@ -35,7 +36,7 @@ def run_summary(
         *pipeline_summary(config),
         f"data       {dataset}: {sequences}; validation: {validation_summary(config, validation)}",
         f"step       {training.global_batch_size} sequences x {training.seq_len} tokens in "
-        f"{config.gradient_accumulation_steps} gradient accumulation step(s); tok/s and MFU count padding, too",
+        f"{config.gradient_accumulation_steps} gradient accumulation step(s){padding}",
         f"MFU        {peak_flops_source}; 6N + {attention} FLOPs per token{window}",
     ]
     return "\n".join(lines)
@@ -67,8 +68,7 @@ def describe_mesh(config: Config) -> str:
     parallelism = config.parallelism
     ring, ulysses = parallelism.ring_degree, parallelism.context_parallel_ulysses_degree
     inner = f" (ring {ring} x ulysses {ulysses})" if ulysses > 1 else ""
-    degree = parallelism.expert_parallel_degree
-    experts = f", ep {degree}" if degree > 1 else ""
+    experts = f", ep {parallelism.expert_parallel_degree}" * (parallelism.expert_parallel_degree > 1)
     return (
         f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} x "
         f"dp_shard {parallelism.data_parallel_shard_degree} x cp {parallelism.context_parallel_degree}{inner} x "

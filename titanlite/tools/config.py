@@ -22,7 +22,7 @@ REFERENCE = "docs/reference/config.md"
 def main(argv: list[str]) -> int:
     """Return the exit status: 0; 1 if two configs differ. Raises ConfigError if a config is wrong."""
     if not argv or "-h" in argv or "--help" in argv:
-        print(f"{__doc__}\n{help_text()}")
+        print(f"{__doc__}\n{help_text(argv)}")
         return 0
     if argv[0] == "--reference":
         target = Path(argv[1] if len(argv) > 1 else REFERENCE)

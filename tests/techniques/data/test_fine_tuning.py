@@ -43,7 +43,7 @@ MARKED = (
 
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 CONVERSATIONS = [
-    [{"role": "user", "content": "Which color has the sky?"}, {"role": "assistant", "content": "Blue"}],
+    [{"role": "user", "content": "What color is the sky?"}, {"role": "assistant", "content": "Blue"}],
     [
         SYSTEM,
         {"role": "user", "content": " Hello, \n world "},
@@ -140,7 +140,7 @@ def test_a_template_has_its_file_or_a_place_in_the_settings(assets):
         return str(ChatTemplate(assets.open(**SPECIAL_TOKENS, **settings)).conversation(CONVERSATIONS[0]))
 
     expected = text_of(chat_template=PLAIN)
-    assert expected == "<s><stop>user\nWhich color has the sky?</s><stop>assistant\nBlue</s>"
+    assert expected == "<s><stop>user\nWhat color is the sky?</s><stop>assistant\nBlue</s>"
     assert text_of(chat_template=[{"name": "rag", "template": ""}, {"name": "default", "template": PLAIN}]) == expected
     file.write_text(PLAIN.replace("<stop>", "<stop><stop>"))
     assert text_of(chat_template=PLAIN) == expected.replace("<stop>", "<stop><stop>"), "the file comes first"
@@ -505,7 +505,7 @@ def test_other_processes_build_the_same_shards(template, tmp_path):
     own = template(PLAIN)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in CONVERSATIONS])
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(options, "training.dataset_path", own.tokenizer.path, 0.0, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.0, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     worker = Worker(own.tokenizer.path)
     try:
