@@ -93,6 +93,9 @@ def test_unusable_tokenizers_are_rejected(assets):
     assert assets.open(eos_token="<new>").eos == 400, "transformers gives a new token the next id"
     (assets.folder / "gpt2").write_text("no folder of the hub")
     assert "cannot be read as a tokenizer" in rejection(lambda: build_tokenizer(str(assets.folder / "gpt2")))
+    for name in ("ByT5Tokenizer", "LayoutLMv3Tokenizer"):  # in Python; of words on a page
+        line = rejection(lambda name=name: assets.open(tokenizer_class=name, eos_token="</s>"))
+        assert "cannot be read as a tokenizer: " in line
     for settings in ("{", "[1]"):
         assets.settings.write_text(settings)
         assert str(assets.file) in rejection(lambda: build_tokenizer(str(assets.folder)))
