@@ -485,10 +485,18 @@ def sweep(
         except Exception as error:
             yield name, compared("folder", lambda: HuggingFaceTokenizer(folder).prefix, raising(error))
             continue
-        own = HuggingFaceTokenizer(folder)
-        cases = (texts(own, theirs), conversations(own, templates)) if templates else ()
-        for case in itertools.chain(long_texts(own, theirs, size), *cases):
-            yield name, case
+        yield name, compared("folder", lambda: [*HuggingFaceTokenizer(folder).prefix[:0]], lambda: [])
+        with contextlib.suppress(ConfigError):  # it has no fast tokenizer
+            yield from of_kind(name, HuggingFaceTokenizer(folder), theirs, size, templates)
+
+
+def of_kind(
+    name: str, own: HuggingFaceTokenizer, theirs: Any, size: int, templates: Collection[str]
+) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of one tokenizer."""
+    cases = (texts(own, theirs), conversations(own, templates)) if templates else ()
+    for case in itertools.chain(long_texts(own, theirs, size), *cases):
+        yield name, case
 
 
 def raising(error: Exception) -> Callable[[], list[int]]:

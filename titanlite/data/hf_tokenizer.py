@@ -93,7 +93,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.path, self.file = str(path), path / FILES[0] if path.is_dir() else path
         try:
             self.loaded = load(path)
+            restart_time_limit()
             self.tokenizer = self.loaded.backend_tokenizer
+            self.loaded("")  # raises an error if it is none of plain text
             self.tokenizer.no_truncation()  # a tokenizer.json may ask for both, for other uses than training
             self.tokenizer.no_padding()
             ids, added = self.tokenizer.get_vocab(), self.tokenizer.get_added_tokens_decoder().values()
