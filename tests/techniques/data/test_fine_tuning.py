@@ -362,7 +362,7 @@ def test_all_turns_of_a_row_are_in_one_split(template, tmp_path):
     own = template(KEEPS_LAST)
     file = write_rows(tmp_path / "a.jsonl", [{"messages": REASONING}] * 8)
     options = training(dataset="json", dataset_path=str(file), dataset_format="messages")
-    work = shard_builder.CacheOptions(options, "", own.tokenizer.path, 0.5, name_of(ChatTemplate))
+    work = shard_builder.CacheOptions(Source(options), own.tokenizer.path, 0.5, name_of(ChatTemplate))
     segments = list(open_dataset(Source(options))[0])
     arguments = (tmp_path / "b", "uint16", 0, segments, work, lambda *counts: None)
     shard = shard_builder.build_shard(*arguments, own.tokenizer)
