@@ -152,6 +152,8 @@ WRONG_VALUES = {
     ],
     'one of "text", "messages", "prompt_response"': ['training.dataset_format = "chat"'],
     'one of "reject", "drop", "truncate"': ['training.long_conversations = "split"'],
+    'one of "none", "mean"': ['model.new_tokens = "zero"'],
+    'one of "ordinary", "special"': ["training.special_tokens_in_text = true"],
     'one of "concatenate", "best_fit"': ['training.packing = "first_fit"'],
     'one of "document", "paragraph", "line"': ['training.text_sample_by = "sentence"'],
     'one of "float32", "bfloat16", "float64"': ['training.dtype = "float16"'],
