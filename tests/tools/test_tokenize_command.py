@@ -73,7 +73,7 @@ def test_verify_builds_damaged_shards_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(token_cache, "VERIFIED_AT_START", 0)
     write(tmp_path / "a.jsonl", some_texts())
     command.tokenize(options(tmp_path))
-    first, unread, *others = capsys.readouterr().out.splitlines(keepends=True)
+    first, _, *others = capsys.readouterr().out.splitlines(keepends=True)
     before = "".join([first, *others])  # what is not read is named when the cache is built
     (shard,) = (tmp_path / "cache").glob("*/*.safetensors")
     content = shard.read_bytes()
