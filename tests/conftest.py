@@ -1,9 +1,11 @@
 """Pools of ranks: real processes on gloo, started once per world size, which run many test cases."""
 
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +40,13 @@ def ranks() -> Iterator["RankPools"]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """Restore the environment: a command says there what the Python processes that it starts may import."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

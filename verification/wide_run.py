@@ -137,7 +137,12 @@ def of_405b(world: int) -> Config:
 
 def make_groups(world: int) -> None:
     """Be the last rank of a world, make its groups, and print what that took."""
-    variables = {"WORLD_SIZE": world, "TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_ADDR": "", "MASTER_PORT": 0}
+    variables = {
+        "WORLD_SIZE": world,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
     os.environ.update({name: str(value) for name, value in variables.items()})
     store, launch = CountingStore(dist.HashStore()), Launch(world - 1, 7, world, 8, n_devices=0)
     parallelism = of_405b(world).parallelism

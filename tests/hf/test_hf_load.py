@@ -216,6 +216,9 @@ class CountedSlice:
     def __init__(self, tensor: Any, counts: list[int]):
         self.tensor, self.counts = tensor, counts
 
+    def get_shape(self) -> list[int]:
+        return self.tensor.get_shape()
+
     def __getitem__(self, key: Any) -> torch.Tensor:
         result = self.tensor[key]
         self.counts.append(result.numel())
