@@ -61,10 +61,8 @@ class LowBitAdam(AdamW8bit):
     def step(self, closure: Any = None) -> None:
         """Take a step, eagerly on a CPU, with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
         device = self.param_groups[0]["params"][0].device
-        scaling = (
-            getattr(self, "grad_scale", torch.ones((), device=device)),
-            getattr(self, "found_inf", torch.zeros((), device=device)),
-        )
+        none = {"grad_scale": 1.0, "found_inf": 0.0}
+        scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
         # The code that inductor generates for the 8-bit step crashes the process on a CPU (torch 2.13, torchao 0.18).
         stance = torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
         # A model has more shapes than the compiler allows for by default, but no more than these.

@@ -124,11 +124,8 @@ class MixedSequences:
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
         """Return the number of the dataset that has each of some ascending global indices."""
-        datasets = []
-        for position in positions:
-            block = self._block_near(position)
-            datasets.append(self._walk(block)[0][position - block.first][0])
-        return datasets
+        blocks = ((position, self._block_near(position)) for position in positions)
+        return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 
     # State -----------------------------------------------------------------------------------------------------------
 
