@@ -6,7 +6,6 @@ were fed. A step during which a group dies is taken again by the others. A group
 one from its memory, and goes on at its step.
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
@@ -83,7 +83,8 @@ class Replicas(OneGroup):
         device: torch.device,
         signals: Signals,
     ):
-        self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
+        self.section, self.device, self.signals = section, device, signals
+        self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
@@ -355,12 +356,6 @@ def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -
     """Return the last step that two groups, by their histories, have the same past up to; None if both are the same."""
     n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
-
-
-def _hash_of(values: list[Any]) -> int:
-    """Return a number below MODULUS that tells lists of plain JSON apart."""
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") % MODULUS
 
 
 def _chunks(tensor: Tensor) -> Iterable[Tensor]:
