@@ -291,8 +291,8 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     it. A pipeline gets a new group each time."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
-    ranks, backend = mesh.mesh[mesh.get_local_rank("pp")], "nccl" if mesh.device_type == "cuda" else None
-    return dist.new_group(ranks.flatten().tolist(), backend=backend, use_local_synchronization=True)
+    ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)  # with gloo beside NCCL, for `Muon._of_ranks`
 
 
 def build_muon(
