@@ -9,10 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titanlite.config.schema import Optimizer
 from titanlite.optimizer import clipped_step
@@ -153,28 +150,6 @@ def test_of_several_replicas_one_sends():
         assert sent[owner] == 8, "the owner has its own"
     others = [next(r for r in range(1, 6, 2) if slices.sent(r, owner)) for owner in (0, 2, 4)]
     assert len(set(others)) == 3, "each replica sends to another owner"
-
-
-def slices_by_torch() -> list[tuple[Any, Any]]:
-    """Return this rank's slices of shards of several kinds, as computed and as torch has them."""
-    found = []
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    for placements in ([Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)]):
-        weight = distribute_tensor(torch.zeros(5, 7), mesh, placements)
-        found.append(weight)
-    module = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
-    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(module, mesh=mesh["fsdp"])
-    found += [module[0].weight, module[1].weight]
-    rank = dist.get_rank()
-    return [(muon._slices(weight, rank, 4)[rank], muon.shard_slice(weight)) for weight in found]
-
-
-def test_the_slices_of_all_ranks_are_torch_s(ranks):
-    for found in ranks(4).run(slices_by_torch):
-        assert len(found) == 6
-        for computed, actual in found:
-            assert computed == actual or (0 in actual[1] and 0 in computed[1])
 
 
 def elements_iterated(n_ranks: int) -> int:

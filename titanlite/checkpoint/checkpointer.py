@@ -56,8 +56,7 @@ from titanlite.config.schema import Checkpoint, Comm, Model
 from titanlite.files.durable import sync_folder, write_synced
 from titanlite.launch.progress import alive, progress
 
-GET_PAST = """to get past this step, lower optimizer.lr or training.max_norm, or raise \
-training.nonfinite_steps_allowed"""
+GET_PAST = "to get past this step, lower optimizer.lr or training.max_norm, or raise training.nonfinite_steps_allowed"
 
 
 class NotSavedError(TrainingError):
@@ -82,8 +81,7 @@ class Checkpointer:
         config: Mapping[str, Any] | None = None,
     ):
         self.folder, self.checkpoint, self.identity = dump_folder / checkpoint.folder, checkpoint, identity
-        self.may_differ, self.config = may_differ, dict(config or {})
-        self.comm = comm
+        self.may_differ, self.config, self.comm = may_differ, dict(config or {}), comm
         self.unconfirmed: list[int] = []
         """Steps of complete checkpoints that do not count as good yet."""
         self.agreed_step = math.inf
@@ -185,32 +183,27 @@ class Checkpointer:
         = "fail" or `is_last`."""
         with self._stops_training():
             self._finish()
-            with self._tolerated(step, is_last):
-                self._save(step, is_last, model, optimizer, state)
-
-    def _save(
-        self, step: int, is_last: bool, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        with collected_problems(self.group, OSError) as problems:
-            if dist.get_rank() == 0:
-                self._names.create(step)
-        self._raise_unsaved(step, problems)
-        states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
-        generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
-        slices = slices_to_save(model_tensors(model) | states) | generators
-        size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
-        dist.all_reduce(size, group=self.group)
-        content = {"step": step, "identity": self.identity, "config": self.config, **state}
-        state_json = json.dumps(content, indent=1).encode()
-        with contextlib.ExitStack() as stack:
-            description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
-            stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
-            if self.checkpoint.async_mode == "async":
-                future = self._thread.submit(self._write, step, self._copied_to_host(slices), state_json)
-                self._saving = step, is_last, future, stack.pop_all()
-            else:
-                self._write(step, slices, state_json)
-                self._saved(step)
+        with self._stops_training(), self._tolerated(step, is_last):
+            with collected_problems(self.group, OSError) as problems:
+                if dist.get_rank() == 0:
+                    self._names.create(step)
+            self._raise_unsaved(step, problems)
+            states = {name: dequantized(state) for name, state in optimizer_tensors(model, optimizer).items()}
+            generators = {name: (value, (0,), tuple(value.shape)) for name, value in random_states().items()}
+            slices = slices_to_save(model_tensors(model) | states) | generators
+            size = torch.tensor(sum(tensor.nbytes for tensor, *_ in slices.values()), dtype=torch.float64)
+            dist.all_reduce(size, group=self.group)
+            content = {"step": step, "identity": self.identity, "config": self.config, **state}
+            state_json = json.dumps(content, indent=1).encode()
+            with contextlib.ExitStack() as stack:
+                description = f"saving checkpoint step-{step} ({size.item() / 2**30:.1f} GiB)"
+                stack.enter_context(progress(description, enabled=dist.get_rank() == 0))
+                if self.checkpoint.async_mode == "async":
+                    future = self._thread.submit(self._write, step, self._copied_to_host(slices), state_json)
+                    self._saving = step, is_last, future, stack.pop_all()
+                else:
+                    self._write(step, slices, state_json)
+                    self._saved(step)
 
     def _copied_to_host(self, slices: Slices) -> Slices:
         """Copy what is to be saved to host memory, which is allocated once, pinned if the tensors are on CUDA."""

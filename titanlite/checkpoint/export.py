@@ -132,11 +132,10 @@ def model_options(path: Path, state: dict[str, Any]) -> Model:
         problem = f"{path}: lacks model.{missing[0]}; expected a checkpoint that this version of titanlite can resume"
         raise ConfigError([problem])
     try:
-        sections: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
-        for section, options in sections.items():
-            options |= {
-                key.partition(".")[2]: value for key, value in identity.items() if key.startswith(f"{section}.")
-            }
+        sections = {
+            name: {key.partition(".")[2]: value for key, value in identity.items() if key.startswith(f"{name}.")}
+            for name in ("moe", "mla")
+        }
         return Model.model_validate({key: identity[key] for key in fields if key in identity} | sections)
     except ValidationError as error:
         key, value = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["input"]

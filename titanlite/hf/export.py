@@ -26,15 +26,9 @@ from titanlite.launch.progress import progress
 
 LOAD = ".router.load"
 """The end of names of the experts' load, a state of training that no folder has."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+BESIDE_THE_TOKENIZER = (
+    *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 
 
@@ -121,7 +115,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not file.is_file():
         raise ConfigError([f"{file}: no such file; expected a tokenizer.json, or the folder that contains it"])
-    for name in TOKENIZER_FILES:
+    for name in BESIDE_THE_TOKENIZER:
         if (file.parent / name).is_file():
             shutil.copyfile(file.parent / name, folder / name)
     shutil.copyfile(file, folder / "tokenizer.json")  # a file may have another name
@@ -183,10 +177,8 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     result = tensor.to(dtype)
     if result.isfinite().sum() != tensor.isfinite().sum():
-        largest = show(tensor[tensor.isfinite()].abs().max().item())
-        raise ConfigError(
-            [f"--dtype {_name(dtype)}: {name} has {largest}, beyond its range; choose bfloat16 or float32"]
-        )
+        problem = f"{name} has {show(tensor[tensor.isfinite()].abs().max().item())}, beyond its range"
+        raise ConfigError([f"--dtype {_name(dtype)}: {problem}; choose bfloat16 or float32"])
     return result
 
 

@@ -241,10 +241,8 @@ def _tensors(parameter: Tensor, names: list[str]) -> list[str]:
 
 
 def _check_tied(files: dict[str, Path], embedding: nn.Parameter, options: Model) -> None:
-    """Raise ConfigError if a folder's output head is not its embedding, though [model] ties the two.
-
-    Each rank compares the rows that it has.
-    """
+    """Raise ConfigError if a folder's output head is not its embedding in the rows that this rank has, though [model]
+    ties the two."""
     name = name_in(files, hf_name(EMBEDDING, options))
     with open_safetensors(files[name]) as one, open_safetensors(files[OUTPUT_HEAD]) as other:
         tensors, ranges = (one.get_slice(name), other.get_slice(OUTPUT_HEAD)), _ranges(embedding, EMBEDDING, options)

@@ -49,9 +49,8 @@ class EventFile:
     def add_histogram(self, tag: str, values: list[float], step: int) -> None:
         """Write the distribution of some numbers, in 30 intervals of the same width."""
         counts, bounds = np.histogram(values, bins=30)
-        squares = sum(value * value for value in values)
         histogram = HistogramProto(
-            min=min(values), max=max(values), num=len(values), sum=sum(values), sum_squares=squares,
+            min=min(values), max=max(values), num=len(values), sum=sum(values), sum_squares=np.square(values).sum(),
             bucket_limit=bounds[1:].tolist(), bucket=counts.tolist(),
         )  # fmt: skip
         self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, histo=histogram)])))
@@ -60,7 +59,6 @@ class EventFile:
         """Write a text, which is shown as Markdown."""
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        encoded = text.encode("utf-8", "replace")
-        tensor = TensorProto(dtype="DT_STRING", string_val=[encoded], tensor_shape=shape)
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode("utf-8", "replace")], tensor_shape=shape)
         value = Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
         self._write(Event(step=step, summary=Summary(value=[value])))

@@ -158,26 +158,25 @@ class MetricsLogger(Logger):
 
     def begin(self, last_step: int) -> None:
         """Prepare the files of a run that begins after a step, 0 for a new one."""
-        dump_folder, metrics, config = self.folder, self.metrics, self.config
-        tb_folder = metrics.save_tb_folder if metrics.enable_tensorboard else ""
+        tb_folder = self.metrics.save_tb_folder if self.metrics.enable_tensorboard else ""
         try:
-            dump_folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             if last_step == 0:
-                _move_to_previous(dump_folder, ["metrics.jsonl", "config.toml", *([tb_folder] if tb_folder else [])])
+                _move_to_previous(self.folder, ["metrics.jsonl", "config.toml", *([tb_folder] if tb_folder else [])])
             else:
                 _remove_later_steps(self.file.path, last_step)
         except OSError as error:
-            problem = f"job.dump_folder = {show(str(dump_folder))}: files of an earlier run cannot be changed: {error}"
+            problem = f"job.dump_folder = {show(str(self.folder))}: files of an earlier run cannot be changed: {error}"
             raise ConfigError([problem]) from None
         try:
-            replace_file(dump_folder / "config.toml", config.encode())
+            replace_file(self.folder / "config.toml", self.config.encode())
         except OSError as error:
-            report(str(dump_folder / "config.toml"), error, "training goes on without it")
+            report(str(self.folder / "config.toml"), error, "training goes on without it")
         if tb_folder:
             from titanlite.metrics.event_file import EventFile  # here: TensorBoard is imported by rank 0 only
 
-            self.tensorboard = EventFile(dump_folder / tb_folder, first_step=last_step + 1)
-            self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
+            self.tensorboard = EventFile(self.folder / tb_folder, first_step=last_step + 1)
+            self.tensorboard.add_text("config", "\n".join(f"    {line}" for line in self.config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, Any], seconds_per_step: float) -> None:
         """Write values by tag to all three places; in metrics.jsonl, those that are not finite are null. A tensor is a

@@ -26,6 +26,35 @@ SMALLEST_FLOAT8 = 2**-9 / LARGEST_FLOAT8
 """The smallest value above 0 of float8 (e4m3), relative to the largest."""
 
 
+def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
+    """Write values to an optimizer state where `takes` is true, quantized by blocks if the state is.
+
+    The scale of a block is its largest value by magnitude, with its sign: the tables have 1 and not -1. torchao's own
+    rounding takes the magnitude, so that a table's values shrink a block whose largest value is negative; and no scale
+    below 1e-12. What was quantized is quantized to itself. A square is at least the smallest value above 0 that its
+    block can have: of a 0, the next step would divide exp_avg by eps alone.
+    """
+    if not isinstance(state, TorchAOBaseTensor):
+        state.copy_(values.to(state.dtype).where(takes, state))
+        return
+    blocks = values.float().view(-1, state.block_size)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    relative = blocks / largest.where(largest != 0, 1)  # the largest is 1
+    table = getattr(state, "qmap", None)
+    if is_square:
+        smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
+        relative = relative.clamp(min=smallest)
+    if table is None:
+        codes, largest = (relative * LARGEST_FLOAT8).to(state.codes.dtype), largest / LARGEST_FLOAT8
+    elif len(table) == 16:
+        codes = quantize_4bit_with_qmap(relative.flatten(), table)
+        codes = (codes[::2] << 4) | codes[1::2]
+    else:
+        codes = quantize_8bit_with_qmap(relative.flatten(), table)
+    state.codes.copy_(codes.view(state.codes.shape).where(takes, state.codes))
+    state.scale.copy_(largest.flatten().where(takes, state.scale))
+
+
 class LowBitAdam(AdamW8bit):
     """Adam or AdamW with optimizer states (exp_avg, exp_avg_sq) of type `optimizer.state_dtype`.
 
@@ -40,6 +69,7 @@ class LowBitAdam(AdamW8bit):
     """
 
     _step_supports_amp_scaling = True  # see optimizer.clipped_step
+    store = staticmethod(store)
 
     def __init__(self, groups: Iterable[dict[str, Any]], optimizer: Optimizer, *, full_precision: Iterable[Tensor]):
         self.state_dtype, self._full_precision = optimizer.state_dtype, {id(weight) for weight in full_precision}
@@ -53,18 +83,12 @@ class LowBitAdam(AdamW8bit):
             raise ConfigError([f'optimizer.state_dtype = "float8": {name} cannot convert to float8; set "int8"'])
         self._update = torch.compile(_update, fullgraph=True, dynamic=False)
 
-    def store(self, state: Tensor, values: Tensor, taken: Tensor, *, is_square: bool) -> None:
-        """Write values to a rank's shard of a state, as a step does; see `store` below."""
-        store(state, values, taken, is_square=is_square)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Take a step, eagerly on a CPU, with gradients divided by `grad_scale`, and none where `found_inf` is 1."""
         device = self.param_groups[0]["params"][0].device
-        scaling = (
-            getattr(self, "grad_scale", torch.ones((), device=device)),
-            getattr(self, "found_inf", torch.zeros((), device=device)),
-        )
+        none = {"grad_scale": 1.0, "found_inf": 0.0}
+        scaling = [getattr(self, name, torch.full((), value, device=device)) for name, value in none.items()]
         # The code that inductor generates for the 8-bit step crashes the process on a CPU (torch 2.13, torchao 0.18).
         stance = torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
         # A model has more shapes than the compiler allows for by default, but no more than these.
@@ -141,35 +165,6 @@ def _update(
     store(exp_avg_sq, new_second, takes, is_square=True)
     new = round_stochastically(weight_f32) if stochastic else weight_f32.to(weight.dtype)
     weight.copy_(new.where(takes, weight))
-
-
-def store(state: Tensor, values: Tensor, takes: Tensor, *, is_square: bool = False) -> None:
-    """Write values to an optimizer state where `takes` is true, quantized by blocks if the state is.
-
-    The scale of a block is its largest value by magnitude, with its sign: the tables have 1 and not -1. torchao's own
-    rounding takes the magnitude, so that a table's values shrink a block whose largest value is negative; and no scale
-    below 1e-12. What was quantized is quantized to itself. A square is at least the smallest value above 0 that its
-    block can have: of a 0, the next step would divide exp_avg by eps alone.
-    """
-    if not isinstance(state, TorchAOBaseTensor):
-        state.copy_(values.to(state.dtype).where(takes, state))
-        return
-    blocks = values.float().view(-1, state.block_size)
-    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
-    relative = blocks / largest.where(largest != 0, 1)  # the largest is 1
-    table = getattr(state, "qmap", None)
-    if is_square:
-        smallest = SMALLEST_FLOAT8 if table is None else table.masked_fill(table <= 0, 1).amin()
-        relative = relative.clamp(min=smallest)
-    if table is None:
-        codes, largest = (relative * LARGEST_FLOAT8).to(state.codes.dtype), largest / LARGEST_FLOAT8
-    elif len(table) == 16:
-        codes = quantize_4bit_with_qmap(relative.flatten(), table)
-        codes = (codes[::2] << 4) | codes[1::2]
-    else:
-        codes = quantize_8bit_with_qmap(relative.flatten(), table)
-    state.codes.copy_(codes.view(state.codes.shape).where(takes, state.codes))
-    state.scale.copy_(largest.flatten().where(takes, state.scale))
 
 
 def _float32(state: Tensor) -> Tensor:

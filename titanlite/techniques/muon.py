@@ -7,7 +7,6 @@ depends on the layout. Momentum has the shards of the weights.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanlite.config.schema import Optimizer
 from titanlite.optimizer import build_adam, parameter_groups
@@ -25,6 +22,8 @@ from titanlite.parallel.shards import Slice, local_shard, shard_slice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the odd polynomial that moves singular values towards 1, to between about 0.7 and 1.2 (Keller Jordan)."""
+PLACEMENT = "device_mesh", "placements"
+"""What the slices of a weight depend on, besides its shape and the ranks."""
 RMS = 0.2
 """Root mean square of an update relative to the learning rate, about that of AdamW (arXiv:2502.16982, section 2.2)."""
 
@@ -115,25 +114,6 @@ def _of_unit(unit: Unit, of_weight: Slice) -> Slice:
     return Slice((max(begin - unit.first, 0), *offset), (max(end - begin, 0), *size))
 
 
-def slices_of_ranks(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Placement]
-) -> list[Slice]:
-    """Return the slice of a tensor that each rank of a mesh has, in order of the ranks."""
-    slices = []
-    # FSDP divides the shards of tensor parallel, although its axis comes first.
-    axes = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], _StridedShard))
-    for coordinate in itertools.product(*map(range, mesh_shape)):
-        offset, size = [0] * len(shape), list(shape)
-        for axis in axes:
-            if not placements[axis].is_replicate():
-                dim = placements[axis].dim
-                chunk = math.ceil(size[dim] / mesh_shape[axis])
-                begin = min(coordinate[axis] * chunk, size[dim])
-                offset[dim], size[dim] = offset[dim] + begin, min(chunk, size[dim] - begin)
-        slices.append(Slice(tuple(offset), tuple(size)))
-    return slices
-
-
 class Assignment(NamedTuple):
     """A unit, the rank of the group that orthogonalizes it, and the slices of it that the ranks have."""
 
@@ -147,7 +127,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         adamw: AdamW of the other weights.
-        matrices: weights, plain or DTensors whose mesh has the ranks of `group`, in that order.
+        matrices: weights, plain or DTensors.
         group: the ranks that have shards of the matrices; None: this one alone.
 
     State of a matrix: momentum_buffer, with the weight's shape, type and placements.
@@ -172,18 +152,23 @@ class Muon(torch.optim.Optimizer):
 
     @functools.cached_property
     def _rounds(self) -> list[list[Assignment]]:
-        """The assignments of each round. They are computed in the first step, because fake tensors cannot."""
-        slices: dict[Any, Slices] = {}
-        rounds: list[list[Assignment]] = []
-        for units in assign([tuple(weight.shape) for weight in self.matrices], self._n_ranks):
-            rounds.append([])
-            for owner, unit in enumerate(units):
-                key = unit._replace(number=0), _placement(self.matrices[unit.number])
-                if key not in slices:
-                    of_weight = _slices(self.matrices[unit.number], self._rank, self._n_ranks)
-                    slices[key] = Slices(unit, of_weight)
-                rounds[-1].append(Assignment(unit, owner, slices[key]))
-        return rounds
+        """The assignments of each round. They are computed in the first step, in which ranks tell each other which
+        slices they have. Fake ones cannot."""
+        keys = [(weight.shape, *(getattr(weight, name, None) for name in PLACEMENT)) for weight in self.matrices]
+        weights = dict(zip(keys, self.matrices, strict=True))
+        of_weights = {key: self._of_ranks(shard_slice(weight)) for key, weight in weights.items()}
+        build = functools.cache(lambda unit, key: Slices(unit, of_weights[key]))
+        return [
+            [Assignment(x, owner, build(x._replace(number=0), keys[x.number])) for owner, x in enumerate(units)]
+            for units in assign([tuple(weight.shape) for weight in self.matrices], self._n_ranks)
+        ]
+
+    def _of_ranks(self, own: Slice) -> list[Slice]:
+        """Return the slices that the ranks have of a weight, in their order."""
+        slices: list[Any] = [own] * self._n_ranks
+        if self._group is not None:
+            dist.all_gather_object(slices, own, self._group)
+        return slices
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -301,35 +286,13 @@ class Muon(torch.optim.Optimizer):
         return torch.empty(shape, dtype=self.dtype, device=local_shard(self.matrices[0]).device)
 
 
-def _placement(weight: Tensor) -> Any:
-    """Return what the slices of a weight depend on, besides its shape and the ranks."""
-    shape = tuple(weight.shape)
-    return (shape, weight.device_mesh.shape, weight.placements) if isinstance(weight, DTensor) else shape
-
-
-def _slices(weight: Tensor, rank: int, n_ranks: int) -> list[Slice]:
-    """Return the slice of a weight that each of n ranks has. Raises RuntimeError if torch places that of this rank
-    elsewhere, or the weight is on other ranks."""
-    if not isinstance(weight, DTensor):
-        return [shard_slice(weight)]
-    if weight.device_mesh.size() != n_ranks:
-        raise RuntimeError(f"expected a matrix on {n_ranks} ranks, got one on {weight.device_mesh}")
-    mesh = weight.device_mesh
-    slices = slices_of_ranks(tuple(weight.shape), mesh.shape, weight.placements)
-    if math.prod(slices[rank].size) and slices[rank] != shard_slice(weight):
-        raise RuntimeError(
-            f"expected the shard {slices[rank]} of a matrix {tuple(weight.shape)}, got {shard_slice(weight)}"
-        )
-    return slices
-
-
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of all ranks that have the pipeline stages of this one, of a layout's mesh. They must all call
     it. A pipeline gets a new group each time."""
     if mesh["pp"].size() == 1:
         return dist.group.WORLD
-    ranks, backend = mesh.mesh[mesh.get_local_rank("pp")], "nccl" if mesh.device_type == "cuda" else None
-    return dist.new_group(ranks.flatten().tolist(), backend=backend, use_local_synchronization=True)
+    ranks = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)  # with gloo beside NCCL, for `Muon._of_ranks`
 
 
 def build_muon(

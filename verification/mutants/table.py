@@ -484,7 +484,7 @@ TECHNIQUES = [
     Mutant("techniques/replicas/torchft.py", "the gradient norm of groups is their sum",
            "norm / max(len(self.living), 1)", "norm", REPLICAS),
     Mutant("techniques/replicas/torchft.py", "groups count their own tokens only",
-           "            valid.fill_(summed)\n", "            pass\n", REPLICAS),
+           "            valid.fill_(sum(each.tokens for each in of_groups))\n", "            pass\n", REPLICAS),
     Mutant("hf/names.py", "biases of rotated heads keep the order of the folder",
            "module not in ROTATED:", "module not in ROTATED or name.endswith(\"bias\"):", HF),
     Mutant("hf/names.py", "an export has the rows of rotated heads in the order of a checkpoint",

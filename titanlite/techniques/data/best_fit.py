@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import time
-from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -161,103 +160,91 @@ def open_best_fit(cache: TokenCache, split: Split, training: Training, *, builds
     """Return the best-fit packing of a split of a token cache. The rank with `builds_cache` writes the packing tables
     if they are missing, and other ranks of its node wait for them. Conversations that are too long raise ConfigError
     if training.long_conversations says so."""
-    has_targets = training.dataset_format != "text"  # the cache marks the tokens that are not trained on
-    long: LongDocuments = training.long_conversations if has_targets else "split"
-    not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
-    folder = cache.folder / f"best_fit-{split}-{training.seq_len}-{long}"
-    index = None
+    packing, index = BestFit(cache, split, training), None
     if builds_cache:
         with contextlib.suppress(FileNotFoundError, DamagedShardError):  # damaged tables are written again
-            index = _read_index(cache, folder, check_tables=True)
+            index = packing.read_index(check_tables=True)
         try:
-            index = index or _write_tables(cache, split, folder, training.seq_len, long, not_trained)
+            index = index or packing.write_tables()
         except OSError as error:
             option = f"training.cache_folder = {show(training.cache_folder)}"
             raise ConfigError([f"{option}: cannot be written: {error.strerror}"]) from None
     while index is None:
         time.sleep(0.2)
         with contextlib.suppress(FileNotFoundError, DamagedShardError):
-            index = _read_index(cache, folder, check_tables=False)
-    return BestFit(cache, split, folder, index, training.seq_len, long, not_trained)
-
-
-def _read_index(cache: TokenCache, folder: Path, *, check_tables: bool) -> PackingIndex:
-    """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not of
-    this cache."""
-    index = token_shards.read_record(folder / INDEX, PackingIndex)
-    if len(index.tables) != len(cache.index.shards):
-        raise DamagedShardError(f"{INDEX}: the number of shards differs")
-    for number, table in enumerate(index.tables if check_tables else []):
-        token_shards.check_size(folder / _table_name(number), table.file_size)
-    return index
+            index = packing.read_index(check_tables=False)
+    packing.index = index
+    return packing
 
 
 def _table_name(number: int) -> str:
     return f"{number:05}.table"
 
 
-def _write_tables(
-    cache: TokenCache, split: Split, folder: Path, seq_len: int, long: LongDocuments, not_trained: int
-) -> PackingIndex:
-    """Pack the documents of each shard, and publish the tables and, when all are there, their index."""
-    folder.mkdir(mode=0o755, exist_ok=True)
-    token_shards.check_trusted(folder)
-    tables, n_documents, n_long, longest, n_tokens = [], 0, 0, 0, 0
-    counts = [getattr(shard, f"{split}_documents") for shard in cache.index.shards]
-    with progress("packing the documents", total=sum(counts), unit="documents") as advance:
-        for number, count in enumerate(counts):
-            lengths = cache.read(number, f"{split}_documents", 0, count).astype(np.int64)
-            chunks = split_documents(lengths, seq_len, long)
-            if long == "truncate":
-                chunks = _with_targets(cache, split, number, chunks, seq_len, not_trained)
-            begins, chunks = pack(chunks, seq_len)
-            data = begins.astype("<i8").tobytes() + chunks.astype("<i8").tobytes()
-            tables.append(Table(sequences=len(begins) - 1, chunks=len(chunks), xxh3_64=checksum(data)))
-            replace_file(folder / _table_name(number), data, by_one=False)
-            n_documents += count
-            n_long += int((lengths > seq_len + 1).sum())
-            longest = max(longest, int(lengths.max(initial=0)))
-            n_tokens += int(chunks[:, 1].sum())
-            advance(count)
-    if n_long and long == "reject":
-        problem = f'training.long_conversations = "reject": {n_long:,} of {n_documents:,} conversations have more than '
-        problem += f"the {seq_len + 1:,} tokens of a sequence, and the longest has {longest:,}; set a larger "
-        raise ConfigError([problem + 'training.seq_len, or "drop" or "truncate"'])
-    index = PackingIndex(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
-    index.publish(folder / INDEX)
-    return index
-
-
-def _with_targets(
-    cache: TokenCache, split: Split, number: int, chunks: np.ndarray, seq_len: int, not_trained: int
-) -> np.ndarray:
-    """Return the chunks without the beginnings of conversations in which the assistant has not said anything yet."""
-
-    def has_target(begin: int, length: int) -> bool:
-        return not (cache.read(number, split, begin + 1, begin + length) & not_trained).all()
-
-    full = np.flatnonzero(chunks[:, 1] == seq_len + 1)
-    return np.delete(chunks, [row for row in full.tolist() if not has_target(*chunks[row].tolist())], axis=0)
-
-
 class BestFit:
     """The packed sequences of a split, which are read when they are needed."""
 
-    def __init__(
-        self,
-        cache: TokenCache,
-        split: Split,
-        folder: Path,
-        index: PackingIndex,
-        seq_len: int,
-        long: LongDocuments,
-        not_trained: int,
-    ):
-        self.cache, self.split, self.folder, self.index = cache, split, folder, index
-        self.seq_len, self.long, self.not_trained = seq_len, long, not_trained
-        self._ends = np.cumsum([table.sequences for table in index.tables])
+    def __init__(self, cache: TokenCache, split: Split, training: Training):
+        has_targets = training.dataset_format != "text"  # the cache marks the tokens that are not trained on
+        self.cache, self.split, self.seq_len = cache, split, training.seq_len
+        self.long: LongDocuments = training.long_conversations if has_targets else "split"
+        self.not_trained = token_shards.not_trained_bit(cache.index.dtype) if has_targets else 0
+        self.folder = cache.folder / f"best_fit-{split}-{self.seq_len}-{self.long}"
+        self.index: PackingIndex
         self._open = functools.lru_cache(maxsize=token_shards.OPEN_FILES)(self._open_table)
         self._verified: set[int] = set()
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([table.sequences for table in self.index.tables])
+
+    def read_index(self, *, check_tables: bool) -> PackingIndex:
+        """Return packing.json. Raises as token_shards.read_record does, and DamagedShardError if it or a table is not
+        of this cache."""
+        index = token_shards.read_record(self.folder / INDEX, PackingIndex)
+        if len(index.tables) != len(self.cache.index.shards):
+            raise DamagedShardError(f"{INDEX}: the number of shards differs")
+        for number, table in enumerate(index.tables if check_tables else []):
+            token_shards.check_size(self.folder / _table_name(number), table.file_size)
+        return index
+
+    def write_tables(self) -> PackingIndex:
+        """Pack the documents of each shard, and publish the tables and, when all are there, their index."""
+        self.folder.mkdir(mode=0o755, exist_ok=True)
+        token_shards.check_trusted(self.folder)
+        tables, n_long, longest, n_tokens, most = [], 0, 0, 0, self.seq_len + 1
+        counts = [getattr(shard, f"{self.split}_documents") for shard in self.cache.index.shards]
+        n_documents = sum(counts)
+        with progress("packing the documents", total=n_documents, unit="documents") as advance:
+            for number, count in enumerate(counts):
+                lengths = self.cache.read(number, f"{self.split}_documents", 0, count).astype(np.int64)
+                chunks = split_documents(lengths, self.seq_len, self.long)
+                if self.long == "truncate":
+                    chunks = self._with_targets(number, chunks)
+                begins, chunks = pack(chunks, self.seq_len)
+                data = begins.astype("<i8").tobytes() + chunks.astype("<i8").tobytes()
+                tables.append(Table(sequences=len(begins) - 1, chunks=len(chunks), xxh3_64=checksum(data)))
+                replace_file(self.folder / _table_name(number), data, by_one=False)
+                n_long += int((lengths > most).sum())
+                longest = max(longest, int(lengths.max(initial=0)))
+                n_tokens += int(chunks[:, 1].sum())
+                advance(count)
+        if n_long and self.long == "reject":
+            problem = f'training.long_conversations = "reject": {n_long:,} of {n_documents:,} conversations have more '
+            problem += f"than the {most:,} tokens of a sequence, and the longest has {longest:,}; set a larger "
+            raise ConfigError([problem + 'training.seq_len, or "drop" or "truncate"'])
+        index = PackingIndex(tables=tables, documents=n_documents, long_documents=n_long, tokens=n_tokens)
+        index.publish(self.folder / INDEX)
+        return index
+
+    def _with_targets(self, number: int, chunks: np.ndarray) -> np.ndarray:
+        """Return the chunks without beginnings of conversations in which the assistant has not said anything yet."""
+
+        def has_target(begin: int, length: int) -> bool:
+            return not (self.cache.read(number, self.split, begin + 1, begin + length) & self.not_trained).all()
+
+        full = np.flatnonzero(chunks[:, 1] == self.seq_len + 1)
+        return np.delete(chunks, [row for row in full.tolist() if not has_target(*chunks[row].tolist())], axis=0)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -325,10 +312,9 @@ class BestFitSequences(PackedSequences):
         self.packing, self.shuffle, self.seed, self.n_sequences = packing, training.shuffle, seed, len(packing)
         self.seq_len = packing.seq_len
         if not self.n_sequences:
-            what = (
-                "documents" if packing.long == "split" else f"conversations of at most {packing.seq_len + 1:,} tokens"
-            )
-            raise ConfigError([f"training.seq_len = {packing.seq_len}: the dataset has no {what} to train on"])
+            short = f"conversations of at most {self.seq_len + 1:,} tokens"
+            what = "documents" if packing.long == "split" else short
+            raise ConfigError([f"training.seq_len = {self.seq_len}: the dataset has no {what} to train on"])
 
     def __str__(self) -> str:
         return str(self.packing)

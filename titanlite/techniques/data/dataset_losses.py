@@ -1,8 +1,6 @@
 """The loss of each dataset of a mixture, from the token losses that training steps compute anyway."""
 
 import functools
-from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,19 +10,8 @@ from torch.nn.functional import one_hot
 from titanlite.config.schema import Training
 from titanlite.data.loader import Batch, Loader
 from titanlite.loss import IGNORED
+from titanlite.techniques.data.mixture import MixedSequences
 from titanlite.train_step import Observer, TrainStep
-
-
-class NamedDatasets(Protocol):
-    """The datasets of a mixture: MixedSequences."""
-
-    names: list[str]
-
-    def datasets_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of the dataset of each sequence, by its global index."""
-
-    def metrics(self, position: int) -> dict[str, float]:
-        """Return values by tag, once `position` sequences were read."""
 
 
 class DatasetLosses(Observer):
@@ -39,7 +26,7 @@ class DatasetLosses(Observer):
     """
 
     def __init__(
-        self, mixture: NamedDatasets, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
+        self, mixture: MixedSequences, loader: Loader, train_step: TrainStep, training: Training, *, data_rank: int
     ):
         self.mixture, self.loader, self.data_rank, self.device = mixture, loader, data_rank, train_step.device
         self.batch_size, self.degree = training.global_batch_size, train_step.parallelism.data_parallel_degree

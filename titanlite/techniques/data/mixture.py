@@ -8,13 +8,12 @@ The order within a block is shuffled, so that no data-parallel rank always reads
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -55,8 +54,7 @@ def largest_count(options: MixedDataset, n_sequences: int, seq_len: int) -> int 
     return min(limits, default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """One dataset of a mixture, with its order of packed sequences."""
 
     name: str
@@ -73,8 +71,7 @@ class Component:
         return f"{self.name} ({self.content}, share {self.share}{limit})"
 
 
-@dataclasses.dataclass(frozen=True)
-class MixtureBlock:
+class MixtureBlock(NamedTuple):
     """One block of the order. Counts are sequences of each dataset that come before it, over all epochs."""
 
     first: int
@@ -124,11 +121,8 @@ class MixedSequences:
 
     def datasets_of(self, positions: Iterable[int]) -> list[int]:
         """Return the number of the dataset that has each of some ascending global indices."""
-        datasets = []
-        for position in positions:
-            block = self._block_near(position)
-            datasets.append(self._walk(block)[0][position - block.first][0])
-        return datasets
+        blocks = ((position, self._block_near(position)) for position in positions)
+        return [self._walk(block)[0][position - block.first][0] for position, block in blocks]
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -202,16 +196,15 @@ class MixedSequences:
         """Return how many of the first n sequences come from each dataset, up to rounding, without a walk through all
         blocks. They may not be more than the datasets' limits allow."""
         counts, left = [0.0] * len(self.components), float(n)
-        while left and (active := self._active(counts)):
-            total = sum(self.components[i].share for i in active)
+        while left and (active := {i: self.components[i] for i in self._active(counts)}):
+            total = sum(each.share for each in active.values())
             ends = {}  # sequences until the dataset is used up
-            for i in active:
-                limit, share = self.components[i].limit, self.components[i].share
-                ends[i] = math.inf if limit is None else (limit - counts[i]) * total / share
+            for i, each in active.items():
+                ends[i] = math.inf if each.limit is None else (each.limit - counts[i]) * total / each.share
             taken = min(left, *ends.values())
-            for i in active:
-                limit, share = self.components[i].limit, self.components[i].share
-                counts[i] = float(limit) if limit and ends[i] <= taken else counts[i] + taken * share / total
+            for i, each in active.items():
+                is_used_up = each.limit and ends[i] <= taken
+                counts[i] = float(each.limit) if is_used_up else counts[i] + taken * each.share / total
             left -= taken
         return counts
 

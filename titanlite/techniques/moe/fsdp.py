@@ -21,10 +21,11 @@ def shard_block_with_experts(
     """Shard a block, and return its units besides itself, with their meshes. Experts under expert parallel are
     sharded over efsdp. The weight of a router is not rounded to the precision of mixed precision."""
     modules, units = dict(block.feed_forward.named_children()), {}
-    settings |= _experts_over(layout.mesh["fsdp"].size())
+    settings["shard_placement_fn"] = functools.partial(_dimension_of_experts, layout.mesh["fsdp"].size())
     if "experts" in modules and layout.expert_mesh:
-        over = _experts_over(layout.expert_mesh["efsdp"].size())
-        units[modules["experts"]] = settings | over | {"mesh": axes_of(layout.expert_mesh, "efsdp")}
+        over = functools.partial(_dimension_of_experts, layout.expert_mesh["efsdp"].size())
+        own = {"shard_placement_fn": over, "mesh": axes_of(layout.expert_mesh, "efsdp")}
+        units[modules["experts"]] = settings | own
     if "router" in modules and training.mixed_precision_param != training.dtype:
         wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
         units[modules["router"]] = settings | {"mp_policy": wide}
@@ -33,11 +34,6 @@ def shard_block_with_experts(
         _gather_with(block, module)
     fully_shard(block, **settings)
     return {module: own_settings["mesh"] for module, own_settings in units.items()}
-
-
-def _experts_over(n_ranks: int) -> dict[str, Any]:
-    """Return the argument of fully_shard that says which dimension of a weight is sharded over the ranks."""
-    return {"shard_placement_fn": functools.partial(_dimension_of_experts, n_ranks)}
 
 
 def _dimension_of_experts(n_ranks: int, parameter: nn.Parameter) -> Shard | None:

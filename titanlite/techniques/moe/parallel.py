@@ -148,14 +148,6 @@ class _Exchange:
         sent, received = self.received_LR[number], self.sent_LR[number]
         return dist.all_to_all_single(out, y, received, sent, group=self.group, async_op=True)
 
-    def send_scores(self, scores_M: Tensor) -> Tensor:
-        """Start to send the scores of all rows, sorted by rank, and return those that will arrive."""
-        return _start(scores_M, self.received_R, self.sent_R, self.group)
-
-    def return_scores(self, scores: Tensor) -> Tensor:
-        """Start to return what belongs to the scores, sorted by rank, and return what will arrive."""
-        return _start(scores, self.sent_R, self.received_R, self.group)
-
 
 def _send(
     exchange: _Exchange, x_MD: Tensor, scores_M: Tensor, by_rank_M: Tensor, by_expert: Tensor,
@@ -164,7 +156,7 @@ def _send(
     """Send rows and their scores to the ranks that have their experts, and multiply them there by w1 and w3. While one
     expert computes, the rows of the next ones travel. Return the scores that arrived, and by expert the rows and both
     products, with their biases if there are any."""
-    sent_scores = exchange.send_scores(scores_M[by_rank_M])
+    sent_scores = _start(scores_M[by_rank_M], exchange.received_R, exchange.sent_R, exchange.group)
     arriving = exchange.send_rows(x_MD)
     scores, gates, ups = _wait(sent_scores)[by_expert], [], []
     w1_bias, _, w3_bias = biases or [[None] * len(w1)] * 3
@@ -232,7 +224,8 @@ class _ExchangedExperts(torch.autograd.Function):
                 for own_d_bias, d_out in zip(own_d_ws[3:], d_outs, strict=True):
                     torch.sum(d_out, 0, out=own_d_bias)
             d_scores.append(d_score)
-        sent_scores = exchange.return_scores(_unsorted(torch.cat(d_scores), by_expert))
+        d_scores_R = _unsorted(torch.cat(d_scores), by_expert)
+        sent_scores = _start(d_scores_R, exchange.sent_R, exchange.received_R, exchange.group)
         d_scores_M = _unsorted(_wait(sent_scores), by_rank_M)
         for work in sent:
             work.wait()

@@ -95,9 +95,8 @@ def _largest(scores: Tensor, n: int) -> Tensor:
 def _count(experts_NK: Tensor, n_experts: int) -> Tensor:
     """Return how many tokens chose each expert, [E] int64."""
     chosen_M = experts_NK.flatten()
-    return torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device).scatter_add_(
-        0, chosen_M, torch.ones_like(chosen_M)
-    )
+    zeros_E = torch.zeros(n_experts, dtype=torch.int64, device=chosen_M.device)
+    return zeros_E.scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
 
 
 class _Balance(torch.autograd.Function):

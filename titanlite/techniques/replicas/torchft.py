@@ -6,7 +6,6 @@ were fed. A step during which a group dies is taken again by the others. A group
 one from its memory, and goes on at its step.
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -16,10 +15,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors, optimizer_tensors, plain_tensors, random_states
@@ -43,8 +43,21 @@ ATTEMPT = timedelta(seconds=20)
 ATTEMPTS_BEFORE_STOP = 2
 """How often a step fails, at most, before a group that is asked to stop ends without it."""
 WAITING = "waiting for other replica groups"
-MODULUS = 2**21
-"""Of hashes that groups compare: sums of the squares of MAX_GROUPS of them are exact in float64."""
+MODULUS = 2**53
+"""Of hashes that groups compare: float64 has every integer below it."""
+
+
+class Ballot(NamedTuple):
+    """A group's row of the table that groups compare before a step: the sum of tables that have one row each."""
+
+    groups: float
+    """How many groups have this number: 1 unless that is an error."""
+    tokens: float
+    is_member: float
+    """Whether it has taken part in a step."""
+    identity: float
+    state: float
+    """A hash of its weights and optimizer states; 0 if the groups are those of the step before."""
 
 
 class Replicas(OneGroup):
@@ -70,7 +83,8 @@ class Replicas(OneGroup):
         device: torch.device,
         signals: Signals,
     ):
-        self.section, self.device, self.identity, self.signals = section, device, _hash_of(identity), signals
+        self.section, self.device, self.signals = section, device, signals
+        self.identity = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) % MODULUS
         self.living: list[int] = []
         """Numbers of the groups that have taken part in the last step."""
         self._in_step, self._is_member, self._is_loading, self._healed = False, False, False, False
@@ -199,54 +213,47 @@ class Replicas(OneGroup):
         self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
 
     def count(self, valid: Tensor) -> None:
-        """Sum a step's number of tokens over the living groups, in place, and compare what the groups must share. Does
-        nothing between `totals` and the next step.
-
-        Raises:
-            ConfigError, TrainingError: as `_exchange` does.
-        """
-        if self._in_step and (summed := self._exchange(valid.item())) is not None:
-            valid.fill_(summed)
-
-    def _exchange(self, valid: float) -> float | None:
-        """Return the sum of `valid` over the living groups, which compare what they must share; None if that fails.
+        """Sum a step's number of tokens over the living groups, in place, unless that fails, and compare what the
+        groups must share. Does nothing between `totals` and the next step.
 
         Raises:
             ConfigError: if this group is new and has another config, other weights or the number of a living group.
             TrainingError: if it is not new, no other group is, its weights are others, and a group with a smaller
                 number goes on.
         """
+        if not self._in_step:
+            return
         state, quorum = 0, self.manager._quorum_id
         if quorum != self._quorum:
             if self._state_hash is None:
-                self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._shared_tensors()) % MODULUS
+                self._state_hash = sum(hash_of_bits(tensor).item() for tensor in self._tensors()) % MODULUS
             state = self._state_hash
-        own = [valid, self._is_member, self.identity, self.identity**2, state, state**2]
-        own += [number == self.section.replica_id for number in range(MAX_GROUPS)]
-        message = torch.tensor(own, dtype=torch.float64, device=self.device)
-        self.sum(message)
-        sums, groups = message[:-MAX_GROUPS].tolist(), message[-MAX_GROUPS:].tolist()  # NCCL's errors come with it
+        table = torch.zeros(MAX_GROUPS, len(Ballot._fields), dtype=torch.float64, device=self.device)
+        own = Ballot(1, valid.item(), self._is_member, self.identity, state)
+        table[self.section.replica_id] = table.new_tensor(own)
+        self.sum(table)
+        rows = table.tolist()  # NCCL's errors come with it
         if self.manager.errored() or self._groups.errored():
-            return None
+            return
         self._quorum = quorum
-        n, problem = sum(groups), ""
-        summed, n_members, *hashes = sums
-        if max(groups) > 1:
-            problem = f"fault_tolerance.replica_id = {groups.index(max(groups))}: {max(groups):.0f} living groups"
-        elif hashes[:2] != [n * self.identity, n * self.identity**2]:
-            problem = "fault_tolerance.enable = true: replica groups have different configs or data"
-        elif hashes[2:] != [n * state, n * state**2]:
-            step = self.manager.current_step()
-            problem = f"fault_tolerance.enable = true: replica groups have different weights after step {step}"
-        self.living = [number for number, lives in enumerate(groups) if lives]
-        if not problem:
-            return summed
+        ballots = {number: Ballot(*row) for number, row in enumerate(rows) if row[0]}
+        self.living, of_groups = list(ballots), ballots.values()
+        different = "fault_tolerance.enable = true: replica groups have different"
+        number, most = max(ballots.items(), key=lambda item: item[1].groups)
+        if most.groups > 1:
+            problem = f"fault_tolerance.replica_id = {number}: {most.groups:.0f} living groups"
+        elif any(each.identity != self.identity for each in of_groups):
+            problem = f"{different} configs or data"
+        elif any(each.state != state for each in of_groups):
+            problem = f"{different} weights after step {self.manager.current_step()}"
+        else:
+            valid.fill_(sum(each.tokens for each in of_groups))
+            return
         if not self._is_member:
             raise ConfigError([f"{problem}; see docs/reliability.md"])
-        if n_members == n and self.section.replica_id > self.living[0]:
+        if all(each.is_member for each in of_groups) and self.section.replica_id > self.living[0]:
             raise TrainingError(f"{problem}; group {self.living[0]} goes on, and this one can be started again")
         self.manager.report_error(RuntimeError(problem))
-        return None
 
     def totals(
         self, loss_sum: Tensor, valid: Tensor, parameters: Iterable[nn.Parameter], signals: Signals, *counts: float
@@ -314,37 +321,27 @@ class Replicas(OneGroup):
         """Return values of the last step by tag."""
         return {"replica_groups": len(self.living)}
 
-    def _shared_tensors(self) -> list[Tensor]:
-        """Return what must be the same in all groups: this rank's weights, and optimizer states if there are any, as
-        plain tensors that share their memory."""
-        states = self._optimizer_states() if self._optimizer.state else {}
-        return plain_tensors(model_tensors(self._model) | states)
-
-    def _sent_tensors(self) -> list[Tensor]:
-        """Return what this rank sends to another group, or gets from one, as plain tensors that share its memory."""
-        return plain_tensors(model_tensors(self._model) | self._optimizer_states())
-
-    def _optimizer_states(self) -> dict[str, Tensor]:
-        """Return the optimizer states by name. Those that do not exist are created, as they are before the first
-        step."""
+    def _tensors(self) -> list[Tensor]:
+        """Return this rank's weights and optimizer states, which must be the same in all groups, as plain tensors that
+        share their memory. States that do not exist are created, as they are before the first step."""
         is_new, states = not self._optimizer.state, optimizer_tensors(self._model, self._optimizer)
         for name, state in states.items():
             if is_new and name.endswith(".step"):
                 state.zero_()  # to create the states, torch takes a step without gradients
-        return states
+        return plain_tensors(model_tensors(self._model) | states)
 
     def _saved(self) -> dict[str, Any]:
         """Return this rank's state, for the same rank of another group. A thread calls it while the main one waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         state = {"state": self._state.save(), "history": self._history}
-        return {"tensors": self._sent_tensors(), "random": random_states(), **state}
+        return {"tensors": self._tensors(), "random": random_states(), **state}
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any]) -> None:
         """Continue from the state of another group."""
         self._is_loading, self._state_hash = True, None  # an error is of this group, and ends it
-        for tensor, other in zip(self._sent_tensors(), saved["tensors"], strict=True):
+        for tensor, other in zip(self._tensors(), saved["tensors"], strict=True):
             tensor.copy_(other)
         shared, self._history = last_shared_step(self._history, saved["history"]), saved["history"]
         if shared is not None:
@@ -359,12 +356,6 @@ def last_shared_step(own: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -
     """Return the last step that two groups, by their histories, have the same past up to; None if both are the same."""
     n_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     return min((steps[n_shared][0] - 1 for steps in (own, other) if n_shared < len(steps)), default=None)
-
-
-def _hash_of(values: list[Any]) -> int:
-    """Return a number below MODULUS that tells lists of plain JSON apart."""
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") % MODULUS
 
 
 def _chunks(tensor: Tensor) -> Iterable[Tensor]:

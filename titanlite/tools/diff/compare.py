@@ -157,9 +157,8 @@ class _Limits:
             max(ROUNDING[getattr(each, name)] for each in descriptions)
             for name in ("compute_dtype", "weights_dtype", "state_dtype")
         )
-        self.once = max(
-            ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in (d.compute_dtype for d in descriptions)
-        )
+        compute_dtypes = [each.compute_dtype for each in descriptions]
+        self.once = max(ROUNDING[name] * PRODUCTS_ONLY.get(name, GROWTH) for name in compute_dtypes)
         self.same_weights_dtype = descriptions[0].weights_dtype == descriptions[1].weights_dtype
         self.n_tokens = descriptions[0].counts["tokens"] if any(".router." in name for name in norms) else 0.0
         """Those that may be sent to other experts."""
@@ -181,9 +180,8 @@ class _Limits:
             if " " not in tensor:
                 return GROWTH_OF_ROOT * math.sqrt(max(explained, self.rounding))
             return GROWTH * max(explained, self.rounding, self.of_states)
-        allowed = self._allowed_of_activation(
-            explained, GROWTH_OF_OUTPUT if phase == "forward" and tensor != "loss" else GROWTH
-        )
+        is_output = phase == "forward" and tensor != "loss"
+        allowed = self._allowed_of_activation(explained, GROWTH_OF_OUTPUT if is_output else GROWTH)
         if phase == "gradient" and self.parameters.get(tensor):
             # Small gradients of a block are differences of large numbers, as those of queries and keys are where
             # attention is about even, and rounding is relative to those.

@@ -67,10 +67,9 @@ def run_against(folder: Path) -> int:
 def compare(recorded: RecordedStep) -> dict[str, list[Row]]:
     """Return what both programs computed, by kind: "loss", "gradients", "gradient norm", "updates"."""
     step = recorded.step
-    losses, loss, exact = forward_backward(recorded, FLOAT64)
-    rounded_losses, rounded_loss, rounded = (
-        (losses, loss, exact) if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
-    )
+    losses, loss, exact = in_float64 = forward_backward(recorded, FLOAT64)
+    as_theirs = in_float64 if step.dtypes == FLOAT64 else forward_backward(recorded, step.dtypes)
+    rounded_losses, rounded_loss, rounded = as_theirs
     norm, distance = _norm(exact), _norm({name: rounded[name] - tensor for name, tensor in exact.items()})
     groups: dict[str, list[Row]] = {}
     if step.loss is not None:

@@ -127,9 +127,7 @@ def read_step(folder: Path) -> RecordedStep:
         expected = f"a loss, a gradient_norm, {gradients.name} or {after.name}"
         raise ConfigError([f"{folder}: has no result of the step to compare; expected {expected}"])
     read = functools.partial(_read_weights, model=model, narrowest=getattr(torch, step.dtypes.weights))
-    weights, *results = (
-        read(place) if place == folder or place in before else None for place in (folder, gradients, after)
-    )
+    weights, *results = (read(place) if place in (folder, *before) else None for place in (folder, gradients, after))
     if changed := before.items() ^ _files(folder).items():
         raise ConfigError([f"{min(changed)[0]}: changed while it was read; compare the folder when it is complete"])
     return RecordedStep(step, model, weights, *batch, *results)
