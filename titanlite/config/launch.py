@@ -10,10 +10,11 @@ import os
 import re
 import resource
 from collections.abc import Mapping
+from typing import Any
 
 from titanlite.config.keys import ASYNC_TENSOR, CONTEXT, EXPERT, GROUPS_ON, PIPELINE, REPLICATE, RESHARD, TENSOR
 from titanlite.config.loader import ConfigError, LoadedConfig, Rejections, show, value_of
-from titanlite.config.schema import Config, Optimizer, Training
+from titanlite.config.schema import Config, Optimizer
 from titanlite.config.torch_versions import torch_version_rules
 from titanlite.config.types import MOST_RANKS, MOST_TOKENS
 
@@ -105,8 +106,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
         problems.append(f"{loaded.file}: {problem} more nodes (NNODES); {plan_command(loaded.file)}")
     on_cuda = launch.n_devices > 0
     config = resolve(loaded.config, _shard_degree(loaded.config, launch.world_size, reject), on_cuda=on_cuda)
-    _data_parallel_rules(config, launch.world_size, reject)
-    _expert_rules(config, reject)
+    _rank_rules(config, launch.world_size, reject)
     _device_rules(config, on_cuda, reject)
     torch_version_rules(config, on_cuda, reject)
     problems += loaded.lines(reject)
@@ -135,7 +135,12 @@ def _shard_degree(config: Config, world_size: int, reject: Rejections) -> int:
 def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
     """Fill in the shard degree, the batch size, the data types and what else depends on the launch."""
     training, parallelism = config.training, config.parallelism
-    param, total_steps = _param_dtype(training, on_cuda), config.lr_scheduler.total_steps
+    automatic = "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
+    param = _or_automatic(training.mixed_precision_param, automatic)
+    reduced = "float64" if training.dtype == "float64" else "float32"
+    degree = parallelism.data_parallel_replicate_degree * shard_degree * config.fault_tolerance.n_groups
+    shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
+    chunks = loss_chunks(config.tokens_of_forward, config.model.vocab_size / shards)
     return config.replace(
         parallelism__data_parallel_shard_degree=shard_degree,
         parallelism__fsdp_reshard_after_forward=_reshard_after_forward(config, shard_degree, param),
@@ -143,25 +148,18 @@ def resolve(config: Config, shard_degree: int, *, on_cuda: bool) -> Config:
         parallelism__pipeline_parallel_stages_per_rank=parallelism.n_stages // parallelism.pipeline_parallel_degree,
         optimizer__muon_dtype=_muon_dtype(config.optimizer, param),
         checkpoint__initial_load_path=config.initial_weights,
-        training__global_batch_size=_global_batch_size(config, shard_degree),
+        training__global_batch_size=_or_automatic(training.global_batch_size, training.local_batch_size * degree),
         training__attention_backend=_attention_backend(config, param, on_cuda),
-        training__loss_chunks=_loss_chunks(config),
+        training__loss_chunks=_or_automatic(training.loss_chunks, chunks),
         training__mixed_precision_param=param,
-        training__mixed_precision_reduce=_reduce_dtype(training),
-        lr_scheduler__total_steps=training.steps if total_steps == -1 else total_steps,
+        training__mixed_precision_reduce=_or_automatic(training.mixed_precision_reduce, reduced),
+        lr_scheduler__total_steps=_or_automatic(config.lr_scheduler.total_steps, training.steps),
     )
 
 
-def _param_dtype(training: Training, on_cuda: bool) -> str:
-    if training.mixed_precision_param != "auto":
-        return training.mixed_precision_param
-    return "bfloat16" if on_cuda and training.dtype == "float32" else training.dtype
-
-
-def _reduce_dtype(training: Training) -> str:
-    if training.mixed_precision_reduce != "auto":
-        return training.mixed_precision_reduce
-    return "float64" if training.dtype == "float64" else "float32"
+def _or_automatic(value: Any, automatic: Any) -> Any:
+    """Return the value of an option, or the one that stands for "auto" or -1."""
+    return automatic if value in ("auto", -1) else value
 
 
 def _muon_dtype(optimizer: Optimizer, param: str) -> str:
@@ -188,13 +186,6 @@ def _attention_backend(config: Config, param: str, on_cuda: bool) -> str:
     return ATTENTION_BACKENDS_ON_CUDA[param][0] if on_cuda else "cpu"
 
 
-def _global_batch_size(config: Config, shard_degree: int) -> int:
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    degree = config.parallelism.data_parallel_replicate_degree * shard_degree
-    return config.training.local_batch_size * degree * config.fault_tolerance.n_groups
-
-
 def loss_chunks(tokens: int, vocabulary: float) -> int:
     """Return into how many chunks the loss of some tokens is split so that a chunk's logits take at most 2 GiB in
     float32: equal ones, which need one compilation, unless that takes twice as many. Smaller chunks save no more than
@@ -203,18 +194,8 @@ def loss_chunks(tokens: int, vocabulary: float) -> int:
     return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
 
-def _loss_chunks(config: Config) -> int:
-    parallelism, training = config.parallelism, config.training
-    if training.loss_chunks != -1:
-        return training.loss_chunks
-    piped = parallelism.pipeline_parallel_degree > 1
-    sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
-    shards = 1 if parallelism.disable_loss_parallel else parallelism.tensor_parallel_degree
-    tokens = sequences * training.seq_len // parallelism.context_parallel_degree
-    return loss_chunks(tokens, config.model.vocab_size / shards)
-
-
-def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) -> None:
+def _rank_rules(config: Config, world_size: int, reject: Rejections) -> None:
+    """Reject sizes that do not fit the ranks that share weights, batches or experts."""
     training, degree = config.training, config.parallelism.data_parallel_degree * config.fault_tolerance.n_groups
     shards = config.parallelism.data_parallel_shard_degree * config.parallelism.context_parallel_degree
     group = config.parallelism.fsdp_reshard_after_forward
@@ -235,13 +216,8 @@ def _data_parallel_rules(config: Config, world_size: int, reject: Rejections) ->
     if training.streaming and training.streaming_shards % degree:
         message = f"expected a multiple of the data-parallel degree {degree}, so that no two ranks share a shard"
         reject("training.streaming_shards", message)
-
-
-def _expert_rules(config: Config, reject: Rejections) -> None:
-    parallelism = config.parallelism
-    ranks = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
-    ranks *= parallelism.tensor_parallel_degree
-    if ranks % parallelism.expert_parallel_degree:
+    ranks = shards * config.parallelism.tensor_parallel_degree
+    if ranks % config.parallelism.expert_parallel_degree:
         message = f"expected a divisor of shard x context x tensor parallel = {ranks}, whose ranks have the experts"
         reject(EXPERT, message)
 

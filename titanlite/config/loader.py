@@ -130,10 +130,8 @@ class LoadedConfig(Generic[Options]):
         for key, message, reads in rejections:
             if not ignored & reads:
                 option, *in_table = re.split(r"\.(?=\d+\.)", key)
-                is_set = option in self.origins
-                if in_table:
-                    table, _, name = key.rpartition(".")
-                    is_set = name in value_of(self.config, table).model_fields_set
+                table, _, name = key.rpartition(".")
+                is_set = name in value_of(self.config, table).model_fields_set if in_table else option in self.origins
                 value = show(value_of(self.config, key)) + ("" if is_set else " (default)")
                 lines.append(f"{self.origins.get(option, self.file)}: {key} = {value}: {message}")
         return lines

@@ -86,10 +86,7 @@ def _deepseek_v2(q_lora_rank: int, **moe: Any) -> dict[str, Any]:
 
 
 _GROUPS_OF_V2 = {"n_groups": 8, "n_groups_per_token": 3, "group_score": "max"}
-_OLMO2: dict[str, Any] = {
-    **{"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads"},
-    "hf_model_type": "olmo2",
-}
+_OLMO2 = {"norm_eps": 1e-6, "norm_placement": "after", "qk_norm": "all_heads", "hf_model_type": "olmo2"}
 _OLMO3: dict[str, Any] = {
     **{**_OLMO2, "rope_scaling_type": "yarn", "rope_scaling_factor": 8.0},  # of layers without a window
     "layer_pattern": [{"count": 3, "sliding_window": 4096, "rope_scaling_factor": 1.0}, {}],
@@ -100,9 +97,7 @@ _SMOLLM3: dict[str, Any] = {
     "layer_pattern": [{"count": 3}, {"partial_rotary_factor": 0.0}],
     "hf_model_type": "smollm3",
 }
-_GLM4: dict[str, Any] = {
-    **{"norm_placement": "both", "partial_rotary_factor": 0.5, "head_dim": 128, "rope_theta": 10_000.0},
-}
+_GLM4 = {"norm_placement": "both", "partial_rotary_factor": 0.5, "head_dim": 128, "rope_theta": 10_000.0}
 _PHI3 = {"hf_model_type": "phi3"}
 _GPT: dict[str, Any] = {
     **{"norm": "layer", "activation": "gelu_tanh", "gated_ffn": False, "attention_bias": "all", "mlp_bias": True},

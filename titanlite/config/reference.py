@@ -15,10 +15,8 @@ def help_text(arguments: Sequence[str] = ()) -> str:
     sections = {*arguments[next((i for i, text in enumerate(arguments) if text in ("-h", "--help")), 0) + 1 :]}
     named = [each for each in sections_of(Config) if {each, each.partition(".")[0]} & sections]
     config = "CONFIG is a TOML file, or the name of a config shipped with titanlite, as in debug or 70b."
-    values = (
-        "Values are TOML; a string needs no quotes. A bare --section.key means true. --help SECTION has one section."
-    )
-    lines = [USAGE, "", config, values, ""]
+    values = "Values are TOML; a string needs no quotes. A bare --section.key means true. "
+    lines = [USAGE, "", config, f"{values}--help SECTION has one section.", ""]
     for section in named or sections_of(Config):
         lines.append(f"[{section}]")
         for key, option in _options_in(section):
@@ -33,10 +31,8 @@ def reference_markdown() -> str:
     """Return the content of docs/reference/config.md: one section per [section], each option with its type, default and
     meaning."""
     text = "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
-    text += (
-        "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, except "
-    )
-    text += "for the options that say otherwise."
+    text += "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, "
+    text += "except for the options that say otherwise."
     origin = "<!-- Written by `titanlite config --reference` from titanlite/config/schema.py. -->"
     lines = ["# Config reference", "", origin, "", *wrap(text)]
     for section, kind in sections_of(Config).items():

@@ -20,6 +20,7 @@ from titanlite.config.schema import Checkpoint, Config, FaultTolerance, Float8, 
 STATES, ROUNDING = "optimizer.state_dtype", "optimizer.stochastic_rounding"
 OFFLOAD, OFFLOAD_ALL = "optimizer.enable_cpu_offload", "training.enable_cpu_offload"
 QK_CLIP, GATHER = "optimizer.qk_clip_threshold", "float8.enable_fsdp_float8_all_gather"
+PRECOMPUTED = "float8.precompute_float8_dynamic_scale_for_fsdp"
 MAX_GROUPS = 1024
 MOST_INT8_TOKENS = (2**31 - 1) // 127**2
 """Products of two 8-bit integers whose sum cannot overflow in 32 bits."""
@@ -170,7 +171,7 @@ def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) 
         reject(GATHER, message + 'float8.recipe = "tensorwise"', "float8.recipe")
     if float8.enable and float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
         message = f"the scales are for weights gathered in float8; set {GATHER} = true, or this to false"
-        reject("float8.precompute_float8_dynamic_scale_for_fsdp", message, GATHER)
+        reject(PRECOMPUTED, message, GATHER)
     wants_overlap = config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
     is_mxfp8 = float8.enable and float8.recipe == "mxfp8"
     if wants_overlap and (int8.enable or is_mxfp8):
@@ -182,11 +183,8 @@ def _low_precision_rules(config: Config, changed: set[str], reject: Rejections) 
 
 def _int8_range_rules(config: Config, reject: Rejections) -> None:
     """Reject a weight gradient that sums so many tokens that 32 bits may overflow."""
-    training, parallelism = config.training, config.parallelism
-    piped = parallelism.pipeline_parallel_degree > 1
-    key = keys.MICROBATCH if piped else keys.BATCH
-    sequences = parallelism.pipeline_parallel_microbatch_size if piped else training.local_batch_size
-    tokens = sequences * training.seq_len // parallelism.context_parallel_degree
+    key = keys.MICROBATCH if config.parallelism.pipeline_parallel_degree > 1 else keys.BATCH
+    tokens = config.tokens_of_forward
     if config.int8.enable and tokens > MOST_INT8_TOKENS:
         message = f"the weight gradients of INT8 sum {tokens} tokens in 32 bits, which {MOST_INT8_TOKENS} cannot "
         reject(key, message + "overflow; set less", "int8.enable", "training.seq_len", keys.CONTEXT)
@@ -219,17 +217,14 @@ def _fault_tolerance_rules(config: Config, changed: set[str], reject: Rejections
         message = f"expected at most {keys.GROUP_SIZE} = {section.group_size}"
         reject("fault_tolerance.min_replica_size", message, keys.GROUP_SIZE, keys.GROUPS_ON)
     unsupported = {
-        keys.STREAMING: (config.training.streaming, "the position in a stream is lost with a group; set false"),
-        keys.MIXTURE: (config.training.datasets, "the losses of datasets are of one group; use one dataset"),
-        keys.EXPERTS: (config.model.moe.n_experts, "the load of experts is balanced in one group; set 0"),
-        "debug.sdc_check_freq": (config.debug.sdc_check_freq, "a step is computed again in one group only; set 0"),
-        QK_CLIP: (config.optimizer.qk_clip_threshold, "the largest logits are those of one group; set 0"),
-        "debug.fingerprint_freq": (config.debug.fingerprint_freq, "fingerprints are those of one group; set 0"),
-        "float8.precompute_float8_dynamic_scale_for_fsdp": (
-            config.float8.precompute_float8_dynamic_scale_for_fsdp,
-            "the scales of weights that another group sends are not known; set false",
-        ),
+        keys.STREAMING: "the position in a stream is lost with a group; set false",
+        keys.MIXTURE: "the losses of datasets are of one group; use one dataset",
+        keys.EXPERTS: "the load of experts is balanced in one group; set 0",
+        "debug.sdc_check_freq": "a step is computed again in one group only; set 0",
+        QK_CLIP: "the largest logits are those of one group; set 0",
+        "debug.fingerprint_freq": "fingerprints are those of one group; set 0",
+        PRECOMPUTED: "the scales of weights that another group sends are not known; set false",
     }
-    for key, (is_set, message) in unsupported.items():
-        if is_set:
+    for key, message in unsupported.items():
+        if value_of(config, key):
             reject(key, f"{message}, or {keys.GROUPS_ON} = false", keys.GROUPS_ON)

@@ -57,12 +57,10 @@ def _rotary_rules(model: Model, changed: set[str], reject: Rejections) -> None:
     pairs = [layer.rope_dim // 2 for layer in layers if is_long and layer.rope_scaling_factor > 1 and layer.rope_dim]
     for name in FACTORS:
         n_factors = len(getattr(model, name))
-        wrong = [n_pairs for n_pairs in pairs if n_pairs != n_factors]
-        if n_factors and not pairs:
-            message = 'read only when the rotary embedding is scaled by "longrope"; remove it'
-            reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
-        elif wrong:
+        wrong = [n_pairs for n_pairs in pairs or [0] if n_pairs != n_factors]
+        if wrong:
             message = f"expected a factor for each of the {wrong[0]} rotated pairs of channels, got {n_factors}"
+            message = message if pairs else 'read only when the rotary embedding is scaled by "longrope"; remove it'
             reject(f"model.{name}", message, SCALING_TYPE, SCALED, *reads)
     if pairs and model.rope_original_seq_len == 1:
         reject("model.rope_original_seq_len", "expected 2 or more; longrope takes its logarithm", SCALING_TYPE, SCALED)

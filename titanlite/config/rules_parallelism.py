@@ -3,21 +3,7 @@
 import itertools
 import math
 
-from titanlite.config.keys import (
-    AC_MODE,
-    BALANCE,
-    BATCH,
-    CONTEXT,
-    END_LAYERS,
-    MICROBATCH,
-    PIPELINE,
-    RESHARD,
-    SCHEDULE,
-    STAGE_MODULES,
-    STAGES_PER_RANK,
-    TENSOR,
-    ULYSSES,
-)
+from titanlite.config import keys
 from titanlite.config.loader import Rejections, show, value_of
 from titanlite.config.schema import Config
 from titanlite.config.stage_split import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, module_names
@@ -30,11 +16,11 @@ def shard_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     """Reject sizes that tensor parallelism cannot shard evenly."""
     for key in ("model.n_heads", "model.n_kv_heads", "model.ffn_dim", "model.vocab_size"):
         if value_of(config, key) % config.parallelism.tensor_parallel_degree:
-            reject(TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)
-    degrees = [key for key in (TENSOR, PIPELINE) if value_of(config, key) > 1]
+            reject(keys.TENSOR, f"expected a divisor of {key} = {value_of(config, key)}, sharded over these ranks", key)
+    degrees = [key for key in (keys.TENSOR, keys.PIPELINE) if value_of(config, key) > 1]
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int) and degrees:
         message = f"torch builds these groups as if all ranks had one model, and hangs under {' and '.join(degrees)}; "
-        reject(RESHARD, message + 'set "always" or "never"', *degrees)
+        reject(keys.RESHARD, message + 'set "always" or "never"', *degrees)
 
 
 def context_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -44,20 +30,21 @@ def context_rules(config: Config, changed: set[str], reject: Rejections) -> None
     turned_off = degree == 1 and "context_parallel_degree" in config.parallelism.model_fields_set
     divides = degree % ulysses == 0
     if not divides and not turned_off:
-        reject(ULYSSES, f"expected a divisor of {CONTEXT} = {degree}; the quotient is the ring degree", CONTEXT)
+        message = f"expected a divisor of {keys.CONTEXT} = {degree}; the quotient is the ring degree"
+        reject(keys.ULYSSES, message, keys.CONTEXT)
     for key, heads in (("model.n_heads", "query heads"), ("model.n_kv_heads", "KV heads")):
         total = value_of(config, key)
         if divides and total % tensor == 0 and total // tensor % ulysses:
             sharded = f", sharded by tensor parallel {tensor}" if tensor > 1 else ""
             message = f"expected a divisor of the {total // tensor} {heads} of a rank ({key} = {total}{sharded}); "
-            reject(ULYSSES, message + "the other ranks can form a ring", key, CONTEXT, TENSOR)
+            reject(keys.ULYSSES, message + "the other ranks can form a ring", key, keys.CONTEXT, keys.TENSOR)
     # Ring attention splits the sequence into two chunks per rank; tensor parallelism splits each rank's tokens again.
     chunks = 2 if divides and degree > ulysses else 1
     multiple = math.lcm(chunks * degree, degree * tensor)
     if config.training.seq_len % multiple:
         message = f"expected a multiple of {multiple}, to split evenly over context parallel {degree} x tensor "
         message += f"parallel {tensor}{' (a ring needs two chunks per rank)' if chunks == 2 else ''}"
-        reject("training.seq_len", message, CONTEXT, ULYSSES, TENSOR)
+        reject("training.seq_len", message, keys.CONTEXT, keys.ULYSSES, keys.TENSOR)
 
 
 def split_backward_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -67,13 +54,14 @@ def split_backward_rules(config: Config, changed: set[str], reject: Rejections) 
         return
     reason = f"{show(schedule)} computes input gradients and weight gradients apart"
     if config.parallelism.fsdp_reshard_after_forward == "always":
-        reject(RESHARD, f'{reason} and needs the weights gathered in between; set "never" or "default"', SCHEDULE)
+        message = f'{reason} and needs the weights gathered in between; set "never" or "default"'
+        reject(keys.RESHARD, message, keys.SCHEDULE)
     if config.compile.enable:
         message = f"{reason}, and a compiled block would compute both of them twice; set false, or the schedule to "
-        reject("compile.enable", message + '"Interleaved1F1B"', SCHEDULE)
+        reject("compile.enable", message + '"Interleaved1F1B"', keys.SCHEDULE)
     if checkpointing.mode == "selective" and not isinstance(checkpointing.selective_ac_option, int):
         message = f'{reason} and would need the recomputed tensors twice; set a number, or mode = "full"'
-        reject("activation_checkpoint.selective_ac_option", message, AC_MODE, SCHEDULE)
+        reject("activation_checkpoint.selective_ac_option", message, keys.AC_MODE, keys.SCHEDULE)
 
 
 def pipeline_rules(config: Config, changed: set[str], reject: Rejections) -> None:
@@ -83,11 +71,11 @@ def pipeline_rules(config: Config, changed: set[str], reject: Rejections) -> Non
         return
     if config.model.tie_embeddings:
         message = "a pipeline has the embedding and the output head on two stages; set false"
-        reject("model.tie_embeddings", message, PIPELINE)
+        reject("model.tie_embeddings", message, keys.PIPELINE)
     if parallelism.fsdp_reduce_gradients == "last_accumulation_step":
         message = "a pipeline reduces gradients in every gradient accumulation step, after its last microbatch; set "
         message += '"every_accumulation_step", and a larger local_batch_size for fewer such steps'
-        reject("parallelism.fsdp_reduce_gradients", message, PIPELINE)
+        reject("parallelism.fsdp_reduce_gradients", message, keys.PIPELINE)
     per_rank = parallelism.pipeline_parallel_stages_per_rank
     fits, expected = per_rank > 1, "at least 2"
     if schedule in ONE_STAGE:
@@ -95,7 +83,7 @@ def pipeline_rules(config: Config, changed: set[str], reject: Rejections) -> Non
     elif schedule in V_SHAPED:
         fits, expected = per_rank == 2, "2"
     if per_rank != -1 and not fits:
-        reject(STAGES_PER_RANK, f"expected {expected} under {show(schedule)}, or -1", SCHEDULE)
+        reject(keys.STAGES_PER_RANK, f"expected {expected} under {show(schedule)}, or -1", keys.SCHEDULE)
         return
     _stage_rules(config, changed, reject)
     _microbatch_rules(config, reject)
@@ -107,14 +95,15 @@ def _stage_rules(config: Config, changed: set[str], reject: Rejections) -> None:
     if not stages:
         if n_layers < n_stages:
             message = f"{n_stages} stages need at least as many layers, and model.n_layers = {n_layers}"
-            reject(PIPELINE, message, "model.n_layers", STAGE_MODULES, SCHEDULE, STAGES_PER_RANK)
-        for key in END_LAYERS if balance == "parameters" else ():
+            reject(keys.PIPELINE, message, "model.n_layers", keys.STAGE_MODULES, keys.SCHEDULE, keys.STAGES_PER_RANK)
+        for key in keys.END_LAYERS if balance == "parameters" else ():
             if key in changed:
-                reject(key, f'read only when {BALANCE} is "layers"; set that, or remove it', BALANCE, STAGE_MODULES)
+                message = f'read only when {keys.BALANCE} is "layers"; set that, or remove it'
+                reject(key, message, keys.BALANCE, keys.STAGE_MODULES)
         return
-    for key in (BALANCE, *END_LAYERS):
+    for key in (keys.BALANCE, *keys.END_LAYERS):
         if key in changed:
-            reject(key, f"{STAGE_MODULES} names the stages' modules; remove one of the two", STAGE_MODULES)
+            reject(key, f"{keys.STAGE_MODULES} names the stages' modules; remove one of the two", keys.STAGE_MODULES)
     names, order = list(itertools.chain(*stages)), module_names(n_layers)
     if len(stages) != n_stages:
         problem = f"expected {n_stages} lists, one per stage, got {len(stages)}"
@@ -126,7 +115,7 @@ def _stage_rules(config: Config, changed: set[str], reject: Rejections) -> None:
         problem = "expected at least one layer in each stage"
     else:
         return
-    reject(STAGE_MODULES, problem, "model.n_layers", PIPELINE, SCHEDULE, STAGES_PER_RANK)
+    reject(keys.STAGE_MODULES, problem, "model.n_layers", keys.PIPELINE, keys.SCHEDULE, keys.STAGES_PER_RANK)
 
 
 def _microbatch_rules(config: Config, reject: Rejections) -> None:
@@ -136,14 +125,15 @@ def _microbatch_rules(config: Config, reject: Rejections) -> None:
     rounds = max(1, number // degree)
     if number * n_stages > MOST_ACTIONS:
         message = f"{number} microbatches x {n_stages} stages are more than the {MOST_ACTIONS} that a schedule can list"
-        reject(BATCH, f"{message}; set a larger {MICROBATCH}", MICROBATCH, PIPELINE, STAGES_PER_RANK)
+        message += f"; set a larger {keys.MICROBATCH}"
+        reject(keys.BATCH, message, keys.MICROBATCH, keys.PIPELINE, keys.STAGES_PER_RANK)
     elif batch % size:
-        reject(MICROBATCH, f"expected a divisor of {BATCH} = {batch}", BATCH)
+        reject(keys.MICROBATCH, f"expected a divisor of {keys.BATCH} = {batch}", keys.BATCH)
     elif schedule in ("1F1B", "DualPipeV") and number < n_stages:
         message = f"{show(schedule)} needs as many microbatches as its {n_stages} stages, and there are {number}"
-        remedy = f"set it to at least {n_stages * size}, or a smaller {MICROBATCH} than {size}"
-        reject(BATCH, f"{message}; {remedy}", MICROBATCH, SCHEDULE, PIPELINE, STAGES_PER_RANK)
+        remedy = f"set it to at least {n_stages * size}, or a smaller {keys.MICROBATCH} than {size}"
+        reject(keys.BATCH, f"{message}; {remedy}", keys.MICROBATCH, keys.SCHEDULE, keys.PIPELINE, keys.STAGES_PER_RANK)
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:
         message = f"{show(schedule)} runs its microbatches in {rounds} equal rounds, and there are {number}"
-        remedy = f"set it to a multiple of {degree * size} ({MICROBATCH} = {size})"
-        reject(BATCH, f"{message}; {remedy}", MICROBATCH, SCHEDULE, PIPELINE)
+        remedy = f"set it to a multiple of {degree * size} ({keys.MICROBATCH} = {size})"
+        reject(keys.BATCH, f"{message}; {remedy}", keys.MICROBATCH, keys.SCHEDULE, keys.PIPELINE)

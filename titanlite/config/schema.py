@@ -897,6 +897,13 @@ class Config(Section):
         return self.training.global_batch_size * self.training.seq_len
 
     @property
+    def tokens_of_forward(self) -> int:
+        """Number of tokens in a forward of a rank: its part of a microbatch or, without a pipeline, of a batch."""
+        piped = self.parallelism.pipeline_parallel_degree > 1
+        sequences = self.parallelism.pipeline_parallel_microbatch_size if piped else self.training.local_batch_size
+        return sequences * self.training.seq_len // self.parallelism.context_parallel_degree
+
+    @property
     def windowed(self) -> bool:
         """Whether attention is over fewer tokens than a sequence has."""
         return any(0 < layer.sliding_window < self.training.seq_len for layer in self.model.of_layers())
@@ -904,9 +911,7 @@ class Config(Section):
     @property
     def hidden_shape(self) -> tuple[int, int]:
         """Shape of what one pipeline stage sends to the next: [tokens of a microbatch on a rank, dim]."""
-        parallelism = self.parallelism
-        ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-        return parallelism.pipeline_parallel_microbatch_size * self.training.seq_len // ranks, self.model.dim
+        return self.tokens_of_forward // self.parallelism.tensor_parallel_degree, self.model.dim
 
     def replace(self, **values: Any) -> Config:
         """Return a copy with other values, keyed `section__key`, which are not validated."""

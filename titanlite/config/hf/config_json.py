@@ -285,10 +285,8 @@ def _model_type(model: Section) -> str:
 
 def _dense_types(model: Section) -> dict[str, bool]:
     """Return, for each model type without experts, whether it has the model's options."""
-    fits = {}
-    for name, family in FAMILIES.items():
-        if not family.experts:
-            fits[name] = family.allows(model) and layers_fit(model, name)
+    dense = [name for name, family in FAMILIES.items() if not family.experts]
+    fits = {name: FAMILIES[name].allows(model) and layers_fit(model, name) for name in dense}
     # transformers rejects a Llama whose width is no multiple of its heads, but no Mistral.
     fits["llama"] = fits["llama"] and model.dim % model.n_heads == 0
     fits["gpt2"] = fits["gpt2"] and model.n_heads * model.head_dim == model.dim and model.n_kv_heads == model.n_heads

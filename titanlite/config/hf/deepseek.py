@@ -95,10 +95,8 @@ def expert_options(config: Any, n_dense: int, defaults: Mapping[str, Any], small
     n_groups, n_groups_chosen = integer("n_group"), integer("topk_group")
     size, rest = divmod(n_experts, n_groups)
     if rest or size < smallest:
-        message = (
-            f"expected a divisor of the number of experts, {n_experts}, with at least {smallest} of them in a group"
-        )
-        config.reject("n_group", message, "n_routed_experts")
+        message = f"expected a divisor of the number of experts, {n_experts}, with at least {smallest} of them in "
+        config.reject("n_group", message + "a group", "n_routed_experts")
     elif n_groups_chosen > n_groups:
         config.reject("topk_group", f"expected at most the number of groups, {n_groups}", "n_group")
     elif n_chosen > n_groups_chosen * size:

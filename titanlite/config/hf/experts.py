@@ -84,14 +84,12 @@ def types_with_experts(model: Section) -> dict[str, bool]:
     bias, moe = model.attention_bias, model.moe
     own = [moe.expert_bias, moe.router_bias, moe.swiglu_limit > 0]
     in_every_layer = all(model.has_experts(layer) for layer in range(model.n_layers))
-    family_options = {key: value for key, value in PLAIN.items() if key not in OLD}
-    plain = all(getattr(model, key) == value for key, value in family_options.items())
-    plain = plain and model.rope_scaling_type != "longrope"
+    is_long = model.rope_scaling_type == "longrope"
+    plain = not is_long and all(getattr(model, key) == value for key, value in PLAIN.items() if key not in OLD)
     is_routed = not moe.n_shared_experts and moe.n_groups_per_token == moe.n_groups
     is_routed = is_routed and moe.score_function == "softmax" and moe.score_scaling == 1
     plain = plain and is_routed and not model.mlp_bias and not any(own)
-    is_gpt_oss = FAMILIES["gpt_oss"].allows(model) and layers_fit(model, "gpt_oss")
-    is_gpt_oss = is_gpt_oss and model.rope_scaling_type != "longrope"
+    is_gpt_oss = FAMILIES["gpt_oss"].allows(model) and layers_fit(model, "gpt_oss") and not is_long
     is_olmoe = model.qk_norm == "all_heads" and bias != "qkv" and not model.sliding_window
     return {
         "gpt_oss": all(own) and is_routed and in_every_layer and moe.normalize_scores and is_gpt_oss,
@@ -107,7 +105,6 @@ def _is_glm(model: Section) -> bool:
     shared experts."""
     moe = model.moe
     is_routed = moe.score_function == "sigmoid" and moe.every_n_layers == 1 and moe.n_shared_experts > 0
-    fits_groups = moe.n_experts >= 2 * moe.n_groups
-    is_routed = is_routed and moe.group_score == "top_2_sum"
+    fits_groups = moe.n_experts >= 2 * moe.n_groups and moe.group_score == "top_2_sum"
     has_own = moe.expert_bias or moe.router_bias or moe.swiglu_limit > 0
     return FAMILIES["glm4_moe"].allows(model) and is_routed and moe.balance_bias and fits_groups and not has_own

@@ -75,31 +75,20 @@ class Family:
 
 
 _BIASES = {"attention_bias": ("all",)}
-_WINDOWS: dict[str, Any] = {"sliding_window": ANY, "layer_pattern": ANY}
-_QWEN_WINDOW = {"window": 4096, "kinds": "windows"}
+_ALL_BIASES = {**_BIASES, "mlp_bias": (True,)}
+_WINDOW, _SHARE = {"sliding_window": ANY}, {"partial_rotary_factor": ANY}
+_WINDOWS: dict[str, Any] = {**_WINDOW, "layer_pattern": ANY}
+_QWEN: dict[str, Any] = {"n_kv_heads": 32, "window": 4096, "kinds": "windows"}
 _OLMO: dict[str, Any] = {"norm_eps": 1e-5, "bias": "all", "options": AFTER}
 _GLM: dict[str, Any] = {"n_kv_heads": 2, "head_dim": 128, "norm_eps": 1.5625e-07, "bias": "qkv", "has_bias": True}
-_GLM_FREE = {"attention_bias": ("qkv",), "partial_rotary_factor": ANY}
+_QKV_AND_SHARE = {"attention_bias": ("qkv",), **_SHARE}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", free={**_BIASES, "mlp_bias": (True,)}, bias="all", has_mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", free={"sliding_window": ANY}, n_kv_heads=8, window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", {"attention_bias": "qkv"}, _WINDOWS, n_kv_heads=32, **_QWEN_WINDOW),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        {"qk_norm": True},
-        {**_BIASES, **_WINDOWS},
-        n_kv_heads=32,
-        head_dim=128,
-        bias="all",
-        **_QWEN_WINDOW,
-    ),
+    "llama": Family("LlamaForCausalLM", free=_ALL_BIASES, bias="all", has_mlp_bias=True),
+    "mistral": Family("MistralForCausalLM", free=_WINDOW, n_kv_heads=8, window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", {"attention_bias": "qkv"}, _WINDOWS, **_QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, {**_BIASES, **_WINDOWS}, head_dim=128, bias="all", **_QWEN),
     "mixtral": Family(
-        "MixtralForCausalLM",
-        n_kv_heads=8,
-        norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-        experts="num_local_experts",
-        window=0,
+        "MixtralForCausalLM", n_kv_heads=8, norm_eps=1e-5, rope_theta=1_000_000.0, experts="num_local_experts", window=0
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", {"qk_norm": True}, n_kv_heads=4, experts="num_experts", bias="all", window=4096
@@ -113,7 +102,7 @@ FAMILIES = {
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        free={**_BIASES, **_WINDOWS, "mlp_bias": (True,)},
+        free={**_ALL_BIASES, **_WINDOWS},
         n_kv_heads=4,
         rope_theta=2_000_000.0,
         tied=True,
@@ -123,33 +112,24 @@ FAMILIES = {
         kinds="no_rope",
     ),
     "granite": Family(
-        "GraniteForCausalLM",
-        free={**_BIASES, "mlp_bias": (True,), **dict.fromkeys(SCALES, ANY)},
-        bias="all",
-        has_mlp_bias=True,
+        "GraniteForCausalLM", free={**_ALL_BIASES, **dict.fromkeys(SCALES, ANY)}, bias="all", has_mlp_bias=True
     ),
     "ministral": Family("MinistralForCausalLM", free=_WINDOWS, n_kv_heads=8, window=4096, kinds="windows"),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        free={"sliding_window": ANY, "llama4_scaling_beta": ANY},
+        free={**_WINDOW, "llama4_scaling_beta": ANY},
         n_kv_heads=8,
         head_dim=128,
         norm_eps=1e-5,
         rope_theta=1_000_000.0,
         window=0,
     ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        free={"sliding_window": ANY, "partial_rotary_factor": ANY},
-        norm_eps=1e-5,
-        window=0,
-        rotated=1.0,
-    ),
-    "glm": Family("GlmForCausalLM", free=_GLM_FREE, rotated=0.5, **_GLM),
-    "glm4": Family("Glm4ForCausalLM", {"norm_placement": "both"}, _GLM_FREE, rotated=0.5, **_GLM),
+    "phi3": Family("Phi3ForCausalLM", free={**_WINDOW, **_SHARE}, norm_eps=1e-5, window=0, rotated=1.0),
+    "glm": Family("GlmForCausalLM", free=_QKV_AND_SHARE, rotated=0.5, **_GLM),
+    "glm4": Family("Glm4ForCausalLM", {"norm_placement": "both"}, _QKV_AND_SHARE, rotated=0.5, **_GLM),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        free={**_GLM_FREE, "qk_norm": (True,)},
+        free={**_QKV_AND_SHARE, "qk_norm": (True,)},
         n_kv_heads=8,
         norm_eps=1e-5,
         experts="n_routed_experts",
@@ -159,7 +139,7 @@ FAMILIES = {
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         GPT,
-        {**_BIASES, "mlp_bias": (True,), "sliding_window": ANY, "activation": ANY},
+        {**_ALL_BIASES, **_WINDOW, "activation": ANY},
         n_kv_heads=2,
         norm_eps=1e-5,
         tied=True,
@@ -197,7 +177,7 @@ FAMILIES = {
     "stablelm": Family(
         "StableLmForCausalLM",
         {"norm": "layer"},
-        {"attention_bias": ("qkv",), "partial_rotary_factor": ANY},
+        _QKV_AND_SHARE,
         norm_eps=1e-5,
         names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
         bias="qkv",

@@ -121,9 +121,8 @@ def _rope(config: JsonObject, model_type: str) -> tuple[dict[str, Any], dict[str
 def layers_fit(model: Section, model_type: str) -> bool:
     """Return whether a model type has layers that differ as those of a model do."""
     kinds, layers = FAMILIES[model_type].kinds, model.of_layers()
-    if len({layer.sliding_window for layer in layers} - {0}) > 1 or not all(
-        each.experts for each in model.layer_pattern
-    ):
+    windows = {layer.sliding_window for layer in layers} - {0}
+    if len(windows) > 1 or not all(each.experts for each in model.layer_pattern):
         return False
     if kinds == "rope":
         local, full = ({_rope_of(each) for each in layers if bool(each.sliding_window) == has} for has in (True, False))

@@ -50,11 +50,9 @@ class ExpertLoad(NamedTuple):
 
 def expert_load(config: Config) -> ExpertLoad:
     """Return the load of a resolved config. Without expert parallel, tensor-parallel ranks route the same tokens."""
-    parallelism, moe = config.parallelism, config.model.moe
-    n_ranks, piped = parallelism.expert_parallel_degree, parallelism.pipeline_parallel_degree > 1
-    sequences = parallelism.pipeline_parallel_microbatch_size if piped else config.training.local_batch_size
-    splits = parallelism.context_parallel_degree * (parallelism.tensor_parallel_degree if n_ranks > 1 else 1)
-    sent = sequences * config.training.seq_len // splits * moe.n_experts_per_token
+    parallelism, moe, n_ranks = config.parallelism, config.model.moe, config.parallelism.expert_parallel_degree
+    splits = parallelism.tensor_parallel_degree if n_ranks > 1 else 1
+    sent = config.tokens_of_forward // splits * moe.n_experts_per_token
     received = min(math.ceil(config.plan.expert_imbalance * sent / n_ranks), sent)
     return ExpertLoad(sent, received, n_ranks, moe.n_experts // n_ranks)
 
