@@ -21,7 +21,6 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.data import shard_builder, token_shards
 from titanlite.data.files import Segment
 from titanlite.data.shard_builder import CacheOptions
-from titanlite.data.source import Source
 from titanlite.data.token_shards import DamagedShardError, DType, Index, Shard, shard_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import THREADS, Worker
@@ -62,8 +61,7 @@ class CacheBuilder:
             index.publish(self.folder / token_shards.INDEX)
             if names := [show(name) for name in sorted(self.unread)]:
                 more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
-                line = f"{Source(self.options.training, self.options.path_option)}: not read of its rows: "
-                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
+                print(f"{self.options.source}: not read of its rows: {', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:

@@ -13,6 +13,7 @@ import contextlib
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -25,7 +26,7 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, printable, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
-from titanlite.data.source import Source
+from titanlite.data.source import Source, columns_of
 from titanlite.files.durable import is_transient
 
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
@@ -242,9 +243,8 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
     """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
-    for column in columns:
-        if column not in row:
-            raise BadRowError(begin, no_column(training, column, list(row)))
+    if problem := no_column(training, row):
+        raise BadRowError(begin, problem)
     own = columns_in(training, columns, row)
     return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
 
@@ -254,15 +254,13 @@ def columns_in(training: Training, columns: Sequence[str], names: Collection[str
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
-def no_column(training: Training, column: str, names: Sequence[str]) -> str:
-    """Return the message about a column that a dataset lacks, with those that it has and the option to set."""
-    keys = {
-        "text": ["dataset_text_key"],
-        "messages": ["dataset_messages_key"],
-        "prompt_response": ["dataset_prompt_key", "dataset_response_key"],
-    }[training.dataset_format]
-    key = next(key for key in keys if getattr(training, key) == column)
-    return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{key})"
+def no_column(training: Training, names: Collection[str]) -> str:
+    """Return the message about a column that a dataset lacks, with those that it has and the option to set; empty: it
+    lacks none."""
+    for option, column in columns_of(training).items():
+        if column not in names:
+            return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
+    return ""
 
 
 def _array_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -291,9 +289,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
     """Yield rows from the row groups that have any of the segment."""
     file = _parquet(path)
     names = file.schema_arrow.names
-    for column in columns:
-        if column not in names:
-            raise ConfigError([f"{path}: {no_column(training, column, names)}"])
+    if problem := no_column(training, names):
+        raise ConfigError([f"{path}: {problem}"])
     columns, row = columns_in(training, columns, names), 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
@@ -334,10 +331,9 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
 
 def _text_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     how = training.text_sample_by
+    texts_of = {"document": _document, "paragraph": _paragraphs, "line": _lines}[how]
     with _open(path) as file:
-        for begin, end, content in {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](
-            file, segment
-        ):
+        for begin, end, content in texts_of(file, segment):
             if len(content) > LARGEST_ROW:
                 problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents "
                 raise BadRowError(begin, f"{problem}are shorter")
@@ -377,24 +373,21 @@ def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, by
     """Yield where each paragraph that begins in a segment begins and ends, and its lines without the last line feed;
     empty lines separate paragraphs."""
     first = max(segment.begin - 2, 0)  # an empty line before the segment tells that a paragraph begins with it
-    after_empty, begin, end, lines = first == 0, -1, 0, list[bytes]()
-    for at, end, line in _lines(file, segment._replace(begin=first, end=END)):
-        if not line.rstrip(b"\r\n"):
-            if lines:
-                yield begin, end, b"".join(lines).rstrip(b"\r\n")
-            after_empty, lines = True, []
-            continue
-        if after_empty:
-            begin = at
-        if (begin if begin >= 0 else at) >= segment.end:
-            return
-        if begin >= segment.begin:
-            lines.append(line)
-        if end - begin > LARGEST_ROW and lines:
-            yield begin, end, b"".join(lines)
-        after_empty = False
-    if lines:
-        yield begin, end, b"".join(lines).rstrip(b"\r\n")
+    lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
+    for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
+        if after_empty and not is_empty:
+            begin, end, line = next(group)
+            if begin >= segment.end:
+                return
+            paragraph = [line]
+            for _, end, line in group:
+                paragraph.append(line)
+                if end - begin > LARGEST_ROW:
+                    break
+            if begin >= segment.begin:
+                content = b"".join(paragraph)
+                yield begin, end, content if len(content) > LARGEST_ROW else content.rstrip(b"\r\n")
+        after_empty = True
 
 
 _READERS = {

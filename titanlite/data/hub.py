@@ -60,9 +60,8 @@ def load(source: Source, *, streaming: bool) -> Any:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
-    for column in source.columns:
-        if column not in names:
-            raise ConfigError([f"{source}: {no_column(source.training, column, names)}"])
+    if problem := no_column(source.training, names):
+        raise ConfigError([f"{source}: {problem}"])
     return dataset
 
 
