@@ -169,12 +169,8 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment with some of their columns.
-
-    Raises:
-        ConfigError: for a row that is no row, or has not these columns; one line that names the file and the row.
-        TrainingError: if the file cannot be read now, and perhaps can later.
-    """
+    """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for what
+    is no row or lacks a column, and TrainingError if the file cannot be read now, and perhaps can later."""
     path = Path(segment.file)
     with _errors_of(path):
         try:
@@ -185,7 +181,9 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return the file and the number of the row or line, from 1 on, for messages."""
+    """Return the file, if there is one, and the number of the row or line, from 1 on, for messages."""
+    if not file:
+        return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":
         return file
     if rows in ("parquet", "array"):
@@ -255,8 +253,7 @@ def columns_in(training: Training, columns: Sequence[str], names: Collection[str
 
 
 def no_column(training: Training, names: Collection[str]) -> str:
-    """Return the message about a column that a dataset lacks, with those that it has and the option to set; empty: it
-    lacks none."""
+    """Return the message about a column that a dataset with these `names` lacks, or nothing if it lacks none."""
     for option, column in columns_of(training).items():
         if column not in names:
             return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
@@ -302,9 +299,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         own = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
         rows = rows_at_a_time(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in own))
         for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
-            first = min(max(segment.begin - row, 0), len(batch))
-            last = min(max(segment.end - row, 0), len(batch))
-            for index, values in enumerate(batch.slice(first, last - first).to_pylist(), row + first):
+            part = range(len(batch))[max(segment.begin - row, 0) : max(segment.end - row, 0)]
+            for index, values in enumerate(batch.slice(part.start, len(part)).to_pylist(), row + part.start):
                 if any(isinstance(value, str) and len(value) > LARGEST_ROW for value in values.values()):
                     raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
                 yield Row(index, index + 1, values, {*names}.difference(columns))
@@ -370,8 +366,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield where each paragraph that begins in a segment begins and ends, and its lines without the last line feed;
-    empty lines separate paragraphs."""
+    """Yield where each paragraph of a segment begins and ends, and its lines. Empty lines separate paragraphs."""
     first = max(segment.begin - 2, 0)  # an empty line before the segment tells that a paragraph begins with it
     lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
     for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):

@@ -1,6 +1,7 @@
 """The options that name a dataset."""
 
 import dataclasses
+from typing import Any
 
 from titanlite.config.loader import show
 from titanlite.config.schema import FILES, FORMAT_OPTIONS, Training
@@ -29,7 +30,7 @@ class Source:
         """The columns that a document is made of."""
         return tuple(columns_of(self.training).values())
 
-    def changed(self, path_option: str = "", **options: str) -> "Source":
+    def changed(self, path_option: str = "", **options: Any) -> "Source":
         """Return the dataset that changed options name."""
         return Source(self.training.model_copy(update=options), path_option or self.path_option)
 
