@@ -26,7 +26,7 @@ from transformers.models.auto import tokenization_auto
 from titanlite.config.loader import ConfigError
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
-from titanlite.data.text import encode_prompts
+from titanlite.data.tokenizer import encode_prompts
 from titanlite.techniques.data.chat_template import ChatTemplate
 
 PROSE = [topics[name] for name in sorted(topics)]

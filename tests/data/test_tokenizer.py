@@ -14,8 +14,7 @@ from tests.helpers.data import BYTES, built_in_texts, flat, open_stream, rejecti
 from titanlite.data import hf_tokenizer
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_cache
-from titanlite.data.text import encode_prompts
-from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.tokenizer import ByteTokenizer, encode_prompts
 
 TEXTS = ["Hello, world", "", "naïve — 東京 🎉", "line\nline\r\n\ttab\0", "\ud800 broken"]
 

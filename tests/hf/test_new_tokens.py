@@ -23,8 +23,7 @@ from titanlite.config.schema import Checkpoint, Model, Parallelism, Validation
 from titanlite.data import worker
 from titanlite.data.hf_tokenizer import HuggingFaceTokenizer
 from titanlite.data.open import build_tokenizer, open_sequences, tokenizer_of_run
-from titanlite.data.text import encode_prompts
-from titanlite.data.tokenizer import Rows
+from titanlite.data.tokenizer import Rows, encode_prompts
 from titanlite.hf import load
 from titanlite.hf.load import SINGLE, load_hf_weights
 from titanlite.launch import launcher

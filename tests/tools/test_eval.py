@@ -16,7 +16,7 @@ from tests.helpers.hf import CPU, build_hf
 from tests.test_train import SMALL, read_metrics, run_train
 from titanlite import config
 from titanlite.config import ConfigError, Launch
-from titanlite.data.text import continuation, encode_prompts
+from titanlite.data.tokenizer import continuation, encode_prompts
 from titanlite.launch.cli import run_command
 from titanlite.metrics import logger as metrics
 from titanlite.tools import evaluate

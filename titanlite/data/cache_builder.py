@@ -43,13 +43,12 @@ class CacheBuilder:
     options: CacheOptions
     tokenizer: Tokenizer
     option: str
-
-    def __post_init__(self) -> None:
-        self.shards: dict[int, Shard] = {}
-        self.unread: set[str] = set()
-        self.advances: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self.stopped = threading.Event()
-        self._unfinished: list[contextlib.ExitStack] = []  # remove what is there while shards are built
+    shards: dict[int, Shard] = dataclasses.field(default_factory=dict)
+    unread: set[str] = dataclasses.field(default_factory=set)
+    advances: queue.SimpleQueue[tuple[int, int]] = dataclasses.field(default_factory=queue.SimpleQueue)
+    stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
+    unfinished: list[contextlib.ExitStack] = dataclasses.field(default_factory=list)
+    """Removes what is there while shards are built."""
 
     def build(self) -> None:
         """Build all shards and the index. Raises ConfigError if they cannot be written."""
@@ -61,8 +60,7 @@ class CacheBuilder:
             index.publish(self.folder / token_shards.INDEX)
             if names := [show(name) for name in sorted(self.unread)]:
                 more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
-                line = f"{self.options.source}: not read of its rows: "
-                print(f"{line}{', '.join(names[:MOST_SHOWN])}{more}", flush=True)
+                print(f"{self.options.source}: not read of its rows: {', '.join(names[:MOST_SHOWN])}{more}", flush=True)
         except OSError as error:
             raise ConfigError([f"{self.option}: cannot be written: {error.strerror}"]) from None
         finally:
@@ -73,10 +71,9 @@ class CacheBuilder:
         for folder in (*reversed(self.folder.parents), self.folder):
             folder.mkdir(mode=0o755, exist_ok=True)  # others may read it, and not write
         token_shards.check_folder_trusted(self.folder)  # some file systems do not keep owners or permissions
-        for number in range(len(self.segments)):
-            self._look(number)
         first = random.randrange(len(self.segments))  # nodes that share the work begin at different places
-        missing = sorted(set(range(len(self.segments))) - set(self.shards), key=lambda number: (number < first, number))
+        missing = [number for number in range(len(self.segments)) if not self._look(number)]
+        missing.sort(key=lambda number: number < first)
         n_workers = max(1, min(len(missing), process.available_cores() // THREADS))
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
         with (
@@ -102,7 +99,7 @@ class CacheBuilder:
     def _stop(self) -> None:
         """Leave complete shards only, before a signal ends the process."""
         self.stopped.set()
-        for stack in list(self._unfinished):
+        for stack in list(self.unfinished):
             stack.close()
 
     def _look(self, number: int, *, removes: bool = False) -> bool:
@@ -144,8 +141,8 @@ class CacheBuilder:
                 left.unlink(missing_ok=True)
             temporary = self.folder / f"{number:05}.{secrets.token_hex(8)}.tmp"
             stack.callback(temporary.unlink, missing_ok=True)
-            self._unfinished.append(stack)
-            stack.callback(self._unfinished.remove, stack)
+            self.unfinished.append(stack)
+            stack.callback(self.unfinished.remove, stack)
             of_shard = temporary, self.dtype, number, self.segments[number], self.options, self._report
             shard = shard_builder.build_in_worker(tokenizer, *of_shard)
             if lock.is_held():  # else another run took over while this process was suspended

@@ -9,6 +9,7 @@ from typing import Any
 
 from titanlite.config.loader import ConfigError, show
 from titanlite.config.regular_file import open_file
+from titanlite.data import hub
 from titanlite.data.files import Row, Segment, files_of, place, read_rows, segment_of
 from titanlite.data.source import Source
 
@@ -30,14 +31,10 @@ def open_dataset(source: Source) -> tuple[Iterable[Segment], str]:
         segments = [Segment("", 0, len(texts), sum(map(len, texts)))]
         fingerprint = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     else:
-        from titanlite.data import hub  # here, as most runs are on files
-
         dataset = hub.load(source, streaming=False)
         segments, fingerprint = [Segment("", 0, len(dataset), dataset.data.nbytes)], dataset._fingerprint
-    return (
-        segments,
-        f"{options.dataset}/{fingerprint}/{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}",
-    )
+    how = f"{source.columns}/{options.text_sample_by}/{options.special_tokens_in_text}"
+    return segments, f"{options.dataset}/{fingerprint}/{how}"
 
 
 def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
@@ -48,8 +45,6 @@ def open_stream(source: Source) -> tuple[list[Segment] | Any, str]:
         segments, content = _open_files(source, with_times=False)
         stream, path = list(segments), ""
     else:
-        from titanlite.data import hub  # here, as most runs are on files
-
         stream, path, content = hub.load(source, streaming=True), options.dataset_path, ""
     identity = [options.dataset, path, options.dataset_config, options.dataset_split, source.columns]
     return stream, hashlib.sha256(f"{identity}/{options.text_sample_by}/{content}".encode()).hexdigest()
@@ -63,12 +58,8 @@ def read_documents(
 ) -> Iterator[tuple[int, Any]]:
     """Yield where the document after each document of a segment begins, and its text. `document_of` returns it, or
     several, from a row's columns, or raises ValueError; None: it is the only column. `unread` gets the names of other
-    columns.
-
-    Raises:
-        ConfigError: for a row that has no text; one line that names the file and the row.
-        TrainingError: if the dataset cannot be read now, and perhaps can later.
-    """
+    columns. Raises ConfigError, with the file and the row, for a row that has no text, and TrainingError if the dataset
+    cannot be read now, and perhaps can later."""
     column = source.columns[0]
     if source.is_files:
         rows = read_rows(source.training, segment, source.columns)
@@ -76,8 +67,6 @@ def read_documents(
         texts = enumerate(_topics()[segment.begin : segment.end], segment.begin)
         rows = (Row(index, index + 1, {column: text}) for index, text in texts)
     else:
-        from titanlite.data import hub  # here, as most runs are on files
-
         rows = hub.read_rows(source, segment)
     for row in rows:
         if unread is not None and len(unread) < MOST_UNREAD:
@@ -85,13 +74,11 @@ def read_documents(
         try:
             yield row.end, document_of(row.values) if document_of else text_of(row.values[column], column)
         except ValueError as error:
-            where = place(source.training, segment.file, row.begin) if source.is_files else f"row {row.begin + 1:,}"
-            raise ConfigError([f"{source}: {where}: {error}"]) from None
+            raise ConfigError([f"{source}: {place(source.training, segment.file, row.begin)}: {error}"]) from None
 
 
 def text_of(value: Any, column: str) -> str:
-    """Return a document's text, with half of a surrogate pair, which is no character, replaced. Raises ValueError if
-    the value is no text."""
+    """Return a document's text, with half of a surrogate pair replaced. Raises ValueError if the value is no text."""
     if not isinstance(value, str):
         what = "no text (null)" if value is None else f"a value of type {type(value).__name__}"
         raise ValueError(f"column {show(column)} holds {what} where a document's text is expected")
@@ -106,8 +93,7 @@ def _topics() -> list[str]:
 
 
 def _open_files(source: Source, *, with_times: bool) -> tuple[Iterator[Segment], str]:
-    """Return the segments of a dataset's files, which are opened as they are asked for, since a run with a cache need
-    not open them, and _content_hash."""
+    """Return the segments of a dataset's files, which are opened only as they are asked for, and _content_hash."""
     files = files_of(source)
     readable = survivors(files) if source.training.dataset == "parquet" else files
     return (segment_of(source.training, file) for file in readable), _content_hash(files, with_times=with_times)

@@ -13,6 +13,7 @@ import contextlib
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -25,7 +26,7 @@ from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, printable, show
 from titanlite.config.regular_file import open_file
 from titanlite.config.schema import Training
-from titanlite.data.source import Source
+from titanlite.data.source import Source, columns_of
 from titanlite.files.durable import is_transient
 
 SUFFIXES = {"text": (".txt",), "json": (".json", ".jsonl"), "parquet": (".parquet",)}
@@ -168,12 +169,8 @@ def segment_of(training: Training, path: Path) -> Segment:
 
 
 def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a segment with some of their columns.
-
-    Raises:
-        ConfigError: for a row that is no row, or has not these columns; one line that names the file and the row.
-        TrainingError: if the file cannot be read now, and perhaps can later.
-    """
+    """Yield the rows of a segment with some of their columns. Raises ConfigError, with the file and the row, for what
+    is no row or lacks a column, and TrainingError if the file cannot be read now, and perhaps can later."""
     path = Path(segment.file)
     with _errors_of(path):
         try:
@@ -184,7 +181,9 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
 
 
 def place(training: Training, file: str, begin: int) -> str:
-    """Return the file and the number of the row or line, from 1 on, for messages."""
+    """Return the file, if there is one, and the number of the row or line, from 1 on, for messages."""
+    if not file:
+        return f"row {begin + 1:,}"
     if (rows := _rows_are(training, Path(file))) == "document":
         return file
     if rows in ("parquet", "array"):
@@ -242,9 +241,8 @@ def _select(training: Training, row: Any, begin: int, end: int, columns: Sequenc
     """Return the row that is a JSON object, with some of its columns."""
     if not isinstance(row, dict):
         raise BadRowError(begin, f"expected a JSON object, found a value of type {type(row).__name__}")
-    for column in columns:
-        if column not in row:
-            raise BadRowError(begin, no_column(training, column, list(row)))
+    if problem := no_column(training, row):
+        raise BadRowError(begin, problem)
     own = columns_in(training, columns, row)
     return Row(begin, end, {column: row[column] for column in own}, row.keys() - own)
 
@@ -254,15 +252,12 @@ def columns_in(training: Training, columns: Sequence[str], names: Collection[str
     return [*columns, *({TOOLS}.intersection(names) - {*columns} if training.dataset_format != "text" else ())]
 
 
-def no_column(training: Training, column: str, names: Sequence[str]) -> str:
-    """Return the message about a column that a dataset lacks, with those that it has and the option to set."""
-    keys = {
-        "text": ["dataset_text_key"],
-        "messages": ["dataset_messages_key"],
-        "prompt_response": ["dataset_prompt_key", "dataset_response_key"],
-    }[training.dataset_format]
-    key = next(key for key in keys if getattr(training, key) == column)
-    return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{key})"
+def no_column(training: Training, names: Collection[str]) -> str:
+    """Return the message about a column that a dataset with these `names` lacks, or nothing if it lacks none."""
+    for option, column in columns_of(training).items():
+        if column not in names:
+            return f"no column {show(column)}; it has {', '.join(names) or 'none'} (training.{option})"
+    return ""
 
 
 def _array_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
@@ -291,9 +286,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
     """Yield rows from the row groups that have any of the segment."""
     file = _parquet(path)
     names = file.schema_arrow.names
-    for column in columns:
-        if column not in names:
-            raise ConfigError([f"{path}: {no_column(training, column, names)}"])
+    if problem := no_column(training, names):
+        raise ConfigError([f"{path}: {problem}"])
     columns, row = columns_in(training, columns, names), 0
     for group in range(file.num_row_groups):
         metadata = file.metadata.row_group(group)
@@ -305,9 +299,8 @@ def _parquet_rows(training: Training, path: Path, segment: Segment, columns: Seq
         own = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
         rows = rows_at_a_time(metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in own))
         for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
-            first = min(max(segment.begin - row, 0), len(batch))
-            last = min(max(segment.end - row, 0), len(batch))
-            for index, values in enumerate(batch.slice(first, last - first).to_pylist(), row + first):
+            part = range(len(batch))[max(segment.begin - row, 0) : max(segment.end - row, 0)]
+            for index, values in enumerate(batch.slice(part.start, len(part)).to_pylist(), row + part.start):
                 if any(isinstance(value, str) and len(value) > LARGEST_ROW for value in values.values()):
                     raise BadRowError(index, f"longer than {LARGEST_ROW:,} bytes")
                 yield Row(index, index + 1, values, {*names}.difference(columns))
@@ -334,10 +327,9 @@ def _json_rows(training: Training, path: Path, segment: Segment, columns: Sequen
 
 def _text_rows(training: Training, path: Path, segment: Segment, columns: Sequence[str]) -> Iterator[Row]:
     how = training.text_sample_by
+    texts_of = {"document": _document, "paragraph": _paragraphs, "line": _lines}[how]
     with _open(path) as file:
-        for begin, end, content in {"document": _document, "paragraph": _paragraphs, "line": _lines}[how](
-            file, segment
-        ):
+        for begin, end, content in texts_of(file, segment):
             if len(content) > LARGEST_ROW:
                 problem = f"a {how} of more than {LARGEST_ROW:,} bytes; set training.text_sample_by so that documents "
                 raise BadRowError(begin, f"{problem}are shorter")
@@ -374,27 +366,23 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]
 
 
 def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Yield where each paragraph that begins in a segment begins and ends, and its lines without the last line feed;
-    empty lines separate paragraphs."""
+    """Yield where each paragraph of a segment begins and ends, and its lines. Empty lines separate paragraphs."""
     first = max(segment.begin - 2, 0)  # an empty line before the segment tells that a paragraph begins with it
-    after_empty, begin, end, lines = first == 0, -1, 0, list[bytes]()
-    for at, end, line in _lines(file, segment._replace(begin=first, end=END)):
-        if not line.rstrip(b"\r\n"):
-            if lines:
-                yield begin, end, b"".join(lines).rstrip(b"\r\n")
-            after_empty, lines = True, []
-            continue
-        if after_empty:
-            begin = at
-        if (begin if begin >= 0 else at) >= segment.end:
-            return
-        if begin >= segment.begin:
-            lines.append(line)
-        if end - begin > LARGEST_ROW and lines:
-            yield begin, end, b"".join(lines)
-        after_empty = False
-    if lines:
-        yield begin, end, b"".join(lines).rstrip(b"\r\n")
+    lines, after_empty = _lines(file, segment._replace(begin=first, end=END)), first == 0
+    for is_empty, group in itertools.groupby(lines, key=lambda line: not line[2].rstrip(b"\r\n")):
+        if after_empty and not is_empty:
+            begin, end, line = next(group)
+            if begin >= segment.end:
+                return
+            paragraph = [line]
+            for _, end, line in group:
+                paragraph.append(line)
+                if end - begin > LARGEST_ROW:
+                    break
+            if begin >= segment.begin:
+                content = b"".join(paragraph)
+                yield begin, end, content if len(content) > LARGEST_ROW else content.rstrip(b"\r\n")
+        after_empty = True
 
 
 _READERS = {

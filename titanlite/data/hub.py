@@ -1,6 +1,6 @@
 """Datasets of the Hugging Face hub, by its `datasets` library.
 
-To add one that needs more than a path, add its name to `config.schema.Training.dataset` and its case to `_arguments`
+To add one that needs more than a path, add its name to `config.schema.Training.dataset` and its case to `load`
 (docs/data.md).
 """
 
@@ -10,27 +10,24 @@ from typing import Any
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import Training
 from titanlite.data.files import Row, Segment, columns_in, no_column, rows_at_a_time
 from titanlite.data.source import Source
 
 
 def read_rows(source: Source, segment: Segment) -> Iterator[Row]:
+    """Yield the rows of a segment, as files.read_rows does."""
     dataset = load(source, streaming=False)
     columns = columns_in(source.training, source.columns, dataset.column_names)
     others, dataset = {*dataset.column_names}.difference(columns), dataset.select_columns(columns)
     rows = rows_at_a_time(len(dataset), dataset.data.nbytes)
     batches = dataset.select(range(segment.begin, segment.end)).iter(batch_size=rows)
-    index = segment.begin
-    for batch in read(source, batches):
-        for values in zip(*(batch[column] for column in columns), strict=True):
-            yield Row(index, index + 1, dict(zip(columns, values, strict=True)), others)
-            index += 1
+    values = (row for batch in read(source, batches) for row in zip(*(batch[name] for name in columns), strict=True))
+    for index, row in enumerate(values, segment.begin):
+        yield Row(index, index + 1, dict(zip(columns, row, strict=True)), others)
 
 
 def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items, and raise what reading them raises as a TrainingError with a message of one line: the dataset
-    was found, and another start may succeed."""
+    """Yield the items. Raises TrainingError for any error: the dataset was found, and another start may succeed."""
     try:
         yield from items
     except Exception as error:  # every format, the file system and the network raise their own
@@ -38,8 +35,7 @@ def read(source: Source, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _problem(source: Source, what: str, error: BaseException) -> str:
-    """Return the line that says what is wrong with a dataset of the hub, with the error that has the reason; `datasets`
-    and clients of the network wrap it."""
+    """Return the line that says what is wrong with a dataset, with the error that libraries have wrapped."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300] or type(error).__name__}"
@@ -51,23 +47,19 @@ def load(source: Source, *, streaming: bool) -> Any:
     """Return a dataset of the `datasets` library."""
     import datasets  # here, since a run on files does not need it
 
+    options = source.training
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs the errors that it also raises
+    path, name, split = options.dataset_path, options.dataset_config or None, options.dataset_split
+    if options.dataset == "c4":
+        path, name = "allenai/c4", "en"
     try:
-        dataset = datasets.load_dataset(**_arguments(source.training), streaming=streaming)
+        dataset = datasets.load_dataset(path=path, name=name, split=split, streaming=streaming)
         names = dataset.column_names or list(next(iter(dataset)))  # some formats know them from the first item
     except StopIteration:
         raise ConfigError([f"{source}: has no documents"]) from None
     except Exception as error:  # the hub, the file system and every format raise their own
         raise ConfigError([_problem(source, "cannot be loaded", error)]) from None
-    for column in source.columns:
-        if column not in names:
-            raise ConfigError([f"{source}: {no_column(source.training, column, names)}"])
+    if problem := no_column(options, names):
+        raise ConfigError([f"{source}: {problem}"])
     return dataset
-
-
-def _arguments(options: Training) -> dict[str, Any]:
-    """Return the arguments of datasets.load_dataset for a dataset on the Hugging Face hub."""
-    if options.dataset == "c4":
-        return {"path": "allenai/c4", "name": "en", "split": options.dataset_split}
-    return {"path": options.dataset_path, "name": options.dataset_config or None, "split": options.dataset_split}

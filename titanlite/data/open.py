@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,13 +23,11 @@ from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
 from titanlite.launch.progress import mark
 
 if TYPE_CHECKING:
-    from titanlite.techniques.data.best_fit import BestFitSequences
     from titanlite.techniques.data.mixture import MixedSequences
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer of a path, in a process of its own, or that of bytes for an empty one. Raise ConfigError if
-    it cannot be used."""
+    """Return the tokenizer of a path, in a process, or that of bytes for none. Raise ConfigError if it is unusable."""
     if not hf_assets_path:
         return ByteTokenizer()
     from titanlite.config.hf.values import how_to_download  # here, since a run on bytes needs neither
@@ -47,9 +44,8 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     tokenizer, degree = build_tokenizer(model.hf_assets_path), parallelism.tensor_parallel_degree
     weights, advice = checkpoint.initial_load_path, ""
     if weights == SEEDED or (Path(weights) / "config.json").is_file():  # else a checkpoint, which has no other size
-        advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}"
-        advice += "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
-        advice += ", or "
+        rows = "" if weights == SEEDED else ' and model.new_tokens = "mean", which adds rows'
+        advice = f"set model.vocab_size = {-(-tokenizer.vocab_size // degree) * degree}{rows}, or "
     option = f"model.vocab_size = {model.vocab_size}"
     return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
 
@@ -59,21 +55,18 @@ def check_data(
 ) -> None:
     """Raise ConfigError with a line for each reason that a run cannot use its tokenizer, its chat template, or the
     files of its datasets. Names of datasets on the hub are not looked up."""
-    tokenizer: Any = None
+    tokenizers: list[Tokenizer] = []  # none if it cannot be used
     sources = [each.source for each in token_caches(training, validation)]
     sources += [Source(training)] if training.streaming else []
-
-    def check_tokenizer() -> None:
-        nonlocal tokenizer
-        tokenizer = tokenizer_of_run(model, checkpoint, parallelism)
 
     def check_source(source: Source) -> None:
         with contextlib.redirect_stdout(None):  # a run names the files, once
             files_of(source) if source.is_files else None
-        if tokenizer and (template := template_of(source.training)):
+        for tokenizer in tokenizers if (template := template_of(source.training)) else ():
             tokenizer.call(template.identity_of)
 
-    check_all(check_tokenizer, *(functools.partial(check_source, source) for source in sources))
+    checks = [functools.partial(check_source, source) for source in sources]
+    check_all(lambda: tokenizers.append(tokenizer_of_run(model, checkpoint, parallelism)), *checks)
 
 
 class CacheOfRun(NamedTuple):
@@ -105,6 +98,7 @@ def open_sequences(
     needed = token_caches(training, validation)
     caches = [(each, open_cache(each.source, tokenizer, each.fraction, **options)) for each in needed]
     sequences: Sequences | Mixture
+    order = f"seq_len {training.seq_len}/{f'seed {seed}' if training.shuffle else 'in order'}"
     if training.streaming:
         from titanlite.techniques.data.streaming import StreamingSequences  # here, since most runs tokenize first
 
@@ -112,42 +106,33 @@ def open_sequences(
         sequences = StreamingSequences(dataset, Source(training), tokenizer, seed=seed)
         order = f"{tokenizer.identity}/seq_len {training.seq_len}/{training.streaming_shards} streaming shards"
         order += f"/seed {seed}/blocks of {training.streaming_shuffle_block}" if training.shuffle else ""
+    elif training.datasets:
+        sequences, content = open_mixture(tokenizer, training, caches, seed=seed), f"mixture/{tokenizer.identity}"
     else:
-        order = f"seq_len {training.seq_len}/{f'seed {seed}' if training.shuffle else 'in order'}"
-        if training.datasets:
-            sequences = open_mixture(tokenizer, training, caches, seed=seed, builds_cache=builds_cache)
-            content = f"mixture/{tokenizer.identity}"
-        else:
-            cache = caches[0][1]
-            sequences, packing = _pack(cache, tokenizer, training, seed=seed, builds_cache=builds_cache)
-            content = f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}{packing}"
-    validated = None
-    if validation.enable:
-        validated = _open_validation(tokenizer, validation, caches, builds_cache=builds_cache)
+        _, cache = caches[0]
+        sequences, packing = _pack(cache, tokenizer, training, seed=seed)
+        content = f"{cache.identity}/{tokenizer.bos}/{tokenizer.eos}{packing}"
+    validated = _open_validation(tokenizer, validation, caches) if validation.enable else None
     return sequences, validated, f"{content}/{order}"
 
 
-def _pack(
-    cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int, builds_cache: bool
-) -> tuple[PackedSequences | BestFitSequences, str]:
+def _pack(cache: TokenCache, tokenizer: Tokenizer, training: Training, *, seed: int) -> tuple[PackedSequences, str]:
     """Return the packed sequences of a cache's training split, and what identifies their packing beside the cache."""
     if training.packing == "concatenate":
         return PackedSequences(cache.tokens("train"), tokenizer, training, seed=seed), ""
     from titanlite.techniques.data.best_fit import BestFitSequences, open_best_fit  # here, since most runs concatenate
 
-    packing = open_best_fit(cache, "train", training, builds_cache=builds_cache)
+    packing = open_best_fit(cache, "train", training, builds_cache=cache.is_builder)
     return BestFitSequences(packing, training, seed=seed), f"/best fit {packing.identity}"
 
 
-def pack_once(
-    cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training, *, builds_cache: bool
-) -> SplitSequences:
+def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: Training) -> SplitSequences:
     """Return the packed sequences of a split that is read once, in order."""
     if training.packing == "concatenate":
         return ValidationSequences(cache.tokens(split), tokenizer, training.seq_len)
     from titanlite.techniques.data.best_fit import BestFitValidation, open_best_fit
 
-    return BestFitValidation(open_best_fit(cache, split, training, builds_cache=builds_cache))
+    return BestFitValidation(open_best_fit(cache, split, training, builds_cache=cache.is_builder))
 
 
 def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
@@ -166,17 +151,20 @@ def template_of(training: Training) -> Any:
 
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
     """Yield the token caches of a run, those of the training documents first."""
-    datasets = {"": Source(training)}
-    if training.datasets:
-        datasets = {each.name: _dataset_of_mixture(training, i) for i, each in enumerate(training.datasets)}
-    for_all = _validation_source(next(iter(datasets.values())), validation)
+    datasets = {} if training.datasets else {"": Source(training)}
+    for number, each in enumerate(training.datasets):  # with the options of a run that has no other
+        options = {key: getattr(each, key) for key in DatasetOptions.model_fields}
+        path_option = f"training.datasets.{number}.dataset_path"
+        datasets[each.name] = Source(training).changed(path_option, **options, datasets=[])
+    first = next(iter(datasets.values()))
+    own = {key: getattr(validation, key) for key in ("dataset_path", "dataset_split") if getattr(validation, key)}
+    for_all = first.changed("validation.dataset_path" if validation.dataset_path else "", **own) if own else None
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
         splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
-            own = source.training.model_copy(update={"dataset_split": "validation"})
-            own_source = dataclasses.replace(source, training=own)
-            of_validation.append(CacheOfRun(own_source, 0.0, {"validation": "train"}, name))
+            held_out = source.changed(dataset_split="validation")
+            of_validation.append(CacheOfRun(held_out, 0.0, {"validation": "train"}, name))
         elif not for_all:
             splits, fraction = {**splits, "validation": "validation"}, validation.fraction
         if not training.streaming:
@@ -185,37 +173,15 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
         yield from of_validation
 
 
-def _dataset_of_mixture(training: Training, number: int) -> Source:
-    """Return a dataset of a mixture with the options of a run that has no other."""
-    options = {key: getattr(training.datasets[number], key) for key in DatasetOptions.model_fields}
-    alone = training.model_copy(update={**options, "datasets": []})
-    return Source(alone, path_option=f"training.datasets.{number}.dataset_path")
-
-
-def _validation_source(source: Source, validation: Validation) -> Source | None:
-    """Return the dataset of the same kind that [validation] names; None: it names none."""
-    if validation.dataset_path:
-        files = source.training.model_copy(update={"dataset_path": validation.dataset_path})
-        return Source(files, path_option="validation.dataset_path")
-    if validation.dataset_split:
-        split = source.training.model_copy(update={"dataset_split": validation.dataset_split})
-        return dataclasses.replace(source, training=split)
-    return None
-
-
-def open_mixture(
-    tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int, builds_cache: bool
-) -> MixedSequences:
-    """Return the training split of a mixture. Raises ConfigError for datasets that are too short, or that may not be
-    read for one sequence."""
+def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> MixedSequences:
+    """Return the training split of a mixture. Raises ConfigError for datasets that have, or may give, no sequence."""
     from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
     opened = [(each.source.training, cache) for each, cache in caches if "training" in each.splits]
     packed, identities, limits, problems = [], [], [], []
     for number, (options, (own, cache)) in enumerate(zip(training.datasets, opened, strict=True)):
-        own_seed = mixture.seed_of(options.name, seed)
         try:
-            sequences, packing = _pack(cache, tokenizer, own, seed=own_seed, builds_cache=builds_cache)
+            sequences, packing = _pack(cache, tokenizer, own, seed=mixture.seed_of(options.name, seed))
         except ConfigError as error:
             problems += [f"training.datasets, {options.name}: {problem}" for problem in error.problems]
             continue
@@ -233,26 +199,23 @@ def open_mixture(
     return mixture.MixedSequences(list(components), seed=seed)
 
 
-def _open_validation(
-    tokenizer: Tokenizer, validation: Validation, caches: Caches, *, builds_cache: bool
-) -> SplitSequences:
-    """Return the validation split; of a mixture, the splits of all its datasets, but for those without a document."""
+def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Caches) -> SplitSequences:
+    """Return the validation split; of a mixture, those of all its datasets that have a document in it."""
     opened = [(each.splits["validation"], each.source, cache) for each, cache in caches if "validation" in each.splits]
-    options = {"builds_cache": builds_cache}
-    splits = [pack_once(cache, split, tokenizer, source.training, **options) for split, source, cache in opened]
+    splits = [pack_once(cache, split, tokenizer, source.training) for split, source, cache in opened]
     splits = [split for split in splits if split.n_sequences]
     if not splits:
         split, source, _ = opened[0]
-        problem = f"{source}: has no text to validate on"
-        if split == "validation":
-            n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
-            shorter = source.training.dataset == "text" and source.training.text_sample_by == "document"
-            advice = 'set training.text_sample_by = "paragraph" or "line"' if shorter else "train on more documents"
-            if n > 1:
-                advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
-            problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
-            problem += "set validation.dataset_path (files) or validation.dataset_split (hub)"
-        raise ConfigError([problem])
+        if split == "train":
+            raise ConfigError([f"{source}: has no text to validate on"])
+        n = max(shard.train_documents for *_, cache in opened for shard in cache.index.shards)
+        advice = "train on more documents"
+        if n > 1:
+            advice = f"set it to {-(-(10**6) // n) / 10**6:g} or higher"
+        elif (source.training.dataset, source.training.text_sample_by) == ("text", "document"):
+            advice = 'set training.text_sample_by = "paragraph" or "line"'
+        problem = f"validation.fraction = {validation.fraction}: selects no document of this dataset; {advice}, or "
+        raise ConfigError([problem + "set validation.dataset_path (files) or validation.dataset_split (hub)"])
     if len(splits) == 1:
         return splits[0]
     from titanlite.techniques.data.mixture import MixedValidation
@@ -273,9 +236,8 @@ def compared_over_ranks() -> Iterator[Callable[..., None]]:
         mark("waiting for the data of other ranks", limited=False)
         identities: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(identities, own, group=group)
-        if set(identities) != {own}:
-            other = next(rank for rank, name in enumerate(identities) if name != identities[0])
-            problem = f"training.dataset_path: rank {other} reads other data than rank 0; give all nodes the same"
+        if others := [rank for rank, each in enumerate(identities) if each != identities[0]]:
+            problem = f"training.dataset_path: rank {others[0]} reads other data than rank 0; give all nodes the same"
             raise ConfigError([problem])
 
     yield compare

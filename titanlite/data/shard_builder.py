@@ -1,7 +1,10 @@
 """Tokenize some segments of a dataset into a shard of the token cache, and read back what the shard's file says."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -26,9 +29,6 @@ from titanlite.files.durable import checksum, sync
 
 N_SEARCHED = 100
 """Documents that are searched for special tokens."""
-Report = Callable[[int, int, list[str]], None]
-"""Is called with the bytes of the dataset's files and the tokens since the last call, and the names of columns and of
-keys of messages that are not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,13 @@ def build_shard(
     number: int,
     segments: list[Segment],
     options: CacheOptions,
-    report: Report,
+    report: Callable[[int, int, list[str]], None],
     tokenizer: Tokenizer,
     at: Callable[[str, int], None] = lambda file, begin: None,
 ) -> Shard:
-    """Tokenize segments into a new file. `at` is called with the place that is read next. Raises ConfigError or
-    TrainingError for what cannot be read."""
+    """Tokenize segments into a new file. `report` is called with the bytes of the dataset's files and the tokens since
+    the last call, and the names of columns and of keys of messages that were not read; `at` with the place that is read
+    next. Raises ConfigError or TrainingError for what cannot be read."""
     unread, special = set[str](), options.source.training.special_tokens_in_text == "special"
     encode: Callable[[list[Any]], list[np.ndarray]] = functools.partial(encode_documents, tokenizer, special=special)
     document_of: Callable[[dict[str, Any]], list[str]] | None = None
@@ -79,19 +80,17 @@ def build_shard(
         document_of = functools.partial(template.document, options.source.training, unread=unread)
 
     def encoded() -> Iterator[tuple[list[str], list[np.ndarray], int]]:
-        """Yield texts, their tokens, and the bytes of the files that were read; two batches are encoded at a time, so
-        that the library's threads always have work."""
-        running: list[Any] = []
-        for texts, n_bytes in _batches(options.source, segments, document_of, unread, at):
-            running.append((texts, pool.submit(encode, texts), n_bytes))
-            if len(running) > 2:
-                texts, future, n_bytes = running.pop(0)
-                yield texts, future.result(), n_bytes
-        for texts, future, n_bytes in running:
+        """Yield texts, their tokens, and the bytes read. The library's threads always have a batch to encode."""
+        batches = _batches(options.source, segments, document_of, unread, at)
+        submitted = ((texts, pool.submit(encode, texts), n_bytes) for texts, n_bytes in batches)
+        running = collections.deque(itertools.islice(submitted, 2))
+        while running:
+            running.extend(itertools.islice(submitted, 1))
+            texts, future, n_bytes = running.popleft()
             yield texts, future.result(), n_bytes
 
     def documents() -> Iterator[tuple[Split, np.ndarray, int]]:
-        document, told = 0, set[str]()
+        document = 0
         for texts, tokens, n_bytes in encoded():
             if not (number or document or special or options.template):  # the first documents
                 unread.update(spelled(tokenizer, texts[:N_SEARCHED]))
@@ -102,8 +101,7 @@ def build_shard(
                 size = len(text) if text.isascii() else len(text.encode())
                 yield "validation" if is_validation else "train", own, size
                 document += not getattr(text, "is_beginning", False)
-            report(n_bytes, sum(map(len, tokens)), sorted(unread - told))
-            told.update(unread)
+            report(n_bytes, sum(map(len, tokens)), sorted(unread))
 
     # Not in a generator: the garbage collector may close one in any thread, and a thread that is just starting would
     # wait for itself (Python 3.11).
@@ -127,10 +125,7 @@ def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
             at = content
 
     def where() -> str:
-        file, begin = at
-        return (
-            f" at {place(options.source.training, file, begin) if file else f'row {begin + 1:,}'}, or shortly after it"
-        )
+        return f" at {place(options.source.training, *at)}, or shortly after it"
 
     return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
 
@@ -138,11 +133,8 @@ def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
 def _build_and_send(
     tokenizer: Tokenizer, path: Path, dtype: DType, number: int, segments: list[Segment], options: CacheOptions
 ) -> Shard:
-    def report(*content: Any) -> None:
-        send("report", content)
-
     of_shard = path, dtype, number, segments, options
-    return build_shard(*of_shard, report, tokenizer, lambda *document: send("at", document))
+    return build_shard(*of_shard, lambda *counts: send("report", counts), tokenizer, lambda *row: send("at", row))
 
 
 def _batches(
@@ -184,8 +176,7 @@ def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.ndarray, int]]) -> Shard:
-    """Write a shard, and wait until it is on the disk. A document is the split that it belongs to, its tokens, and the
-    bytes of its text."""
+    """Write a shard to the disk. A document is the split that it belongs to, its tokens, and the bytes of its text."""
     lengths: dict[str, list[int]] = {"train": [], "validation": []}
     sizes, checksums, train_hash = list[int](), list[int](), xxhash.xxh3_64()
 
@@ -216,10 +207,8 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
         file.write(encoded := np.array(checksums, "<u8").tobytes())
         shard = Shard(
             dataset=path.parent.name,
-            train_tokens=sum(lengths["train"]),
-            validation_tokens=sum(lengths["validation"]),
-            train_documents=len(lengths["train"]),
-            validation_documents=len(lengths["validation"]),
+            **{f"{split}_tokens": sum(of_split) for split, of_split in lengths.items()},
+            **{f"{split}_documents": len(of_split) for split, of_split in lengths.items()},
             text_bytes=sum(sizes),
             train_xxh3_64=train_hash.hexdigest(),
             checksums_xxh3_64=checksum(encoded),
@@ -232,16 +221,14 @@ def write_shard(path: Path, dtype: DType, documents: Iterable[tuple[Split, np.nd
 
 def read_shard(path: Path, dtype: DType) -> Shard:
     """Return what a shard's file says that it holds. Raises FileNotFoundError if there is none, ConfigError if it is
-    not to be trusted or is of another dataset, and DamagedShardError if it is no shard of that type, or has another
-    size."""
+    not to be trusted or is of another dataset, and DamagedShardError for any other that is no shard of that type."""
     token_shards.regular_file(path)
     with open_file(path) as file:
         header = file.read(HEADER)
-    try:
+    shard = None
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         shard = Shard.model_validate_json(json.loads(header[8:])["__metadata__"]["shard"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise DamagedShardError(f"{path.name}: the header is damaged") from None
-    if header != shard.header(dtype):
+    if not shard or header != shard.header(dtype):
         raise DamagedShardError(f"{path.name}: the header is damaged")
     token_shards.check_dataset(path, [shard])
     token_shards.check_size(path, shard.file_size(dtype))

@@ -1,9 +1,16 @@
 """The options that name a dataset."""
 
 import dataclasses
+from typing import Any
 
 from titanlite.config.loader import show
-from titanlite.config.schema import FILES, Training
+from titanlite.config.schema import FILES, FORMAT_OPTIONS, Training
+
+
+def columns_of(training: Training) -> dict[str, str]:
+    """Return the columns that a document is made of, by the options that name them."""
+    options = [name for name, formats in FORMAT_OPTIONS.items() if training.dataset_format in formats]
+    return {name: getattr(training, name) for name in options if name.endswith("_key")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +28,11 @@ class Source:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a document is made of."""
-        options = self.training
-        if options.dataset_format == "messages":
-            return (options.dataset_messages_key,)
-        if options.dataset_format == "prompt_response":
-            return (options.dataset_prompt_key, options.dataset_response_key)
-        return ("text",) if options.dataset == "text" else (options.dataset_text_key,)
+        return tuple(columns_of(self.training).values())
+
+    def changed(self, path_option: str = "", **options: Any) -> "Source":
+        """Return the dataset that changed options name."""
+        return Source(self.training.model_copy(update=options), path_option or self.path_option)
 
     def __str__(self) -> str:
         """Return the option that names the dataset, with its value, for messages."""

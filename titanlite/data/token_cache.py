@@ -24,21 +24,19 @@ SHARD_BYTES = 2**27
 """Bytes of the files that become one shard: more if a larger file cannot be split, and less at the end."""
 
 VERIFIED_AT_START = 2**30
-"""Bytes of a cache that is verified completely when it is opened, in less than a second. The blocks of a larger one are
-verified when they are read."""
+"""Bytes of a cache that is verified when it is opened, in less than a second; a larger one is when it is read."""
 
 
 def segments_of_shards(segments: Iterable[Segment]) -> list[list[Segment]]:
     """Partition the rows of a dataset, in their order, into the segments of each shard: SHARD_BYTES together, about."""
     shards: list[list[Segment]] = [[]]
     size = 0
-    for whole in segments:
-        for segment in _split(whole):
-            if shards[-1] and size + segment.bytes > SHARD_BYTES:
-                shards.append([])
-                size = 0
-            shards[-1].append(segment)
-            size += segment.bytes
+    for segment in itertools.chain.from_iterable(map(_split, segments)):
+        if shards[-1] and size + segment.bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(segment)
+        size += segment.bytes
     return shards
 
 
@@ -63,13 +61,10 @@ def open_token_cache(
 ) -> TokenCache:
     """Return the token cache of a dataset; `template` is ChatTemplate, or None for plain text. The rank with
     `builds_cache`, one per node, builds what is missing or damaged, and the other ranks of its node wait for it. With
-    `verifies` it also compares all of a large cache with its checksums.
+    `verifies` it also compares all of a large cache with its checksums. Every rank must call it.
 
-    Every rank must call it.
-
-    Raises:
-        ConfigError: for a dataset that cannot be read, and for a folder that cannot be written or is not to be trusted.
-        TrainingError: if the dataset cannot be read now and perhaps can later, or the disk damages what is written.
+    Raises ConfigError for a dataset that cannot be read, and for a folder that cannot be written or is not to be
+    trusted; TrainingError if the dataset can perhaps be read later, or the disk damages what is written.
     """
     segments: Iterable[Segment] = []
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
@@ -107,20 +102,20 @@ def open_token_cache(
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:
     """Return what `find` returns on the rank of this node that builds the cache, and raise what it raises there."""
-    found: list[Any] = [(builds_cache, "", None)]
+    found: list[Any] = [""]
     if builds_cache:
         try:
-            found = [(True, find(), None)]
+            found = [find()]
         except (ConfigError, TrainingError) as error:
-            found = [(True, "", error)]
+            found = [error]
     if dist.is_initialized():
         own, found = found[0], [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         found = found[: dist.get_rank() + 1]
-    if error := next((failed for *_, failed in found if failed), None):
-        raise error
-    names = [name for builds, name, _ in found if builds]  # a node's ranks are consecutive, the builder first
-    return names[-1] if names else ""
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return next(filter(None, reversed(found)), "")  # a node's ranks are consecutive, the builder first
 
 
 def _wait(folder: Path, dtype: DType) -> Index:
@@ -137,7 +132,7 @@ def _complete_cache(folder: Path, dtype: DType, option: str, *, verifies: bool) 
     """Return a cache whose shards are all there, with their sizes and, of a small one or with `verifies`, their
     checksums. Else remove what is wrong, and return None."""
     try:
-        cache = TokenCache(folder, token_shards.read_index(folder, dtype))
+        cache = TokenCache(folder, token_shards.read_index(folder, dtype), is_builder=True)
         cache.check_sizes()
         problems = []
         if verifies or cache.n_bytes <= VERIFIED_AT_START:

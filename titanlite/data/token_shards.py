@@ -38,8 +38,6 @@ from titanlite.files.durable import Checksum, Int63, Record, cannot_read, checks
 FORMAT = 6  # part of a cache's name; raised when the names, the content or the number of its files change
 INDEX = "tokens.json"
 HEADER, CHECKSUM_BLOCK = 4096, 2**16  # bytes
-KINDS = {"uint16": "U16", "uint32": "U32"}
-"""Data types by their names in safetensors files."""
 LARGEST_INDEX = 2**28  # bytes
 OPEN_FILES = 64  # of a process, for a token cache and for a packing
 UNKNOWN_USER = 65534
@@ -72,9 +70,10 @@ class Shard(Record):
 
     def tensors(self, dtype: DType) -> safetensors.Tensors:
         """Return the tensors of the file."""
+        kind = dtype.replace("uint", "U")
         tensors = {
-            "train": (KINDS[dtype], [self.train_tokens]),
-            "validation": (KINDS[dtype], [self.validation_tokens]),
+            "train": (kind, [self.train_tokens]),
+            "validation": (kind, [self.validation_tokens]),
             "train_documents": ("U32", [self.train_documents]),
             "validation_documents": ("U32", [self.validation_documents]),
         }
@@ -112,8 +111,7 @@ class Index(RecordWithChecksum):
 
 
 def dtype_for(vocab_size: int, *, has_targets: bool = False) -> DType:
-    """Return the data type that the tokens of a vocabulary are stored in; `has_targets`: with a bit that marks those
-    that are not trained on."""
+    """Return the data type that tokens are stored in; `has_targets`: with a bit for those that are not trained on."""
     return "uint16" if vocab_size <= 2 ** (15 if has_targets else 16) else "uint32"
 
 
@@ -146,7 +144,7 @@ def check_trusted(path: Path) -> os.stat_result:
 
 def check_folder_trusted(folder: Path) -> os.stat_result:
     """Return the status of a folder as check_trusted does, and check the folders that it is in: whoever can write one
-    could put another in its place, but for those with the sticky bit, as /tmp, where only an entry's owner may."""
+    could put another in its place, except those with the sticky bit, as /tmp, where only an entry's owner may."""
     for parent in {*folder.absolute().parents, *folder.resolve().parents}:
         status = parent.lstat()
         others = stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
@@ -176,8 +174,7 @@ def check_dataset(path: Path, shards: list[Shard]) -> None:
 
 
 def regular_file(path: Path) -> int:
-    """Return the bytes of a regular file to be trusted. Raises FileNotFoundError if there is none, and
-    DamagedShardError if it is something else."""
+    """Return the bytes of a regular file to be trusted. Raises FileNotFoundError or DamagedShardError for any other."""
     status = check_trusted(path)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedShardError(f"{path.name} is not a regular file")
@@ -195,13 +192,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def read_record(file: Path, kind: type[_Record]) -> _Record:
-    """Return the record that a file has.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ConfigError: if it or its folder is not to be trusted.
-        DamagedShardError: if it is no such record, or its checksum differs.
-    """
+    """Return the record that a file has. Raises FileNotFoundError if there is no such file, ConfigError if it or its
+    folder is not to be trusted, and DamagedShardError if it is no such record, or its checksum differs."""
     if not stat.S_ISDIR(check_folder_trusted(file.parent).st_mode):
         raise DamagedShardError("it is not a folder")
     size = regular_file(file)
@@ -227,14 +219,15 @@ def read_index(folder: Path, dtype: DType) -> Index:
 
 
 class TokenCache:
-    """A complete token cache, whose shards are read when they are needed."""
+    """A complete token cache, whose shards are read when they are needed, on the rank that builds it or another."""
 
-    def __init__(self, folder: Path, index: Index):
-        self.folder, self.index = folder, index
+    def __init__(self, folder: Path, index: Index, *, is_builder: bool = False):
+        self.folder, self.index, self.is_builder = folder, index, is_builder
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_shard)
         self._checksums = functools.lru_cache(maxsize=OPEN_FILES)(self._read_checksums)
         self._verified: dict[int, np.ndarray] = {}
         self._places = [safetensors.places(shard.tensors(index.dtype)) for shard in index.shards]
+        self.n_bytes = sum(HEADER + places["checksums"][1] for places in self._places)
 
     @property
     def identity(self) -> str:
@@ -246,8 +239,8 @@ class TokenCache:
         return Tokens(self, split)
 
     def read(self, number: int, tensor: str, begin: int, end: int) -> np.ndarray:
-        """Return a slice of a tensor of a shard. Raises TrainingError if the shard is damaged, and removes it, so that
-        the next start builds it again; or if it cannot be read now."""
+        """Return a slice of a tensor of a shard, up to the tensor's end. Raises TrainingError if the shard is damaged,
+        and removes it, so that the next start builds it again; or if it cannot be read now."""
         dtype = np.dtype("uint32" if tensor.endswith("_documents") else self.index.dtype).newbyteorder("<")
         first, last = self._places[number][tensor]
         first, last = first + begin * dtype.itemsize, min(first + end * dtype.itemsize, last)
@@ -262,11 +255,6 @@ class TokenCache:
         except OSError as error:
             raise cannot_read(str(path), error) from None
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(shard.file_size(self.index.dtype) for shard in self.index.shards)
-
     def check_sizes(self) -> None:
         """Raise DamagedShardError if a shard is missing or has another size."""
         for number, shard in enumerate(self.index.shards):
@@ -280,8 +268,7 @@ class TokenCache:
             n_bytes, _ = places["checksums"]
             try:
                 for begin in range(0, n_bytes, CHECKSUM_BLOCK):
-                    self._read(number, begin, min(begin + CHECKSUM_BLOCK, n_bytes))
-                    advance(min(CHECKSUM_BLOCK, n_bytes - begin))
+                    advance(len(self._read(number, begin, min(begin + CHECKSUM_BLOCK, n_bytes))))
             except DamagedShardError as error:
                 problems.append(str(error))
                 (self.folder / shard_name(number)).unlink(missing_ok=True)
@@ -306,8 +293,7 @@ class TokenCache:
                 safetensors.read_fully(file, data, HEADER + start)
             else:
                 checksums = self._checksums(number)[first:last]
-                for _ in safetensors.read_blocks(file, HEADER + start, data, checksums, CHECKSUM_BLOCK):
-                    pass
+                list(safetensors.read_blocks(file, HEADER + start, data, checksums, CHECKSUM_BLOCK))
         except safetensors.DamagedError as error:
             raise DamagedShardError(f"{shard_name(number)}: {error}") from None
         self._verified[number][first:last] = True
@@ -341,6 +327,5 @@ class Tokens:
         slices = [np.empty(0, self.cache.index.dtype)]
         for number in range(first, last + 1):
             offset = int(self._ends[number - 1]) if number else 0
-            n = int(self._ends[number]) - offset
-            slices.append(self.cache.read(number, self.split, max(begin - offset, 0), min(end - offset, n)))
+            slices.append(self.cache.read(number, self.split, max(begin - offset, 0), end - offset))
         return slices[1] if len(slices) == 2 else np.concatenate(slices)

@@ -11,8 +11,7 @@ from titanlite.config.loader import ConfigError, show
 from titanlite.config.schema import Model, Training, Validation
 from titanlite.data.loader import Batch
 from titanlite.data.open import build_tokenizer
-from titanlite.data.text import continuation, encode_prompts
-from titanlite.data.tokenizer import Rows
+from titanlite.data.tokenizer import Rows, continuation, encode_prompts
 from titanlite.launch.progress import alive
 from titanlite.metrics.logger import Logger
 from titanlite.parallel import fsdp

@@ -114,7 +114,7 @@ def open_sequences(tokenizer: Any, training: Training, *, builds_cache: bool) ->
 
     source, options = Source(training), {"cache_folder": training.cache_folder, "builds_cache": builds_cache}
     cache = open_cache(source, tokenizer, 0.0, **options)
-    sequences = pack_once(cache, "train", tokenizer, training, builds_cache=builds_cache)
+    sequences = pack_once(cache, "train", tokenizer, training)
     if not sequences.n_sequences:
         raise ConfigError([f"{source}: has no text"])
     return sequences

@@ -64,8 +64,7 @@ def tokenize(argv: list[str]) -> None:
         for name, split in each.splits.items():
             print(f"{name}{dataset}: {describe(config, cache, split)}", flush=True)
     if config.training.datasets:
-        seed = config.debug.seed
-        print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=seed, builds_cache=True))
+        print_mixture(config, open_mixture(tokenizer, config.training, caches, seed=config.debug.seed))
 
 
 def print_mixture(config: Config, sequences: MixedSequences) -> None:

@@ -24,8 +24,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import ConfigError, Launch
 from titanlite.config.loader import printable
 from titanlite.config.schema import Model, Moe, Parallelism
-from titanlite.data.text import continuation
-from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.tokenizer import ByteTokenizer, continuation
 from titanlite.launch.cli import run_command
 from titanlite.parallel import mesh
 from titanlite.tools.generate import command, sampling
@@ -450,7 +449,7 @@ def test_the_command_prints_the_texts(hf_folder: Path, capsys, tmp_path: Path):
 def test_a_text_has_no_control_characters_but_line_feeds_and_tabs(hf_folder: Path, capsys, monkeypatch):
     """A model can be trained to write what changes a terminal, or what a terminal types."""
     odd = "a\tb\n\x1b]0;title\x07\x1b[2J\r\0\x9b\u202e é 漢字"
-    monkeypatch.setattr("titanlite.data.text.continuation", lambda *_: odd)
+    monkeypatch.setattr("titanlite.data.tokenizer.continuation", lambda *_: odd)
     expected = "a\tb\n\\x1b]0;title\\x07\\x1b[2J\\r\\x00\\x9b\\u202e é 漢字\n"
     assert run(capsys, hf_folder, *BYTES, "--max-new-tokens", 1, "a") == (0, expected, [])
 

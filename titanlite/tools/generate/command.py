@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.data.text import continuation, encode_prompts, with_rows
+    from titanlite.data.tokenizer import continuation, encode_prompts, with_rows
     from titanlite.tools.generate.folder import open_folder
     from titanlite.tools.generate.generator import Generator
     from titanlite.tools.generate.sampling import Sampling, choose, prompt_generators
