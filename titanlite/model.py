@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,12 +170,6 @@ class Output(nn.Linear):
         return super().forward(x_ND) if targets_N is None else self.loss(x_ND, self.weight, targets_N)
 
 
-@runtime_checkable
-class HasBuffers(Protocol):
-    def reset_buffers(self, device: torch.device) -> None:
-        """Set the buffers to their initial values, on a device."""
-
-
 class Llama(nn.Module):
     """The full model, or a stage of it: `tok_embeddings`, `norm`, `output` may be None, `layers` may lack some.
 
@@ -228,8 +222,8 @@ class Llama(nn.Module):
         self.tie()
         dtype = next(self.parameters()).dtype
         self.rope = torch.stack([rope_table(kind, self.max_seq_len, dtype) for kind in self.rope_kinds]).to(device)
-        for module in [module for module in self.modules() if isinstance(module, HasBuffers)]:
-            module.reset_buffers(device)
+        for module in self.modules():  # one with buffers has a method that sets them to their initial values
+            getattr(module, "reset_buffers", lambda device: None)(device)
 
     def forward(
         self,

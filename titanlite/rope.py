@@ -1,7 +1,5 @@
-"""Rotary position embedding (RoPE, arXiv:2104.09864) and the ways to stretch it over longer sequences.
-
-Shapes: B batch, T sequence, H heads, K head_dim, R channels of a head with rotary embedding.
-"""
+"""Rotary position embedding (RoPE, arXiv:2104.09864) of R of a head's K channels, also stretched over long sequences.
+Shapes: B batch, T sequence, H heads."""
 
 import math
 

@@ -25,7 +25,7 @@ class Runner(Protocol):
     """Runs a model, or the stages of a pipeline: a SingleStageRunner or a PipelineRunner."""
 
     def prepare(self, batch: Batch) -> None:
-        """Do what must precede the first step, with one of its batches. Later calls do nothing."""
+        """Do what must precede the first step, with one of its batches. Later calls, and a single stage, do nothing."""
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
@@ -34,14 +34,11 @@ class Runner(Protocol):
         """Return the sum of the token losses."""
 
 
-class SingleStageRunner:
+class SingleStageRunner(Runner):
     """Runs a model that is not split into pipeline stages, as PipelineRunner runs one that is."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-
-    def prepare(self, batch: Batch) -> None:
-        """Do nothing: a model that is not split compiles in its first step."""
 
     def forward_backward(self, batch: Batch, valid: Tensor) -> Tensor:
         """Add the gradient of (sum of this batch's token losses) / valid to the parameters, and return the sum."""
@@ -58,8 +55,7 @@ class Totals(NamedTuple):
     """What all ranks know of a step once its gradients are summed, on the device."""
 
     numbers: Tensor
-    """The mean loss, the gradient norm, how many ranks were asked to stop and to save, and sums of counts, in
-    float64."""
+    """The mean loss, the gradient norm, how many ranks were asked to stop and to save, sums of counts: float64."""
 
     @property
     def norm(self) -> Tensor:

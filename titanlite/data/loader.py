@@ -67,8 +67,8 @@ def count(sequences: Iterable[Sequence]) -> np.ndarray:
     """Return how many positions some sequences have, how many of them are masked and how many padding, and how many
     sequences end within a document: int64 [4]."""
     targets = np.stack([sequence.targets for sequence in sequences])
-    masks = targets == targets, targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
-    return np.array([mask.sum() for mask in masks])
+    masks = targets == IGNORED, targets == PADDING, targets[:, -1] >= 0
+    return np.array([targets.size, *map(np.sum, masks)])
 
 
 class Loader:
