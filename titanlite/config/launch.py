@@ -67,8 +67,7 @@ def raise_open_file_limit(connections: int = 0) -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS grants less than the infinite hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < (least := LEAST_OPEN_FILES + connections):  # -1: infinite
-        problem = f"environment: ulimit -n = {hard}: expected at least {least} open files; raise the limit"
-        raise ConfigError([problem])
+        raise ConfigError([f"environment: ulimit -n = {hard}: expected at least {least} open files; raise the limit"])
 
 
 def require_torchft() -> None:
@@ -98,8 +97,7 @@ def check(loaded: LoadedConfig[Config], launch: Launch) -> Config:
     types, schedule length and others. Raises ConfigError with every problem, the numbers, and what to do."""
     reject, problems = Rejections(), []
     if launch.world_size > MOST_RANKS:
-        problem = f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"
-        raise ConfigError([problem])
+        raise ConfigError([f"{loaded.file}: {launch.world_size} ranks: expected at most {MOST_RANKS}; lower a degree"])
     if launch.n_devices and launch.local_world_size > launch.n_devices:
         ranks, devices = quantity(launch.local_world_size, "rank"), quantity(launch.n_devices, "device")
         problem = f"{ranks} on this node, which has {devices}; start fewer ranks (smaller degrees, or NGPU), or use"

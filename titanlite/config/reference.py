@@ -28,8 +28,7 @@ def help_text(arguments: Sequence[str] = ()) -> str:
 
 
 def reference_markdown() -> str:
-    """Return the content of docs/reference/config.md: one section per [section], each option with its type, default and
-    meaning."""
+    """Return docs/reference/config.md: one section per [section], each option with its type, default and meaning."""
     text = "A config is a TOML file with these sections. Every option can also be set on the command line, as in "
     text += "`--training.steps=100`; a bare `--section.key` means true. All nodes of a run need the same config, "
     text += "except for the options that say otherwise."

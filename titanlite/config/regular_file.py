@@ -8,8 +8,7 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, buffering: int = -1, flags: int = 0) -> BinaryIO:
-    """Open a regular file to read its bytes, with further flags of open(2). Raises OSError for anything else, at
-    once."""
+    """Open a regular file to read its bytes, with more flags of open(2). Raises OSError at once for anything else."""
     return open(_open(path, flags | os.O_RDONLY), "rb", buffering)
 
 

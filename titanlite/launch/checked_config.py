@@ -23,8 +23,7 @@ def write_for_ranks(loaded: LoadedConfig, folder: Path) -> str:
 
 
 def load_for_rank(argv: list[str]) -> LoadedConfig:
-    """Return the config that the launcher of this rank has checked; without one, that of the command line. Raises
-    ConfigError as `load` does."""
+    """Return the config that this rank's launcher has checked; without one, `load` that of the command line."""
     if not (file := os.environ.get(CHECKED_CONFIG)):
         return load(argv)
     try:

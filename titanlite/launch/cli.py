@@ -77,15 +77,6 @@ def run(name: str, arguments: list[str]) -> int:
     if name == "--version":
         print(f"titanlite {__version__}")
         return 0
-    problem = ""
-    if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
-        problem = f"command line: {printable(odd)}: expected UTF-8 without control characters"
-    elif name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        problem = f"titanlite {printable(name)}: unknown command{hint}"
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
     if name == "train":
         listen_as_launcher()  # before the imports, which take a while
     else:
@@ -96,10 +87,14 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Run the module of a subcommand. Return its exit status, or print what is wrong with the config, the launch or the
-    arguments, and return 2."""
-    module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
+    """Run a subcommand's module and return its status: 2 if the config or an argument is wrong, which it prints."""
     try:
+        if odd := next((text for text in [name, *arguments] if printable(text, "\t\n") != text), ""):
+            raise ConfigError([f"command line: {odd}: expected UTF-8 without control characters"])
+        if name not in COMMANDS:
+            hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+            raise ConfigError([f"titanlite {name}: unknown command{hint}"])
+        module, _ = COMMANDS[name]  # imported here, so that a command does not wait for the imports of the others
         return importlib.import_module(module).main(arguments)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems

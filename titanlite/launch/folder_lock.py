@@ -196,20 +196,18 @@ class FolderLock:
         FolderInUse if the holder is alive, or is dead and may not be taken over."""
         holder = _parse(found)
         who = str(holder) if holder else "an unknown process (the lock is damaged)"
-        alive = holder.is_alive() if holder else None
-        if alive is None:
+        alive, which = holder.is_alive() if holder else None, "which is dead"
+        is_known = alive is not None
+        if not is_known:
             now = self._watch(found, who)
             if now is None or _token(now) != _token(found):
                 return False
-            alive = True if now != found else None
+            alive, which = now != found, f"whose heartbeat has stopped for {self.patience * self.beat_seconds:g} s"
         if alive:
             raise FolderInUse([f"{self.purpose}: in use by {who} (lock {self.path}); {self.advice}"])
-        which = "which is dead"
-        if alive is None:
-            which = f"whose heartbeat has stopped for {self.patience * self.beat_seconds:g} s"
-            if not self.take_over:
-                advice = f"if it is dead, set job.take_over_lock = true, or remove {self.path}"
-                raise FolderInUse([f"{self.purpose}: locked by {who}, {which}; {advice}"])
+        if not (is_known or self.take_over):
+            advice = f"if it is dead, set job.take_over_lock = true, or remove {self.path}"
+            raise FolderInUse([f"{self.purpose}: locked by {who}, {which}; {advice}"])
         print(f"{self.purpose}: took over the lock of {who}, {which}", flush=True)
         return True
 
@@ -230,8 +228,7 @@ class FolderLock:
             # A file system that cannot be reached or written now is no loss: others see the file unchanged, and take
             # it over only when that lasts.
             with contextlib.suppress(OSError, ConfigError):
-                winner = self._beat()
-                if winner:
+                if winner := self._beat():
                     self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")
                     return
 

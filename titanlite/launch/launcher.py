@@ -68,10 +68,8 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not n_devices and needed > nodes * memory:
         problem = f"{loaded.file}: needs {quantity(wanted, 'device')}, and this node has none; its memory of "
-        problem += (
-            f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of {needed / 2**30:,.0f} GiB"
-        )
-        raise ConfigError([f"{problem}; {plan_command(loaded.file)}"])
+        problem += f"{memory / 2**30:.0f} GiB is too small for weights and optimizer states of "
+        raise ConfigError([f"{problem}{needed / 2**30:,.0f} GiB; {plan_command(loaded.file)}"])
     if wanted % nodes:
         ranks = quantity(wanted, "rank")
         raise ConfigError([f"{loaded.file}: {ranks} cannot be divided evenly among NNODES = {nodes} nodes"])
@@ -82,8 +80,7 @@ def ranks_per_node(loaded: LoadedConfig[Config], environment: Mapping[str, str],
 
 
 def check_folders(loaded: LoadedConfig[Config]) -> None:
-    """Raise ConfigError with a line for each of the folders and files of a config that its run cannot use: initial
-    weights, tokenizer and data."""
+    """Raise ConfigError with a line for each folder or file that a run cannot use: initial weights, tokenizer, data."""
     from titanlite.checkpoint.initial_weights import check_initial_weights  # here, since both import launch/
     from titanlite.data.open import check_data
 
@@ -107,8 +104,7 @@ def load_and_check(argv: list[str], use: Callable[[LoadedConfig[Config]], Any]) 
 
 
 def count_devices() -> int:
-    """Return the number of accelerators of this node. Importing torch takes seconds, so it is asked only where a driver
-    is installed."""
+    """Return how many accelerators this node has. torch, slow to import, is asked only where a driver is installed."""
     if not shutil.which("nvidia-smi") and not Path("/dev/kfd").exists():
         return 0
     import torch

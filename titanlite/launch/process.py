@@ -43,12 +43,6 @@ LOG_FOLDER = "TITANLITE_LOG_FOLDER"
 """Environment variable: the folder where each rank writes its lines, to the console too if LOG_RANK names it."""
 
 
-def attempt() -> str:
-    """Return what tells the ranks that were started together from those before a restart, in the store that torchrun
-    keeps for both. The launcher's agent has a new store for each."""
-    return "0" if STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
 def available_cores() -> int:
     """Return how many CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
@@ -381,12 +375,6 @@ def wait_for_end(processes: Collection[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(process_start_time, processes)):
         time.sleep(0.05)
-
-
-def wait_for_other_ranks(seconds: float) -> None:
-    """Wait until the other ranks of this node have ended, so that what this one prints then is the last line."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        wait_for_end(set(children(os.getppid())) - {os.getpid()}, seconds)
 
 
 def exit_process(status: int) -> NoReturn:

@@ -32,14 +32,10 @@ def process_start_time(pid: int) -> str | None:
         # The name, in parentheses, may have spaces. After it come the state and, 19 fields on, the clock ticks from
         # the kernel's start to that of the process (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # /proc may hide other users' processes (hidepid)
+    except OSError:  # /proc may hide other users' processes (hidepid)
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except PermissionError:
-            pass
-        return None
-    except OSError:
+        except OSError as error:  # another one: it exists
+            return "" if isinstance(error, ProcessLookupError) else None
         return None
     return "" if fields[0] in "ZX" else fields[19]

@@ -33,19 +33,17 @@ def progress(
         alive()
 
     def report() -> None:
-        while not finished.wait(INTERVAL_SECONDS):
+        while enabled and not finished.wait(INTERVAL_SECONDS):
             line = progress_line(description, done, total, unit, time.monotonic() - begin)
             print(printable(f"{line}; {details}" if details else line), file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
-    if enabled:
-        thread.start()
+    thread.start()
     try:
         yield advance
     finally:
         finished.set()
-        if enabled:
-            thread.join()
+        thread.join()
 
 
 def progress_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:

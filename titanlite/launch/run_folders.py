@@ -52,17 +52,11 @@ def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None])
     a message if another run takes a folder over; this one must then write nothing more. Raises ConfigError if another
     run has a folder."""
     options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # each folder once
-    locks = [
-        FolderLock(
-            folders[option],
-            name="run.lock",
-            purpose=f"{option} = {show(str(folders[option]))}",
-            advice=f"wait for that run or stop it, or choose another {option}",
-            lost=lost,
-            take_over=job.take_over_lock,
-        )
-        for option in reversed(options.values())
-    ]
+    locks = []
+    for option in reversed(options.values()):
+        purpose = f"{option} = {show(str(folders[option]))}"
+        advice = f"wait for that run or stop it, or choose another {option}"
+        locks.append(FolderLock(folders[option], "run.lock", purpose, advice, lost, job.take_over_lock))
     at_exit.extend(lock.release for lock in locks)
     with ThreadPoolExecutor(len(locks)) as pool:  # at once, since each may have to wait for a heartbeat
         list(pool.map(FolderLock.acquire, locks))

@@ -111,8 +111,8 @@ class Watchdog:
                 process.send([hanging["process"]], signal.SIGKILL)  # stopped, it would not end by itself
         process.clean_up()
         if record["message"]:
-            if speaks:
-                process.wait_for_other_ranks(RECORD_SECONDS)
+            if speaks and self.launch.local_world_size > 1:  # so that what this rank prints is the last line
+                process.wait_for_end({*process.children(os.getppid())} - {os.getpid()}, RECORD_SECONDS)
             process.print_to_console(record["message"], hidden=not speaks)
         process.exit_process(record["status"])
 
@@ -129,8 +129,7 @@ class Watchdog:
     # Heartbeats ------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Write heartbeats, read the next rank's, and record failures. Runs in a thread of its own, since each call of
-        the store may take long."""
+        """Write heartbeats, read the next rank's, and record failures: in a thread, since the store may take long."""
         rank, neighbour = self.launch.rank, (self.launch.rank + 1) % self.launch.world_size
         own, theirs = f"rank/{rank}", f"rank/{neighbour}"
         last_beat, seen, failing_since, numbers = None, 0.0, None, itertools.count()
@@ -159,17 +158,10 @@ class Watchdog:
                 time.sleep(self.interval)
 
     def _heartbeat(self, number: int) -> dict[str, Any]:
+        place = {"node": socket.gethostname(), "machine": self.machine, "process": os.getpid()}
         activity = progress.current
-        return {
-            "beat": number,
-            "node": socket.gethostname(),
-            "machine": self.machine,
-            "process": os.getpid(),
-            "activity": str(activity),
-            "number": activity.number,
-            "limited": activity.limited,
-            "seconds": round(progress.now() - activity.since),
-        }
+        now = {"activity": f"{activity}", "number": activity.number, "limited": activity.limited}
+        return {"beat": number, **place, **now, "seconds": round(progress.now() - activity.since)}
 
     def _write_end(self, record: dict[str, Any]) -> dict[str, Any]:
         """Record a failure, unless there is one, and return the first."""
@@ -194,11 +186,11 @@ class Watchdog:
                 self._lost_store(f"no answer for {self.timeout} s")
 
     def _lost_store(self, reason: str) -> None:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        message = (
-            f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to the launch's store at "
-            f"{where}: {reason}; the first node, its launcher or the network has failed"
+        message = f"error: rank {self.launch.rank} on {socket.gethostname()} lost the connection to the launch's store "
+        message += (
+            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}; the first node, its launcher "
         )
+        message += "or the network has failed"
         self._end(self._record(message if self.launch.local_rank == 0 else ""))  # once for a node
 
     def _hang(self, silent: int | None = None) -> dict[str, Any] | None:
@@ -276,7 +268,9 @@ def ranks_store(address: str, port: int | str, timeout_seconds: float) -> Any:
 
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"titanlite/{process.attempt()}", store)
+    # The launcher's agent has a new store for each attempt; torchrun's keeps one, also for ranks before a restart.
+    attempt = "0" if process.STARTED_BY in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"titanlite/{attempt}", store)
 
 
 def _dump_flight_recorder(path: Path) -> None:
