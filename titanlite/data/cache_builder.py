@@ -76,10 +76,8 @@ class CacheBuilder:
         missing.sort(key=lambda number: number < first)
         n_workers = max(1, min(len(missing), process.available_cores() // THREADS))
         total = sum(segment.bytes for number in missing for segment in self.segments[number])
-        with (
-            contextlib.ExitStack() as stack,
-            progress("building the token cache", total=total, unit="bytes") as advance,
-        ):
+        with contextlib.ExitStack() as stack:
+            advance = stack.enter_context(progress("building the token cache", total=total, unit="bytes"))
             pool = stack.enter_context(ThreadPoolExecutor(n_workers))
             stack.push(lambda error, *_: error and self.stopped.set())  # all workers end if one has failed
             workers = [Worker(self.options.hf_assets_path) for _ in range(n_workers)] if n_workers > 1 else []

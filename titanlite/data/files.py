@@ -148,7 +148,7 @@ def is_splittable(segment: Segment) -> bool:
 
 
 def _rows_are(training: Training, path: Path) -> str:
-    """Return what the rows of a file are: a key of _READERS."""
+    """Return what the rows of a file are: a key of _READERS, or of text training.text_sample_by."""
     if training.dataset == "json":
         with _open(path) as file:
             return "array" if file.read(2**10).removeprefix(BOM).lstrip()[:1] == b"[" else "json"
@@ -174,7 +174,7 @@ def read_rows(training: Training, segment: Segment, columns: Sequence[str]) -> I
     path = Path(segment.file)
     with _errors_of(path):
         try:
-            yield from _READERS[_rows_are(training, path)](training, path, segment, columns)
+            yield from _READERS.get(_rows_are(training, path), _text_rows)(training, path, segment, columns)
         except BadRowError as error:
             begin, problem = error.args
             raise ConfigError([f"{place(training, segment.file, begin)}: {problem}"]) from None
@@ -385,9 +385,4 @@ def _paragraphs(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, int, by
         after_empty = True
 
 
-_READERS = {
-    "parquet": _parquet_rows,
-    "array": _array_rows,
-    "json": _json_rows,
-    **dict.fromkeys(("document", "paragraph", "line"), _text_rows),
-}
+_READERS = {"parquet": _parquet_rows, "array": _array_rows, "json": _json_rows}  # _text_rows reads the others

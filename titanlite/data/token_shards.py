@@ -219,7 +219,7 @@ def read_index(folder: Path, dtype: DType) -> Index:
 
 
 class TokenCache:
-    """A complete token cache, whose shards are read when they are needed, on the rank that builds it or another."""
+    """A complete token cache, whose shards are read when needed. `is_builder`: this rank builds what is missing."""
 
     def __init__(self, folder: Path, index: Index, *, is_builder: bool = False):
         self.folder, self.index, self.is_builder = folder, index, is_builder
