@@ -221,7 +221,8 @@ def test_the_readme_is_short():
 def pages_by_hand(pages: dict[str, str]) -> tuple[int, int]:
     """Return the number of the pages that are written by hand, and of their lines, of pages by their path in docs/. The
     front matter, which has the tags for the site's search, is not counted."""
-    by_hand = [FRONT_MATTER.sub("", text) for path, text in pages.items() if not path.startswith(("reference/", "testing.md", "families.md"))]
+    written = ("reference/", "testing.md", "families.md")
+    by_hand = [FRONT_MATTER.sub("", text) for path, text in pages.items() if not path.startswith(written)]
     return len(by_hand), sum(text.count("\n") for text in by_hand)
 
 
@@ -233,7 +234,8 @@ def test_the_pages_are_few_and_short():
 
 
 def test_pages_and_lines_by_hand_are_counted():
-    pages = {"data.md": "---\ntags: [a]\n---\n\na\nb\n", "tutorials/a.md": "a\n", "reference/config.md": "a\n", "testing.md": "a\n"}
+    pages = {"data.md": "---\ntags: [a]\n---\n\na\nb\n", "tutorials/a.md": "a\n"}
+    pages |= {"reference/config.md": "a\n", "testing.md": "a\n"}
     assert pages_by_hand(pages) == (2, 3)
 
 

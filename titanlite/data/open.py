@@ -163,8 +163,8 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
     for name, source in datasets.items():
         splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
-            held_out = source.changed(dataset_split="validation")
-            of_validation.append(CacheOfRun(held_out, 0.0, {"validation": "train"}, name))
+            of_hub = source.changed(dataset_split="validation")
+            of_validation.append(CacheOfRun(of_hub, 0.0, {"validation": "train"}, name))
         elif not for_all:
             splits, fraction = {**splits, "validation": "validation"}, validation.fraction
         if not training.streaming:

@@ -26,6 +26,7 @@ class SinkAttention(ScaledDotProductAttention):
         self.sinks = nn.Parameter(torch.empty(model.n_heads))
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return [B, T, H, K]. The arguments are ScaledDotProductAttention's."""
         if documents is not None:
             return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # which calls this one for each document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
