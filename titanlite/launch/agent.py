@@ -39,8 +39,7 @@ SECONDS_TO_SAVE = 600
 
 class NewStores:
     """torchrun's rendezvous, where the first node's launcher has a new store for the ranks of each attempt. torch has
-    one store for all, so that a node that joins waits for its address in vain, and new ranks read the keys of old
-    ones."""
+    one store for all, so that a node that joins waits for its address in vain, and new ranks read old keys."""
 
     use_agent_store = True
 

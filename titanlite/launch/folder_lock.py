@@ -225,8 +225,7 @@ class FolderLock:
 
     def _keep_beating(self) -> None:
         while not self._released.wait(self.beat_seconds):
-            # A file system that cannot be reached or written now is no loss: others see the file unchanged, and take
-            # it over only when that lasts.
+            # A file system that cannot be written now is no loss: others take the file over only when that lasts.
             with contextlib.suppress(OSError, ConfigError):
                 if winner := self._beat():
                     self.lost(f"{self.purpose}: the lock {self.path} was taken over by {winner}")

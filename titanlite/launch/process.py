@@ -378,8 +378,7 @@ def wait_for_end(processes: Collection[int], seconds: float) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process at once. gloo's threads can abort an interpreter that shuts down in the usual way, which
-    would turn a finished run into a failed one."""
+    """End the process at once: gloo's threads can abort an interpreter that shuts down, and fail a finished run."""
     begin_to_end()
     clean_up()
     for stream in (sys.stdout, sys.stderr):

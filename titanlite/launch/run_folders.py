@@ -48,9 +48,8 @@ def check_writable(folders: Mapping[str, Path]) -> None:
 
 
 def lock_run(folders: Mapping[str, Path], job: Job, lost: Callable[[str], None]) -> None:
-    """Keep other runs out of each folder, by the option that names it, until this process ends. `lost` is called with
-    a message if another run takes a folder over; this one must then write nothing more. Raises ConfigError if another
-    run has a folder."""
+    """Keep other runs out of each folder, by the option that names it, until this process ends. Raises ConfigError if
+    one has a folder. If one takes it over later, `lost` is called with a message, and this run must write no more."""
     options = {folder.resolve(): option for option, folder in reversed(folders.items())}  # each folder once
     locks = []
     for option in reversed(options.values()):
