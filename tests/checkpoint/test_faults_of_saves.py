@@ -162,15 +162,15 @@ def test_without_a_good_checkpoint_the_message_says_so(runs, folder):  # noqa: F
 
 def train_until_saved(argv: list[str], step: int) -> None:
     """Train until a step is saved, and end there as a killed run does: nothing after it happens."""
-    save = Checkpointer._save
+    save = Checkpointer.save
 
-    def killed(self: Checkpointer, *arguments: Any) -> None:
-        save(self, *arguments)
+    def killed(self: Checkpointer, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
         if arguments[0] == step:
             raise KeyboardInterrupt
 
     try:
-        with mock.patch.object(Checkpointer, "_save", killed):
+        with mock.patch.object(Checkpointer, "save", killed):
             run_train(argv)
     except KeyboardInterrupt:
         return

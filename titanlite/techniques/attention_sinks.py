@@ -30,9 +30,8 @@ class SinkAttention(ScaledDotProductAttention):
         if documents is not None:
             return super().forward(q_BTHK, k_BTGK, v_BTGK, documents)  # which calls this one for each document
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        length = q_BHTK.shape[2]
-        full_TT = torch.ones(length, length, dtype=torch.bool, device=q_BHTK.device)
-        mask_TT = full_TT.tril().triu(1 - (self.window or length))
+        full_TT = q_BHTK.new_ones(q_BHTK.shape[2], q_BHTK.shape[2], dtype=torch.bool)
+        mask_TT = full_TT.tril().triu(1 - (self.window or len(full_TT)))
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask_TT, local_shard(self.sinks)[:, None, None]).transpose(1, 2)
 
     def attend_cached(self, q_BGMK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, attn_mask: Tensor) -> Tensor:
