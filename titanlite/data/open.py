@@ -157,14 +157,14 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
         path_option = f"training.datasets.{number}.dataset_path"
         datasets[each.name] = Source(training).changed(path_option, **options, datasets=[])
     first = next(iter(datasets.values()))
-    own = {key: getattr(validation, key) for key in ("dataset_path", "dataset_split") if getattr(validation, key)}
-    for_all = first.changed("validation.dataset_path" if validation.dataset_path else "", **own) if own else None
+    named = {key: getattr(validation, key) for key in ("dataset_path", "dataset_split") if getattr(validation, key)}
+    for_all = first.changed("validation.dataset_path" if validation.dataset_path else "", **named) if named else None
     of_validation = [CacheOfRun(for_all, 0.0, {"validation": "train"})] if for_all else []
     for name, source in datasets.items():
         splits, fraction = dict[str, Split](training="train"), 0.0
         if not for_all and source.training.dataset == "c4":
-            of_hub = source.changed(dataset_split="validation")
-            of_validation.append(CacheOfRun(of_hub, 0.0, {"validation": "train"}, name))
+            own = source.changed(dataset_split="validation")
+            of_validation.append(CacheOfRun(own, 0.0, {"validation": "train"}, name))
         elif not for_all:
             splits, fraction = {**splits, "validation": "validation"}, validation.fraction
         if not training.streaming:
