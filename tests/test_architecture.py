@@ -43,16 +43,16 @@ LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
 LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_560, 30_122
 CEILINGS = {
     "heart": 3571,
-    "config": 2953,
-    "config of Hugging Face": 1369,
-    "data": 2233,
-    "checkpoint": 1745,
+    "config": 2948,
+    "config of Hugging Face": 1362,
+    "data": 2252,
+    "checkpoint": 1743,
     "launch": 2026,
     "metrics": 841,
     "files": 311,
     "hf": 938,
-    "techniques": 4377,
-    "tools": 9310,
+    "techniques": 4373,
+    "tools": 9309,
     "other": 117,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is

@@ -19,11 +19,11 @@ from titanlite.config import Config, Launch
 from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_modules
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
-from titanlite.data.open import compared_over_ranks, open_sequences, tokenizer_of_run
+from titanlite.data.open import open_sequences, tokenizer_of_run
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.init import init_weights
 from titanlite.launch.process import Signals
-from titanlite.launch.same_config import options_of_run
+from titanlite.launch.same_config import compared_over_ranks, options_of_run
 from titanlite.loss import chunked_cross_entropy
 from titanlite.metrics import logger as metrics
 from titanlite.metrics import provenance

@@ -123,9 +123,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """The same tokenizer with special tokens by their `names`: what a text spells out is none of them."""
         named = {json.dumps(text, ensure_ascii=False): f'"{name}"' for text, name in self.names.items()}
         pattern = "|".join(map(re.escape, named)) or "(?!)"
-        tokenizer = type(self.tokenizer).from_str(
-            re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
-        )
+        content = re.sub(pattern, lambda match: named[match[0]], self.tokenizer.to_str())
+        tokenizer = type(self.tokenizer).from_str(content)
         tokenizer.post_processor = None  # it would change the offsets of tokens
         tokenizer.encode_special_tokens = self.loaded.split_special_tokens
         return tokenizer

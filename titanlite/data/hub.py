@@ -1,8 +1,4 @@
-"""Datasets of the Hugging Face hub, by its `datasets` library.
-
-To add one that needs more than a path, add its name to `config.schema.Training.dataset` and its case to `load`
-(docs/data.md).
-"""
+"""Datasets of the Hugging Face hub, by its `datasets` library. One that needs more than a path has a case in `load`."""
 
 import logging
 from collections.abc import Iterable, Iterator

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch.distributed as dist
+from typing import NamedTuple
 
 from titanlite.config.loader import ConfigError, check_all
-from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, Parallelism, Training, Validation
+from titanlite.config.schema import SEEDED, Checkpoint, Config, DatasetOptions, Model, Parallelism, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.files import files_of
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
 from titanlite.data.source import Source
-from titanlite.data.token_cache import open_token_cache
+from titanlite.data.token_cache import open_cache, template_of
 from titanlite.data.token_shards import Split, TokenCache
 from titanlite.data.tokenizer import ByteTokenizer, Rows, Tokenizer
-from titanlite.launch.progress import mark
-
-if TYPE_CHECKING:
-    from titanlite.techniques.data.mixture import MixedSequences
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
@@ -50,14 +43,12 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
 
 
-def check_data(
-    model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
-) -> None:
+def check_data(config: Config) -> None:
     """Raise ConfigError with a line for each reason that a run cannot use its tokenizer, its chat template, or the
     files of its datasets. Names of datasets on the hub are not looked up."""
     tokenizers: list[Tokenizer] = []  # none if it cannot be used
-    sources = [each.source for each in token_caches(training, validation)]
-    sources += [Source(training)] if training.streaming else []
+    sources = [each.source for each in token_caches(config.training, config.validation)]
+    sources += [Source(config.training)] if config.training.streaming else []
 
     def check_source(source: Source) -> None:
         with contextlib.redirect_stdout(None):  # a run names the files, once
@@ -66,7 +57,7 @@ def check_data(
             tokenizer.call(template.identity_of)
 
     checks = [functools.partial(check_source, source) for source in sources]
-    check_all(lambda: tokenizers.append(tokenizer_of_run(model, checkpoint, parallelism)), *checks)
+    check_all(lambda: tokenizers.append(tokenizer_of_run(config.model, config.checkpoint, config.parallelism)), *checks)
 
 
 class CacheOfRun(NamedTuple):
@@ -135,20 +126,6 @@ def pack_once(cache: TokenCache, split: Split, tokenizer: Tokenizer, training: T
     return BestFitValidation(open_best_fit(cache, split, training, builds_cache=cache.is_builder))
 
 
-def open_cache(source: Source, tokenizer: Tokenizer, fraction: float, **options: Any) -> TokenCache:
-    """Return the token cache of a dataset of any format. The options are those of open_token_cache."""
-    return open_token_cache(source, tokenizer, fraction, template=template_of(source.training), **options)
-
-
-def template_of(training: Training) -> Any:
-    """Return what makes documents of a dataset's rows; None: they are text."""
-    if training.dataset_format == "text":
-        return None
-    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
-
-    return ChatTemplate
-
-
 def token_caches(training: Training, validation: Validation) -> Iterator[CacheOfRun]:
     """Yield the token caches of a run, those of the training documents first."""
     datasets = {} if training.datasets else {"": Source(training)}
@@ -173,7 +150,7 @@ def token_caches(training: Training, validation: Validation) -> Iterator[CacheOf
         yield from of_validation
 
 
-def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> MixedSequences:
+def open_mixture(tokenizer: Tokenizer, training: Training, caches: Caches, *, seed: int) -> Mixture:
     """Return the training split of a mixture. Raises ConfigError for datasets that have, or may give, no sequence."""
     from titanlite.techniques.data import mixture  # here, since most runs have one dataset
 
@@ -221,24 +198,3 @@ def _open_validation(tokenizer: Tokenizer, validation: Validation, caches: Cache
     from titanlite.techniques.data.mixture import MixedValidation
 
     return MixedValidation(splits)
-
-
-@contextlib.contextmanager
-def compared_over_ranks() -> Iterator[Callable[..., None]]:
-    """Return a function that every rank must call with the identities of what it has opened in the body. It waits for
-    the others, and raises ConfigError if these differ.
-
-    Nodes with token caches of their own may tokenize for hours longer than others. Only the watchdog limits the wait.
-    """
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-
-    def compare(*own: str) -> None:
-        mark("waiting for the data of other ranks", limited=False)
-        identities: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(identities, own, group=group)
-        if others := [rank for rank, each in enumerate(identities) if each != identities[0]]:
-            problem = f"training.dataset_path: rank {others[0]} reads other data than rank 0; give all nodes the same"
-            raise ConfigError([problem])
-
-    yield compare
-    dist.destroy_process_group(group)

@@ -124,10 +124,8 @@ def build_in_worker(worker: Worker | Tokenizer, *arguments: Any) -> Shard:
         else:
             at = content
 
-    def where() -> str:
-        return f" at {place(options.source.training, *at)}, or shortly after it"
-
-    return worker.call(_build_and_send, *of_shard, options, where=where, received=received)
+    where = {"where": lambda: f" at {place(options.source.training, *at)}, or shortly after it"}
+    return worker.call(_build_and_send, *of_shard, options, **where, received=received)
 
 
 def _build_and_send(

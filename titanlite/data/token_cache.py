@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.config.errors import TrainingError
 from titanlite.config.loader import ConfigError, show
+from titanlite.config.schema import Training
 from titanlite.data import token_shards
 from titanlite.data.documents import open_dataset
 from titanlite.data.files import Segment, is_splittable
@@ -49,24 +50,23 @@ def _split(segment: Segment) -> list[Segment]:
     return [Segment(segment.file, begin, end, after - before) for (begin, before), (end, after) in pairs]
 
 
-def open_token_cache(
+def open_cache(
     source: Source,
     tokenizer: Tokenizer,
     validation_fraction: float,
     *,
-    template: Any,
     cache_folder: str,
     builds_cache: bool,
     verifies: bool = False,
 ) -> TokenCache:
-    """Return the token cache of a dataset; `template` is ChatTemplate, or None for plain text. The rank with
-    `builds_cache`, one per node, builds what is missing or damaged, and the other ranks of its node wait for it. With
-    `verifies` it also compares all of a large cache with its checksums. Every rank must call it.
+    """Return the token cache of a dataset of any format. The rank with `builds_cache`, one per node, builds what is
+    missing or damaged, and the other ranks of its node wait for it. With `verifies` it also compares all of a large
+    cache with its checksums. Every rank must call it.
 
     Raises ConfigError for a dataset that cannot be read, and for a folder that cannot be written or is not to be
     trusted; TrainingError if the dataset can perhaps be read later, or the disk damages what is written.
     """
-    segments: Iterable[Segment] = []
+    segments, template = list[Segment](), template_of(source.training)
     rows = tokenizer.rows if tokenizer.rows and tokenizer.vocab_size > tokenizer.rows.n else None
 
     def find() -> str:
@@ -98,6 +98,15 @@ def open_token_cache(
     if not any(shard.train_documents or shard.validation_documents for shard in cache.index.shards):
         raise ConfigError([f"{source}: has no documents"])
     return cache
+
+
+def template_of(training: Training) -> Any:
+    """Return what makes documents of a dataset's rows; None: they are text."""
+    if training.dataset_format == "text":
+        return None
+    from titanlite.techniques.data.chat_template import ChatTemplate  # here, since text needs none
+
+    return ChatTemplate
 
 
 def _of_builder(find: Callable[[], str], builds_cache: bool) -> str:

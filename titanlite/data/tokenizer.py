@@ -97,13 +97,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     for text, prompt in zip(texts, prompts, strict=True):
         if not prompt:
             raise ConfigError([f"prompt {show(text)}: has no tokens, and the tokenizer adds none; give it some text"])
-    return with_rows(tokenizer, texts, prompts)
-
-
-def with_rows(tokenizer: Tokenizer, texts: list[str], prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens of texts. Raises ConfigError for one that the tokenizer's model has no row for."""
-    for text, prompt in zip(texts, prompts, strict=True) if tokenizer.rows else ():
-        tokenizer.rows.require(text, prompt)
+        if tokenizer.rows:
+            tokenizer.rows.require(text, prompt)
     return prompts
 
 

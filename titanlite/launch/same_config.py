@@ -1,8 +1,10 @@
-"""All ranks must have the same config. Each node reads a file of its own, which may be an old copy."""
+"""All ranks must have the same config and data. Each node reads files of its own, which may be old copies."""
 
+import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from titanlite.config.differences import differences, options_by_key, shown
 from titanlite.config.loader import ConfigError, Section
 from titanlite.config.types import MAY_DIFFER
 from titanlite.files.durable import checksum
+from titanlite.launch.progress import mark
 
 
 def options_of_run(config: Section) -> dict[str, Any]:
@@ -58,3 +61,21 @@ def name_ranks(ranks: list[int]) -> str:
         first, *others = run
         texts.append(f"{first}-{others[-1]}" if others else f"{first}")
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+@contextlib.contextmanager
+def compared_over_ranks() -> Iterator[Callable[..., None]]:
+    """Return a function that every rank must call with the identities of what it has opened in the body. It raises
+    ConfigError if these differ. Only the watchdog limits the wait: nodes may tokenize for hours longer than others."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    def compare(*own: str) -> None:
+        mark("waiting for the data of other ranks", limited=False)
+        identities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(identities, own, group=group)
+        if others := [rank for rank, each in enumerate(identities) if each != identities[0]]:
+            problem = f"training.dataset_path: rank {others[0]} reads other data than rank 0; give all nodes the same"
+            raise ConfigError([problem])
+
+    yield compare
+    dist.destroy_process_group(group)

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
     import torch  # here, so that --help and wrong arguments do not wait for it
 
-    from titanlite.data.tokenizer import continuation, encode_prompts, with_rows
+    from titanlite.data.tokenizer import continuation, encode_prompts
     from titanlite.tools.generate.folder import open_folder
     from titanlite.tools.generate.generator import Generator
     from titanlite.tools.generate.sampling import Sampling, choose, prompt_generators
@@ -95,7 +95,9 @@ def main(argv: list[str]) -> int:
     if arguments.chat:
         from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
 
-        prompts = with_rows(tokenizer, texts, tokenizer.call(encode_questions, texts))
+        prompts = tokenizer.call(encode_questions, texts)
+        for text, prompt in zip(texts, prompts, strict=True):
+            tokenizer.rows.require(text, prompt)
     else:
         prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
