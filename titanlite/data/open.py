@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config.loader import ConfigError, check_all
-from titanlite.config.schema import SEEDED, Checkpoint, Config, DatasetOptions, Model, Parallelism, Training, Validation
+from titanlite.config.schema import SEEDED, Checkpoint, DatasetOptions, Model, Parallelism, Training, Validation
 from titanlite.data.documents import open_stream
 from titanlite.data.files import files_of
 from titanlite.data.packing import Mixture, PackedSequences, Sequences, SplitSequences, ValidationSequences
@@ -43,12 +43,14 @@ def tokenizer_of_run(model: Model, checkpoint: Checkpoint, parallelism: Parallel
     return tokenizer.fit(Rows(model.vocab_size, option, f"{advice}choose another model.hf_assets_path"))
 
 
-def check_data(config: Config) -> None:
+def check_data(
+    model: Model, checkpoint: Checkpoint, parallelism: Parallelism, training: Training, validation: Validation
+) -> None:
     """Raise ConfigError with a line for each reason that a run cannot use its tokenizer, its chat template, or the
     files of its datasets. Names of datasets on the hub are not looked up."""
     tokenizers: list[Tokenizer] = []  # none if it cannot be used
-    sources = [each.source for each in token_caches(config.training, config.validation)]
-    sources += [Source(config.training)] if config.training.streaming else []
+    sources = [each.source for each in token_caches(training, validation)]
+    sources += [Source(training)] if training.streaming else []
 
     def check_source(source: Source) -> None:
         with contextlib.redirect_stdout(None):  # a run names the files, once
@@ -57,7 +59,7 @@ def check_data(config: Config) -> None:
             tokenizer.call(template.identity_of)
 
     checks = [functools.partial(check_source, source) for source in sources]
-    check_all(lambda: tokenizers.append(tokenizer_of_run(config.model, config.checkpoint, config.parallelism)), *checks)
+    check_all(lambda: tokenizers.append(tokenizer_of_run(model, checkpoint, parallelism)), *checks)
 
 
 class CacheOfRun(NamedTuple):

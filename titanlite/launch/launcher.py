@@ -87,7 +87,7 @@ def check_folders(loaded: LoadedConfig[Config]) -> None:
     config = loaded.config.replace(checkpoint__initial_load_path=loaded.config.initial_weights)
     check_all(
         lambda: check_initial_weights(config.job, config.checkpoint, config.model, loaded.origins),
-        lambda: check_data(config),
+        lambda: check_data(config.model, config.checkpoint, config.parallelism, config.training, config.validation),
     )
 
 

@@ -582,8 +582,9 @@ def test_a_text_has_no_more_tokens_than_the_model_has_positions(limit: dict[str,
 def test_half_of_a_surrogate_pair_is_replaced(assets, tmp_path: Path, capsys):
     """As in a document."""
     build_hf("llama", vocab_size=400).save_pretrained(tmp_path / "hf")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a\udcffb"}))
     arguments = (tmp_path / "hf", "--tokenizer", assets.folder, "--max-new-tokens", 3)
-    assert run(capsys, *arguments, "a\udcffb") == run(capsys, *arguments, "a\ufffdb")
+    assert run(capsys, *arguments, "--prompts", tmp_path / "prompts.jsonl") == run(capsys, *arguments, "a\ufffdb")
 
 
 def test_a_model_with_fewer_tokens_than_the_tokenizer(tmp_path: Path, capsys):

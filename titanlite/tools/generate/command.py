@@ -96,8 +96,7 @@ def main(argv: list[str]) -> int:
         from titanlite.techniques.data.chat_template import encode_questions  # here, since other prompts need none
 
         prompts = tokenizer.call(encode_questions, texts)
-        for text, prompt in zip(texts, prompts, strict=True):
-            tokenizer.rows.require(text, prompt)
+        list(map(tokenizer.rows.require, texts, prompts))  # raises ConfigError for an id without a row
     else:
         prompts = encode_prompts(tokenizer, texts)
     launch = Launch.from_environment(torch.cuda.device_count())
