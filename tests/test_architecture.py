@@ -40,7 +40,7 @@ HEART = (
 # What a run with checkpoints imports, and with a token cache to build, is counted in tests/test_train.py; so is what a
 # rank of tensor and pipeline parallel imports, with compiled blocks, float8 and asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
-LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_560, 30_122
+LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_695, 30_122
 CEILINGS = {
     "heart": 3571,
     "config": 2948,

@@ -148,12 +148,12 @@ def report(folder: Path, precision: str) -> None:
         print(f"    {phase:<9} {what:<9} {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}", flush=True)
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="some of PRECISIONS, separated by ;")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="keep the runs here, and use those that are there")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     precisions = arguments.only.split(";") if arguments.only else [*PRECISIONS]
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
@@ -166,4 +166,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -150,6 +150,9 @@ def _draw_stages(rng: Random, n_layers: int, n_stages: int) -> list[list[str]]:
 def _draw_model(rng: Random, degrees: dict[str, int], options: Options, width: int) -> Options:
     """Draw the dimensions of a model that tensor parallelism and Ulysses can shard. `width` divides most of them."""
     tensor, groups = degrees["tp"], degrees["tp"] * degrees["ulysses"]
+    if options.get("model.rope_scaling_factor", 1) == 1:  # the others are rejected then, in a config drawn by itself
+        for key in [key for key in options if key.startswith("model.rope_") and key != "model.rope_theta"]:
+            del options[key]
     latent = bool(SIZES[options.get("model.flavor", "debug")].get("mla")) or rng.random() < 0.12
     n_kv_heads, shared = groups * rng.choice([1, 1, 2]), rng.choice([1, 2, 3])
     n_heads = n_kv_heads * (1 if latent else shared)

@@ -136,11 +136,12 @@ NOT_DRAWN = {
     ],
     "it says how a model is exported, or is of a rotary table only": [
         *("model.hf_model_type", "model.rope_short_factors", "model.rope_long_factors", "model.llama4_scaling_beta"),
+        "model.new_tokens",
     ],
     "it needs a tokenizer with a chat template, or the hub": [
         *("model.hf_assets_path", "training.dataset_config", "training.dataset_split", "training.dataset_text_key"),
         *("training.dataset_format", "training.dataset_messages_key", "training.dataset_prompt_key"),
-        *("training.dataset_response_key", "training.long_conversations"),
+        *("training.dataset_response_key", "training.long_conversations", "training.special_tokens_in_text"),
     ],
     "the layout of one replica group is compared": ["fault_tolerance"],
     "it needs CUDA": ["parallelism.enable_async_tensor_parallel"],
