@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.build_llama import build_llama
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run import RunCheckpoints
 from titanlite.config import Config, ConfigError, Launch
@@ -20,6 +19,7 @@ from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
 from titanlite.data.open import build_tokenizer, open_sequences
+from titanlite.data.own import open_own
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.data.same_data import compared_over_ranks
 from titanlite.init import init_weights
@@ -31,6 +31,7 @@ from titanlite.metrics import provenance
 from titanlite.metrics.flops import flops_per_token
 from titanlite.model import Llama
 from titanlite.optimizer import build_adam, parameter_groups
+from titanlite.own import PLAIN, Own
 from titanlite.parallel.fsdp import use_in_place
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
@@ -58,25 +59,29 @@ def set_seed(debug: Debug, rank: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def meta_model(config: Config, modules: Collection[str] | None = None) -> Llama:
+def meta_model(config: Config, modules: Collection[str] | None = None, own: Own = PLAIN) -> Llama:
     """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
-    model = build_llama(config.model, max_seq_len=config.training.seq_len, modules=modules)
+    with torch.device("meta"):
+        model = Llama(config.model, own.block, max_seq_len=config.training.seq_len, modules=modules)
     return model.to(getattr(torch, config.training.dtype))
 
 
-def parameter_sizes(config: Config) -> dict[str, int]:
+def parameter_sizes(config: Config, own: Own = PLAIN) -> dict[str, int]:
     """Return the number of elements of each parameter of the full model, by name."""
-    return {name: parameter.numel() for name, parameter in meta_model(config).named_parameters()}
+    return {name: parameter.numel() for name, parameter in meta_model(config, own=own).named_parameters()}
 
 
-def build_stage(config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device) -> Llama:
+def build_stage(
+    config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device, own: Own = PLAIN
+) -> Llama:
     """Return the named modules, or all, parallelized over the mesh, still on the meta device.
 
     Raises:
-        ConfigError: if float8 or int8 is enabled and the device lacks it, or no layer is converted.
+        ConfigError: for float8 or int8 that the device lacks or no layer has, or an own block that cannot be right.
     """
     parallelism, training = config.parallelism, config.training
-    stage = meta_model(config, modules)
+    stage = meta_model(config, modules, own)
+    own.check_blocks(stage, config.model, training, parallelism)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
@@ -85,13 +90,15 @@ def build_stage(config: Config, layout: Layout, modules: Collection[str] | None,
         convert_linear_layers(stage, config.float8, config.int8, **settings)
     if stage.output is not None:
         arguments = {"n_chunks": training.loss_chunks, "loss_parallel": not parallelism.disable_loss_parallel}
-        stage.output.loss = functools.partial(chunked_cross_entropy, **arguments)
-    sections = {"parallelism": parallelism, "training": training, "compile": config.compile}
+        stage.output.loss = functools.partial(chunked_cross_entropy, **arguments, token_loss=own.loss)
+    sections = {"parallelism": parallelism, "training": training, "compile": config.compile, "styles": own.styles}
     parallelize(stage, layout, **sections, activation_checkpoint=config.activation_checkpoint)
     return stage
 
 
-def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[Llama, dict[int, Llama]]:
+def build_model(
+    config: Config, layout: Layout, device: torch.device, own: Own = PLAIN
+) -> tuple[Llama, dict[int, Llama]]:
     """Return all modules of this rank as one model, sharded and with their initial weights, and its pipeline stages.
 
     Returns:
@@ -103,9 +110,10 @@ def build_model(config: Config, layout: Layout, device: torch.device) -> tuple[L
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
     stages: dict[int, Llama] = {}
+    own.check_loss(config.model.vocab_size, config.parallelism, layout.mesh["tp"].get_group(), device)
     for number, modules in enumerate(modules_of_stages):
         if ranks[number] == layout.mesh.get_local_rank("pp"):
-            stage = stages[number] = build_stage(config, layout, modules, device)
+            stage = stages[number] = build_stage(config, layout, modules, device, own)
             stage.materialize(device, weights_on_cpu=config.training.enable_cpu_offload)
             init_weights(stage, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
     first, *others = stages.values()
@@ -206,10 +214,11 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 
 
 def build_optimizer(
-    config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None
+    config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None, own: Own = PLAIN
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
-    optimizer = optimizer_for(model, config.optimizer, layout.mesh if layout else None)
+    build = own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
+    optimizer = build(model, config.optimizer)
     if stages and config.float8.precompute_float8_dynamic_scale_for_fsdp:
         from titanlite.parallel.float8 import precompute_scales
 
@@ -243,7 +252,7 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
     return build_adam(groups, section, section.name)
 
 
-def build_data(config: Config, *, builds_cache: bool) -> Data:
+def build_data(config: Config, *, builds_cache: bool, own: Own = PLAIN) -> Data:
     """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
@@ -252,6 +261,8 @@ def build_data(config: Config, *, builds_cache: bool) -> Data:
     Raises:
         ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
+    if own.data:
+        return Data(*open_own(own.data, config.model.vocab_size, config.training, config.validation, config.debug.seed))
     tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
@@ -308,7 +319,7 @@ def build_validation_batches(config: Config, layout: Layout, sequences: SplitSeq
 
 
 def build_metrics(
-    config: Config, launch: Launch, device: torch.device, sizes: dict[str, int]
+    config: Config, launch: Launch, device: torch.device, sizes: dict[str, int], own: Own = PLAIN
 ) -> tuple[metrics.ThroughputMeter, metrics.Logger]:
     """Return the meter of this rank, and the logger, which writes on rank 0 only. `sizes`: see `parameter_sizes`."""
     meter = metrics.ThroughputMeter(
@@ -319,22 +330,22 @@ def build_metrics(
     )
     if launch.rank > 0:
         return meter, metrics.Logger()
-    resolved = provenance.describe(device, launch.world_size) + config.toml()
+    resolved = provenance.describe(device, launch.world_size) + own.note() + config.toml()
     folder, steps = Path(config.job.dump_folder), config.training.steps
     return meter, metrics.MetricsLogger(folder, config.metrics, steps=steps, config=resolved)
 
 
 def build_checkpoints(
-    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals
+    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals, own: Own = PLAIN
 ) -> RunCheckpoints:
     """Return the checkpoints of a run. Every rank must call it."""
     training, checkpoint, checkpointer = config.training, config.checkpoint, None
     if checkpoint.enable:
-        identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity()}
+        identity = {"seed": config.debug.seed, "data": data.identity, **config.model.identity(), **own.identity()}
         if training.datasets:
             identity["mixture"] = data.train.identity
         may_differ = {"mixture"} if training.change_mixture_on_resume else set()
-        options = identity, config.comm, may_differ, options_of_run(config)
+        options = identity, config.comm, may_differ, options_of_run(config) | own.options()
         checkpointer = Checkpointer(Path(config.job.dump_folder), checkpoint, *options)
     return RunCheckpoints(checkpointer, checkpoint, model, optimizer, training.steps, signals)
 
@@ -354,9 +365,11 @@ def add_observers(
     guard: StepGuard,
     checkpoints: RunCheckpoints,
     logger: metrics.Logger,
+    own: Own = PLAIN,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
     training, validation, observers = config.training, config.validation, train_step.observers
+    observers += [own.metrics(train_step)] if own.metrics else []
     if config.debug.fingerprint_freq:
         from titanlite.techniques.fingerprints.observer import Fingerprints
 

@@ -12,6 +12,7 @@ data or the checkpoint is wrong (one line per problem); 1 anything else.
 import functools
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -33,12 +34,13 @@ from titanlite.metrics import logger as metrics
 from titanlite.metrics.profiling import collected_garbage, profilers
 from titanlite.metrics.summary import run_summary
 from titanlite.optimizer import set_lr
+from titanlite.own import PLAIN, Own, own_of
 from titanlite.parallel import mesh
 from titanlite.train_step import TrainStep
 
 
-def train(config: Config, launch: Launch, signals: Signals) -> None:
-    """Train to the last step, or to the end of the step during which some rank was asked to stop.
+def train(config: Config, launch: Launch, signals: Signals, own: Own = PLAIN) -> dict[str, float]:
+    """Train to the last step, or to the end of that during which some rank was asked to stop. Return its values by tag.
 
     Raises:
         ConfigError: if the data or the checkpoint does not fit the config.
@@ -51,19 +53,19 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     # Build the run. Only build.py knows which techniques a config asks for; nothing below asks again.
     mark("building the run")
     layout = mesh.build_layout(config.parallelism, device)
-    data = build.build_data(config, builds_cache=launch.local_rank == 0)
+    data = build.build_data(config, builds_cache=launch.local_rank == 0, own=own)
     mark("building the model")
-    model, stages = build.build_model(config, layout, device)
-    optimizer = build.build_optimizer(config, model, stages.values(), layout)
+    model, stages = build.build_model(config, layout, device, own)
+    optimizer = build.build_optimizer(config, model, stages.values(), layout, own)
     groups = build.build_groups(config, model, optimizer, data.identity, device, signals)
     train_step = build.build_train_step(config, layout, model, stages, device, groups)
     set_timeout(device, config.comm.init_timeout_seconds)  # new groups have torch's default
-    guard, sizes = build.build_guard(training, device), build.parameter_sizes(config)
-    meter, logger = build.build_metrics(config, launch, device, sizes)
+    guard, sizes = build.build_guard(training, device), build.parameter_sizes(config, own)
+    meter, logger = build.build_metrics(config, launch, device, sizes, own)
     log_rank0(run_summary(config, sum(sizes.values()), data.train, data.validation, meter.peak.source))
 
     # Resume from the newest checkpoint, or begin with given weights, or with the initial ones.
-    checkpoints = build.build_checkpoints(config, data, model, optimizer, signals)
+    checkpoints = build.build_checkpoints(config, data, model, optimizer, signals, own)
     saved = checkpoints.resume(config.model, config.debug.seed)
     guard.load(saved)
     step = last_step = saved.get("step", 0)
@@ -72,12 +74,13 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
     state = RunState(loader, guard, groups)
     groups.begin(last_step, saved, state, logger.remove_after)
     logger.begin(last_step)
-    build.add_observers(config, layout, train_step, optimizer, loader, guard, checkpoints, logger)
+    build.add_observers(config, layout, train_step, optimizer, loader, guard, checkpoints, logger, own)
     validator = build.build_validator(config, layout, data, train_step, signals)
-    parameters, is_first, is_last = list(model.parameters()), True, False
+    parameters, is_first, is_last, values = list(model.parameters()), True, False, dict[str, float]()
 
     profiling = profilers(config.job, config.profiling, launch.rank)
-    with checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
+    closed = closing(loader), closing(logger)
+    with closed[0], closed[1], checkpoints.finished_on_error(), profiling as profile, collected_garbage() as collect:
         for step in groups.steps(last_step, training.steps):
             mark("waiting for data", step)
             with meter.waiting_for_data():
@@ -129,10 +132,10 @@ def train(config: Config, launch: Launch, signals: Signals) -> None:
                 break
         test = functools.partial(loss_after_training, step + 1, loader, train_step, optimizer, guard.loss_scale)
         checkpoints.finish(groups.final_step(step, is_last=is_last), state, test)
-    mark("ending the run")
-    for each in (loader, logger, checkpoints):
-        each.close()
+        mark("ending the run")
+    checkpoints.close()
     guard.report_divergence(config.model.vocab_size)
+    return values
 
 
 def loss_after_training(
@@ -155,6 +158,7 @@ def main(argv: list[str]) -> None:
     heartbeat = None
     try:
         launch = Launch.from_environment(torch.cuda.device_count())
+        own, argv = own_of(argv)
         config = check(loaded := load_for_rank(argv), launch)
         heartbeat = watchdog.Watchdog(launch, config.comm, Path(config.job.dump_folder))
         with heartbeat:
@@ -169,8 +173,8 @@ def main(argv: list[str]) -> None:
                 lock_run(folders, config.job, lost=lambda message: heartbeat.end(f"error: {message}", status=1))
             process.keep_log(os.path.join(config.job.dump_folder, "logs"))
             with process_group(launch, config.comm, config.job.dump_folder):
-                require_same(options_of_run(config))
-                train(config, launch, process.signals)
+                require_same(options_of_run(config) | own.options())
+                train(config, launch, process.signals, own)
         if config.checkpoint.last_save_in_hf and launch.rank == 0:  # the other ranks need not wait for it
             from titanlite.checkpoint.export import export_last_step
 

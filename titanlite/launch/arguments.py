@@ -30,6 +30,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([f"command line: {message}; --help tells more"])
 
 
+def take_own(argv: list[str]) -> tuple[str, list[str]]:
+    """Return FILE.py:NAME of `--own`, "" without it, and the other arguments."""
+    parser = Parser("titanlite COMMAND CONFIG --own FILE.py:NAME", None)
+    parser.add_argument("--own", default="", metavar="FILE.py:NAME", help="own block, loss, data: docs/extend.md")
+    arguments, others = parser.parse_known_args(argv)
+    return arguments.own, others
+
+
 def number(kind: type, expected: str, accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
     """Return a function that reads an argument as a number that it accepts, which `expected` says in words."""
 

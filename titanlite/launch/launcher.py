@@ -1,6 +1,6 @@
 """Start a config's ranks on this node with torchrun's agent.
 
-    titanlite train CONFIG [--section.key=value ...]
+    titanlite train CONFIG [--section.key=value ...] [--own FILE.py:NAME]
 
 Environment:
     NGPU=N          ranks on this node, instead of what the config's degrees ask for
@@ -33,6 +33,7 @@ from titanlite.config.launch import (
 from titanlite.config.loader import show
 from titanlite.config.reference import help_text
 from titanlite.config.schema import count_parameters
+from titanlite.launch.arguments import take_own
 from titanlite.launch.checked_config import CHECKED_CONFIG, write_for_ranks
 from titanlite.launch.process import ENDS_WITH_STDIN, LOG_FOLDER, STARTED_BY, available_cores, listen_as_launcher
 
@@ -140,7 +141,7 @@ def main(argv: list[str]) -> int:
         print(f"{__doc__}\n{help_text()}")
         return 0
     signals = listen_as_launcher()
-    loaded = load(argv)
+    loaded = load(take_own(argv)[1])
     ranks = ranks_per_node(loaded, os.environ, count_devices())
     require_place(os.environ)
     if loaded.config.fault_tolerance.enable:

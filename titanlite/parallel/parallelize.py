@@ -3,6 +3,7 @@
 import functools
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlite.model import Llama
@@ -20,6 +21,7 @@ def parallelize(
     training: Training,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
+    styles: dict[str, ParallelStyle] | None = None,
 ) -> None:
     """Parallelize a model, or one pipeline stage of it, on the meta device over the mesh, in place.
 
@@ -36,7 +38,7 @@ def parallelize(
     has no context parallel, no document mask, no sliding window shorter than the sequence and no sinks.
     """
     tensor_mesh = layout.mesh["tp"] if layout.mesh["tp"].size() > 1 else None
-    shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None)
+    shard_weights(stage, tensor_mesh, layout.expert_mesh["ep"] if layout.expert_mesh else None, styles)
     if training.attention_backend != "auto":
         from titanlite.parallel.tiled_attention import TiledAttention
 
@@ -59,30 +61,32 @@ def parallelize(
     apply_fsdp(stage, layout, parallelism, training, shard_block)
 
 
-def shard_weights(stage: Llama, tensor_mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None) -> None:
+def shard_weights(
+    stage: Llama, tensor: DeviceMesh | None, expert: DeviceMesh | None, own: dict[str, ParallelStyle] | None = None
+) -> None:
     """Shard the weights of a model, or of one pipeline stage, over a one-dimensional mesh, in place; None: not.
 
-    `expert_mesh`: the ranks that experts are partitioned over. Without, they are sharded over `tensor_mesh`.
+    `expert`: the ranks that experts are partitioned over. Without, they are sharded over `tensor`. `own`: own styles.
     """
     blocks = stage.layers.values()
-    if tensor_mesh:
+    if tensor:
         from titanlite.parallel.tensor import apply_tensor_parallel
 
-        apply_tensor_parallel(stage, tensor_mesh)
-    for block in blocks if tensor_mesh else ():
+        apply_tensor_parallel(stage, tensor, own)
+    for block in blocks if tensor else ():
         if hasattr(block.attention, "wkv_a"):
             from titanlite.techniques.latent_attention_tensor import shard_latent_attention
 
-            shard_latent_attention(block.attention, tensor_mesh)
+            shard_latent_attention(block.attention, tensor)
         if getattr(block.attention, "norms_all_heads", False):
             from titanlite.techniques.norm_over_heads import shard_norms
 
-            shard_norms(block.attention, tensor_mesh)
-        if hasattr(block.attention.inner_attention, "sinks"):
+            shard_norms(block.attention, tensor)
+        if hasattr(getattr(block.attention, "inner_attention", None), "sinks"):
             from titanlite.techniques.attention_sinks import shard_sinks
 
-            shard_sinks(block.attention.inner_attention, tensor_mesh)
-    if expert_mesh or (tensor_mesh and any(hasattr(block.feed_forward, "experts") for block in blocks)):
+            shard_sinks(block.attention.inner_attention, tensor)
+    if expert or (tensor and any(hasattr(block.feed_forward, "experts") for block in blocks)):
         from titanlite.techniques.moe.parallel import apply_expert_parallel
 
-        apply_expert_parallel(blocks, tensor_mesh, expert_mesh)
+        apply_expert_parallel(blocks, tensor, expert)

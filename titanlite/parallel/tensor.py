@@ -94,9 +94,10 @@ ENDS: dict[str, ParallelStyle] = {
 # fmt: on
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, but for experts, latent attention and
-    norms of all heads together, which `parallelize` shards."""
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, own: dict[str, ParallelStyle] | None = None) -> None:
+    """Shard a model or a pipeline stage over a one-dimensional mesh, in place, except experts, latent attention and
+    norms of all heads together, which `parallelize` shards. Own styles come before those of BLOCK_STYLES."""
+    styles = {**BLOCK_STYLES, **(own or {})}
     # fully_shard warns of each module whose output is a view, since in-place operations on it would lose a hook. The
     # outputs of parallelized modules are views of DTensors, and the model has no in-place operation.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
@@ -107,7 +108,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             del modules["feed_forward"]
         if "attention.wkv_a" in modules:
             modules = {name: module for name, module in modules.items() if name.split(".")[0] != "attention"}
-        elif block.attention.norms_all_heads:
+        elif getattr(block.attention, "norms_all_heads", False):
             del modules["attention.q_norm"], modules["attention.k_norm"]
-        parallelize_module(block, mesh, {name: style for name, style in BLOCK_STYLES.items() if name in modules})
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
     model.tie()

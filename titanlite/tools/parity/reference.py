@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from titanlite import build
 from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config
+from titanlite.data.own import open_own
 from titanlite.data.packing import PackedSequences, Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launch.progress import progress
-from titanlite.loss import IGNORED, cross_entropy
+from titanlite.loss import IGNORED, TokenLoss, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import scale_gradients, set_lr
+from titanlite.own import PLAIN, Own
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
@@ -35,7 +37,7 @@ def trace_of(kind: str, tensors: dict[str, Tensor]) -> Trace:
 
 
 class RandomSequences:
-    """Sequences of random tokens, computed from the seed and the global index alone.
+    """Sequences of random tokens, computed from the seed and the global index alone, or of own data.
 
     The number of valid targets differs much from one sequence to the next, so that a loss averaged over ranks or
     gradient accumulation steps, instead of over tokens, differs from the reference. They count as a mixture of three
@@ -44,10 +46,14 @@ class RandomSequences:
 
     names = ("a", "b", "c")
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, own: Own = PLAIN):
         self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
+        sections = config.training, config.validation.model_copy(update={"enable": False})
+        self.own = open_own(own.data, self.vocab_size, *sections, self.seed)[0] if own.data else None
 
     def __getitem__(self, index: int) -> Sequence:
+        if self.own:
+            return self.own[index]
         generator = np.random.RandomState((self.seed % 2**32, index))  # numpy takes no larger seed
         tokens = generator.randint(self.vocab_size, size=self.seq_len + 1)
         ends = generator.random_sample(self.seq_len) < 3 / self.seq_len  # about four documents
@@ -63,7 +69,12 @@ class RandomSequences:
 
 
 def token_losses(
-    model: nn.Module, compute_dtype: torch.dtype, tokens_BT: Tensor, targets_BT: Tensor, *masked: Tensor | Documents
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    *masked: Tensor | Documents,
+    loss: TokenLoss = cross_entropy,
 ) -> Tensor:
     """Return the loss of each token, [B, T] in nats, and 0 where the target is IGNORED. The model computes with its
     weights in `compute_dtype`, but for routers. `masked`: positions and documents, where there is a document mask."""
@@ -72,12 +83,12 @@ def token_losses(
         for name, parameter in model.named_parameters()
     }
     logits = torch.func.functional_call(model, weights, (tokens_BT, *masked))
-    return cross_entropy(logits.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT)
+    return loss(logits.flatten(0, 1), targets_BT.flatten(), None).view_as(targets_BT)
 
 
-def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
+def run_reference(config: Config, device: torch.device, *, steps: int, own: Own = PLAIN) -> Trace:
     """Take training steps of a resolved config in this process alone."""
-    training, model = config.training, build.meta_model(config)
+    training, model = config.training, build.meta_model(config, own=own)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers
 
@@ -86,9 +97,9 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         convert_linear_layers(model, float8, config.int8, tensor_parallel_degree=degree, device=device)
     model.materialize(device)
     init_weights(model, seed=config.debug.seed, n_layers=config.model.n_layers, device=device)
-    optimizer = build.build_optimizer(config, model)
+    optimizer = build.build_optimizer(config, model, own=own)
     balance = build.build_balance(config, model, device)
-    sequences, batch_size = RandomSequences(config), training.global_batch_size
+    sequences, batch_size = RandomSequences(config, own), training.global_batch_size
     compute_dtype = getattr(torch, training.mixed_precision_param)
     scale = training.initial_loss_scale if compute_dtype == torch.float16 else 1.0
     parameters = dict(model.named_parameters())
@@ -99,11 +110,11 @@ def run_reference(config: Config, device: torch.device, *, steps: int) -> Trace:
         tokens, targets, positions = (torch.from_numpy(np.stack(column)) for column in zip(*batch, strict=True))
         tokens, targets = tokens.to(device), targets.to(device)
         masked = (positions.to(device), Documents(positions)) if training.document_mask else ()
-        losses = token_losses(model, compute_dtype, tokens, targets, *masked)
+        losses = token_losses(model, compute_dtype, tokens, targets, *masked, loss=own.loss)
         valid = targets != IGNORED
         datasets = torch.arange((step - 1) * batch_size, step * batch_size, device=device) % len(sequences.names)
-        own = [datasets == number for number in range(len(sequences.names))]
-        means = [losses[rows].detach().double().sum() / valid[rows].sum().clamp(min=1) for rows in own]
+        members = [datasets == number for number in range(len(sequences.names))]
+        means = [losses[rows].detach().double().sum() / valid[rows].sum().clamp(min=1) for rows in members]
         return losses.sum() / valid.sum(), torch.stack(means)
 
     trace = trace_of("initial weight", parameters)

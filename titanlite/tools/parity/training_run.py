@@ -13,6 +13,7 @@ from titanlite.launch.process import Signals
 from titanlite.launch.process_group import device_of
 from titanlite.launch.progress import progress
 from titanlite.optimizer import set_lr
+from titanlite.own import PLAIN, Own
 from titanlite.parallel import mesh
 from titanlite.techniques.data.dataset_losses import DatasetLosses
 from titanlite.tools.parity.reference import RandomSequences, Trace, trace_of
@@ -25,15 +26,17 @@ class TrainingRun:
     With a checkpointer, it resumes from the newest checkpoint. `last_step` is the step of that; 0 without one.
     """
 
-    def __init__(self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None):
+    def __init__(
+        self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None, own: Own = PLAIN
+    ):
         self.device = device
         self.layout = mesh.build_layout(config.parallelism, device)
-        self.model, stages = build.build_model(config, self.layout, device)
+        self.model, stages = build.build_model(config, self.layout, device, own)
         self.train_step = build.build_train_step(config, self.layout, self.model, stages, device)
-        self.optimizer = build.build_optimizer(config, self.model, stages.values(), self.layout)
+        self.optimizer = build.build_optimizer(config, self.model, stages.values(), self.layout, own)
         saved = checkpointer.resume(self.model, self.optimizer) if checkpointer else None
         self.last_step, state = (saved["step"], saved["data"]) if saved else (0, None)
-        sequences, config = RandomSequences(config), config.replace(training__datasets=[])
+        sequences, config = RandomSequences(config, own), config.replace(training__datasets=[])
         self.loader = build.build_loader(config, self.layout, sequences, device=device, state=state)
         self.guard = build.build_guard(config.training, device)
         self.parameters = dict(self.model.named_parameters())
@@ -63,12 +66,14 @@ class TrainingRun:
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
-def run_layout(config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None) -> Trace:
+def run_layout(
+    config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None, own: Own = PLAIN
+) -> Trace:
     """Take training steps of a resolved config on all ranks, and with a checkpointer save after the last one.
 
     Every rank must call it. Each returns the trace of the full model.
     """
-    run = TrainingRun(config, device_of(launch), checkpointer)
+    run = TrainingRun(config, device_of(launch), checkpointer, own)
     last_step, sections = run.last_step + steps, (run.train_step, config.training)
     dataset_losses = DatasetLosses(run.loader.sequences, run.loader, *sections, data_rank=run.layout.data_rank)
     run.train_step.observers.append(dataset_losses)

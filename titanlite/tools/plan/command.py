@@ -29,12 +29,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--explore", type=new_file, metavar="FILE", help="also write a page of layouts around this one")
     text = "values of an axis of --explore: tp, pp, cp, dp_replicate, batch, ac or device, as in device=h100,b200"
     parser.add_argument("--grid", action="append", metavar="AXIS=VALUE,VALUE", help=text)
+    parser.add_argument("--own", default="", metavar="FILE.py:NAME", help="own block, loss, data: docs/extend.md")
     begin = time.monotonic()
     arguments, config_arguments = parser.parse_known_args(argv)
     if arguments.grid and not arguments.explore:
         parser.error("--grid is an option of --explore")
+    if arguments.own and arguments.explore:
+        parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments)
     # Here, since it takes seconds to import torch, and --help and wrong options need none.
+    from titanlite.own import load_own
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict
@@ -44,7 +48,7 @@ def main(argv: list[str]) -> int:
 
         axes = make_axes(loaded.config, arguments.grid or [])
     planning = time.monotonic()
-    plan = make_plan(loaded, show_progress=True)
+    plan = make_plan(loaded, own=load_own(arguments.own), show_progress=True)
     seconds = time.monotonic() - planning
     tables = [comparison_table(plan, arguments.against)] if arguments.against else []
     if note := assumption(loaded.config, plan.world_size):

@@ -20,6 +20,7 @@ from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.launch.process import Signals
 from titanlite.model import Llama
+from titanlite.own import PLAIN, Own
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
@@ -91,15 +92,15 @@ def dry_run(
     config: Config,
     names: Sequence[str],
     number: int,
+    own: Own = PLAIN,
     *,
     pipeline_rank: int,
     fused: Collection[str] = (),
     fold: bool = True,
 ) -> DryRun:
-    """Run one training step of a stage, given by the names of its modules and its number.
+    """Run one training step of a stage, given by the names of its modules and its number, on a pipeline rank.
 
     Args:
-        pipeline_rank: the rank that has the stage.
         fused: which of "model" and "loss" to treat as compiled (fusion.py).
         fold: leave out repeated layers; False runs all of them, to test that this makes no difference.
     """
@@ -111,7 +112,7 @@ def dry_run(
         stack.enter_context(fake_world(rank, parallelism.world_size))
         layout = mesh.build_layout(parallelism, CPU)
         axes = axes_of_groups(layout)
-        stage = _build_stage(config, layout, folded.names, compiled="model" in fused)
+        stage = _build_stage(config, layout, folded.names, own, compiled="model" in fused)
         if config.optimizer.state_dtype in QUANTIZED_STATES:
             from titanlite.techniques.low_bit_adam import create_value_tables  # here: the import takes a second
 
@@ -128,7 +129,7 @@ def dry_run(
             stack.enter_context(expert_load.assumed(config, lambda: trace.record(HostWait())))
         stage.materialize(CPU)
         fsdp.use_in_place(stage, parallelism, config.training)
-        optimizer = build.build_optimizer(config, stage, [stage])
+        optimizer = build.build_optimizer(config, stage, [stage], own=own)
         create_states(optimizer)
         balance = build.build_balance(config, stage, CPU)
         persistent, gradients, rotary, scale = _persistent(trace, stage, optimizer, folded)
@@ -149,9 +150,9 @@ def dry_run(
     return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
 
 
-def _build_stage(config: Config, layout: mesh.Layout, names: list[str], *, compiled: bool) -> Llama:
+def _build_stage(config: Config, layout: mesh.Layout, names: list[str], own: Own, *, compiled: bool) -> Llama:
     """Build a stage, of which only the operators of experts are compiled: fusion.py models the rest."""
-    stage = build.build_stage(config, layout, names, CPU)
+    stage = build.build_stage(config, layout, names, CPU, own)
     for block in stage.layers.values():
         if compiled and hasattr(block.feed_forward, "experts"):
             block.feed_forward.compile_operators(config.compile.backend)

@@ -1,6 +1,7 @@
 """Plan a config: dry runs of its stages, and what they add up to on the device that the config names."""
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress_bar import progress_bar
 from titanlite.metrics import devices
 from titanlite.metrics.flops import flops_per_token
+from titanlite.own import PLAIN, Own
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.find_device import find_device
@@ -76,6 +78,7 @@ def make_plan(
     *,
     world_size: int | None = None,
     cache: dict[str, list[DryRun]] | None = None,
+    own: Own = PLAIN,
     **options: bool,
 ) -> Plan:
     """Plan a run. Raises ConfigError as `resolve` does.
@@ -91,7 +94,7 @@ def make_plan(
     schedule = parallelism.pipeline_parallel_schedule
     ranks = rank_of_stage(schedule, degree, len(names))
     cache, key = {} if cache is None else cache, config.replace(plan__device=device.kind).toml()
-    dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, **options)
+    dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, own, **options)
     actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
 
@@ -110,7 +113,7 @@ def make_plan(
     degrees += [parallelism.ring_degree, parallelism.context_parallel_ulysses_degree, shards]
     if (expert := parallelism.expert_parallel_degree) > 1:  # these have groups of their own; see mesh.py
         degrees += [expert, shards * parallelism.tensor_parallel_degree // expert]
-    sizes, overhead = build.parameter_sizes(config), overhead_bytes(device, degrees)
+    sizes, overhead = build.parameter_sizes(config, own), overhead_bytes(device, degrees)
     of_tp = [size // count for (_, name), (count, size) in step.cost.communication.items() if "overlapped" in name]
     overhead |= {"symmetric memory": 2 * max(of_tp) // parallelism.tensor_parallel_degree} if of_tp else {}
     return Plan(
@@ -172,27 +175,35 @@ def config_for_dry_run(config: Config) -> Config:
 
 
 def _dry_run_stages(
-    config: Config, stages: list[list[str]], ranks: list[int], *, fold: bool = True, show_progress: bool = False
+    config: Config,
+    stages: list[list[str]],
+    ranks: list[int],
+    own: Own,
+    *,
+    fold: bool = True,
+    show_progress: bool = False,
 ) -> list[DryRun]:
-    """Return the dry run of each stage; stages that are alike share one. Each has its own process, because torch keeps
-    the process groups of a world until the process ends. fold=False runs repeated layers, too, to test that this makes
-    no difference; show_progress is on standard error."""
+    """Return the dry run of each stage; stages that are alike share one, but own blocks may differ. Each has its own
+    process, because torch keeps the process groups of a world until the process ends. fold=False runs repeated layers,
+    too, to test that this makes no difference; show_progress is on standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
+    fold = fold and own.block is PLAIN.block
+    kind_of = functools.partial(kind_of_stage, config) if fold else tuple
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
-        kinds.setdefault(kind_of_stage(config, names), number)
+        kinds.setdefault(kind_of(names), number)
     futures: dict[tuple, Future[DryRun]] = {}
     with (
         process_pool(len(kinds), preload="titanlite.tools.plan.dry_run", single_use=True) as pool,
         progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
     ):
         for kind, number in kinds.items():
-            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold}
+            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold, "own": own}
             futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
         for _ in as_completed(futures.values()):
             advance(1)
-    return [futures[kind_of_stage(config, names)].result() for names in stages]
+    return [futures[kind_of(names)].result() for names in stages]
 
 
 def kind_of_stage(config: Config, names: list[str]) -> tuple:

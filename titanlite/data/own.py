@@ -1,0 +1,55 @@
+"""Own data (own.py): sequences that the user's object has by their index."""
+
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.loader import ConfigError
+from titanlite.config.schema import Training, Validation
+from titanlite.data.packing import PackedSequences, Sequence
+from titanlite.loss import IGNORED
+
+
+class OwnSequences:
+    """Sequences of an object whose [index] is the T + 1 tokens of one, the same at any time and on any rank, or a
+    titanlite.data.packing.Sequence. If it has a len, epochs follow one another; a validation split `pads` instead."""
+
+    def __init__(self, data: Any, training: Training, vocab_size: int, *, pads: bool = False):
+        self.data, self.seq_len, self.vocab_size, self.pads = data, training.seq_len, vocab_size, pads
+        self.n_sequences = len(data) if hasattr(data, "__len__") else 2**62
+
+    def __str__(self) -> str:
+        return f"sequences of {type(self.data).__name__}"
+
+    def __getitem__(self, index: int) -> Sequence:
+        positions = np.arange(self.seq_len)
+        if self.pads and index >= self.n_sequences:
+            return Sequence(positions * 0, np.full(self.seq_len, IGNORED), positions)
+        item = self.data[index % self.n_sequences]
+        if not isinstance(item, Sequence):
+            item = Sequence(np.asarray(item)[:-1], np.asarray(item)[1:], positions)
+        ids = np.append(item.inputs, item.targets[item.targets != IGNORED])
+        if {each.shape for each in item} != {(self.seq_len,)} or ids.dtype.kind not in "iu":
+            problem = f"{item.inputs.shape} inputs and {item.targets.shape} targets, {ids.dtype}"
+            raise ConfigError([f"own.data: sequence {index} has {problem}; expected {self.seq_len + 1} integers"])
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            problem = f"own.data: sequence {index} has tokens from {ids.min()} to {ids.max()}; model.vocab_size is "
+            raise ConfigError([f"{problem}{self.vocab_size}"])
+        return Sequence(*(each.astype(np.int64) for each in item))
+
+    read = PackedSequences.read
+
+
+def open_own(
+    build: Any, vocab_size: int, training: Training, validation: Validation, seed: int
+) -> tuple[OwnSequences, OwnSequences | None, str]:
+    """Return the splits of own data and its identity. Raises ConfigError for options that ask for other data."""
+    others = {"datasets": training.datasets, "streaming": training.streaming}
+    problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
+    data = build(training, vocab_size, seed)
+    if validation.enable and not hasattr(data, "validation"):
+        problems.append("validation.enable = true: own.data has no `validation`, sequences with a len; set false")
+    if problems:
+        raise ConfigError(problems)
+    validated = OwnSequences(data.validation, training, vocab_size, pads=True) if validation.enable else None
+    return OwnSequences(data, training, vocab_size), validated, f"own {type(data).__name__}/{training.seq_len}/{seed}"
