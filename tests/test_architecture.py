@@ -45,15 +45,15 @@ CEILINGS = {
     "heart": 3571,
     "config": 2953,
     "config of Hugging Face": 1369,
-    "data": 2288,
-    "checkpoint": 1745,
+    "data": 2296,
+    "checkpoint": 1748,
     "launch": 2029,
-    "metrics": 842,
+    "metrics": 843,
     "files": 311,
     "hf": 938,
     "techniques": 4377,
-    "tools": 9441,
-    "other": 425,
+    "tools": 9437,
+    "other": 421,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
 changed only in a commit that says what left."""
