@@ -19,14 +19,12 @@ from titanlite.launch import process, progress
 from titanlite.launch.process_group import process_group
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.launch.same_config import options_of_run, require_same
-from titanlite.own import PLAIN, Own, load_own
+from titanlite.own import Own, load_own
 from titanlite.parallel import mesh
 from titanlite.tools.parity.standard_set import verdicts
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan
 from titanlite.train import train
-
-__all__ = ["ConfigError", "Own", "RunResult", "TrainingError", "load", "parity", "plan", "run"]
 
 
 class RunResult(NamedTuple):
@@ -46,7 +44,7 @@ def load(argv: list[str]) -> Config:
     return config.load(argv).config
 
 
-def run(argv: list[str], own: Own | str = PLAIN) -> RunResult:
+def run(argv: list[str], own: Own | str = "") -> RunResult:
     """Train in this process, as `titanlite train` does, and return. Under torchrun every rank calls it; otherwise this
     process is the only one. Signal handlers stay as they are. `argv` is that of `load`, `own` an Own or "FILE.py:NAME".
 
@@ -55,7 +53,7 @@ def run(argv: list[str], own: Own | str = PLAIN) -> RunResult:
         TrainingError: if the loss is not finite too often, a checkpoint cannot be written, or another run has taken the
             folder over.
     """
-    loaded, own, signals, lost = config.load(argv), _own(own), process.Signals(), list[str]()
+    loaded, own, signals, lost = config.load(argv), load_own(own), process.Signals(), list[str]()
     launch, parallelism = Launch.from_environment(torch.cuda.device_count()), loaded.config.parallelism
     ranks = parallelism.ranks_per_shard * max(parallelism.data_parallel_shard_degree, 1)
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
@@ -96,17 +94,13 @@ def run(argv: list[str], own: Own | str = PLAIN) -> RunResult:
     return RunResult(metrics.get("loss_metrics/global_avg_loss"), Path(job.dump_folder), metrics)
 
 
-def plan(argv: list[str], own: Own | str = PLAIN) -> Plan:
+def plan(argv: list[str], own: Own | str = "") -> Plan:
     """Return the memory and step time of a config on the hardware that it names; the arguments are those of `run`, but
     `own` is of a file. Raises ConfigError as `run` does, and if the device is unknown."""
-    return make_plan(config.load(argv), own=_own(own))
+    return make_plan(config.load(argv), own=load_own(own))
 
 
-def parity(argv: list[str], own: Own | str = PLAIN, *, dtype: str = "float64", steps: int = 3) -> dict[str, str]:
+def parity(argv: list[str], own: Own | str = "", *, dtype: str = "float64", steps: int = 3) -> dict[str, str]:
     """Compare a standard set of layouts with a single process on this machine's CPUs, as `titanlite parity --all` does.
     Return a verdict by layout, which begins with equal, DIFFERENT, FAILED or impossible. Raises as `plan` does."""
-    return dict(verdicts(argv, _own(own), dtype, steps))
-
-
-def _own(own: Own | str) -> Own:
-    return load_own(own) if isinstance(own, str) else own
+    return dict(verdicts(argv, load_own(own), dtype, steps))

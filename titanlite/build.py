@@ -374,7 +374,7 @@ def add_observers(
         from titanlite.techniques.fingerprints.observer import Fingerprints
 
         sections = config.debug, config.job, training, config.optimizer, config.float8, config.int8
-        model, shard = meta_model(config), sequence_share(config, layout)["shard"]
+        model, shard = meta_model(config, own=own), sequence_share(config, layout)["shard"]
         observers.append(Fingerprints(*sections, model, layout, shard, train_step, optimizer, guard))
     if training.datasets:
         from titanlite.techniques.data.dataset_losses import DatasetLosses

@@ -159,11 +159,11 @@ def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
     return {f"{n}.{key}": text for n in after for key in after[n] if after[n][key] is not before[n].get(key)}
 
 
-def load_own(place: str) -> Own:
-    """Return the Own that FILE.py:NAME names; "": PLAIN. No folder is put on sys.path. Raises ConfigError with a line
-    if that fails."""
-    if not place:
-        return PLAIN
+def load_own(place: str | Own) -> Own:
+    """Return the Own that FILE.py:NAME names, or is given; "": PLAIN. No folder is put on sys.path. Raises ConfigError
+    with a line if that fails."""
+    if not place or isinstance(place, Own):
+        return place or PLAIN
     file, _, name = place.rpartition(":")
     path = Path(file).absolute()
     try:

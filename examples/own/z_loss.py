@@ -1,7 +1,5 @@
-"""Another loss: cross entropy + 1e-4 log(Z)^2, which keeps logits small (PaLM, arXiv:2204.02311, section 5).
-
-titanlite train debug_tp --own examples/own/z_loss.py:own
-"""
+"""Another loss: cross entropy + 1e-4 log(Z)^2, which keeps logits small (PaLM, arXiv:2204.02311).
+titanlite train debug_tp --own examples/own/z_loss.py:own"""
 
 import torch
 import torch.distributed as dist
@@ -18,18 +16,18 @@ class LogZ(torch.autograd.Function):
     def forward(ctx, logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         largest_N = wide_NV.amax(1)
-        if group is not None:
+        if group:
             dist.all_reduce(largest_N, dist.ReduceOp.MAX, group)
         sum_N = (wide_NV - largest_N[:, None]).exp().sum(1)
-        if group is not None:
+        if group:
             dist.all_reduce(sum_N, group=group)
         ctx.save_for_backward(wide_NV, log_z_N := largest_N + sum_N.log())
         return log_z_N
 
     @staticmethod
     def backward(ctx, grad_N: Tensor) -> tuple[Tensor, None]:
-        wide_NV, log_z_N = ctx.saved_tensors  # every rank has the same loss: no sum over ranks
-        return grad_N[:, None] * (wide_NV - log_z_N[:, None]).exp(), None
+        wide_NV, log_z_N = ctx.saved_tensors
+        return grad_N[:, None] * (wide_NV - log_z_N[:, None]).exp(), None  # all ranks have this grad_N
 
 
 def z_loss(logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:

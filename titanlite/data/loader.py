@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
+from titanlite.data.own import OwnSequences
 from titanlite.data.packing import Mixture, Sequence, Sequences, ShardState, SplitSequences
 from titanlite.model import Documents
 
@@ -91,6 +92,8 @@ class Loader:
         if self.training.datasets:
             self.mixture = sequences = sequences.resumed(state)
         state = state or {"next_sequence": 0}
+        if state.get("own"):
+            sequences.load(state["own"])
         self.position, self._again = state["next_sequence"], list[Batch]()
         # Checkpoints of earlier versions have no streaming_shards; they can be resumed unless their data was streamed.
         self._shard_states = {int(number): saved for number, saved in state.get("streaming_shards", {}).items()}
@@ -116,15 +119,11 @@ class Loader:
 
     def next(self) -> list[Batch]:
         """Return the batches of the next optimizer step, one per gradient accumulation step."""
-        if self._again:
-            batches, self._again = self._again, []
-            self.position += self.training.global_batch_size
-            return batches
-        item = self._ready.get()
+        item = (self._again, {}) if self._again else self._ready.get()
         if isinstance(item, Exception):
             self._ready.put(item)  # for the next call
             raise item
-        batches, shard_states = item
+        (batches, shard_states), self._again = item, []
         self.position += self.training.global_batch_size
         self._shard_states.update(shard_states)
         return batches
@@ -153,7 +152,8 @@ class Loader:
                 states = by_data_rank[(index - self.position) % self.data_parallel_degree]
                 if index in states:
                     shard_states[str(index)] = states[index]
-        state = {"next_sequence": self.position, "streaming_shards": shard_states}
+        own = {"own": self.sequences.state(self.position)} if isinstance(self.sequences, OwnSequences) else {}
+        state = {"next_sequence": self.position, "streaming_shards": shard_states, **own}
         return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
 
 

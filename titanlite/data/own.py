@@ -39,6 +39,14 @@ class OwnSequences:
 
     read = PackedSequences.read
 
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what a checkpoint has after `position` sequences were trained on, as plain JSON; more may be read."""
+        return self.data.state(position) if hasattr(self.data, "state") else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` has returned."""
+        self.data.load(state)
+
 
 def open_own(
     build: Any, vocab_size: int, training: Training, validation: Validation, seed: int

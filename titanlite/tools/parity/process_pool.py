@@ -1,7 +1,5 @@
 """Pools of ranks on this machine. Starting a rank takes seconds, a call milliseconds: a pool runs many calls."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re
@@ -9,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +16,8 @@ from titanlite.config import Config, ConfigError, Launch
 from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress import progress
 from titanlite.own import Own
-
-if TYPE_CHECKING:
-    from titanlite.tools.parity.reference import Trace
+from titanlite.tools.parity.reference import Trace
+from titanlite.tools.parity.training_run import run_layout
 
 
 class RankError(AssertionError):
@@ -105,8 +102,6 @@ def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int, own: Own) -
 
 def trace_of_rank_0(config: Config, steps: int, own: Own) -> Trace | None:
     """Run a layout on this rank of a pool and return its trace on rank 0, None on the others."""
-    from titanlite.tools.parity.training_run import run_layout  # here, since many pools run something else
-
     launch = Launch.from_environment(n_devices=0)
     trace = run_layout(config, launch, steps=steps, own=own)
     return trace if launch.rank == 0 else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titanlite.config import ConfigError, Launch, load
+from titanlite.config import Config, ConfigError, Launch, load
 from titanlite.own import Own
 from titanlite.tools.parity.compare import judge, tolerances
 from titanlite.tools.parity.process_pool import run_in_pool
@@ -45,16 +45,18 @@ def verdicts(arguments: list[str], own: Own, dtype: str, steps: int) -> Iterator
     model or the config does not allow it. `arguments` are those of `load`."""
     cpu, options = torch.device("cpu"), {"steps": steps, "own": own}
     for n_ranks, some in itertools.groupby(layouts(), lambda each: 4 if " x " in each[0] else 2):
-        configs, launch = {}, Launch(0, 0, n_ranks, n_ranks, n_devices=0)
+        configs: dict[str, Config | str] = {}
         for name, more in some:
             try:
-                configs[name] = smaller(load([*arguments, *more]), launch, dtype, own.place)[0]
+                loaded = load([*arguments, *more])
+                configs[name] = smaller(loaded, Launch(0, 0, n_ranks, n_ranks, n_devices=0), dtype, own.place)[0]
             except ConfigError as error:
-                yield name, f"impossible: {error.problems[0]}"
-        traces = run_in_pool(configs.values(), n_ranks, **options)
-        for (name, config), trace in zip(configs.items(), traces, strict=True):
-            if isinstance(trace, Exception):
-                yield name, f"FAILED: {f'{trace}'.splitlines()[-1]}"
+                configs[name] = f"impossible: {error.problems[0]}"
+        traces = run_in_pool([each for each in configs.values() if isinstance(each, Config)], n_ranks, **options)
+        for name, config in configs.items():
+            trace = next(traces) if isinstance(config, Config) else config
+            if not isinstance(trace, dict):
+                yield name, f"FAILED: {f'{trace}'.splitlines()[-1]}" if isinstance(trace, Exception) else trace
                 continue
             reference = run_reference(config, cpu, **options)
             yield name, judge(reference, trace, tolerances(config, reference, cpu, **options))[-1]

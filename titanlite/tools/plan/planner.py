@@ -188,8 +188,8 @@ def _dry_run_stages(
     too, to test that this makes no difference; show_progress is on standard error."""
     fused = config.compile.components if config.compile.enable else ()
     config = config_for_dry_run(config)
-    fold = fold and own.block is PLAIN.block
-    kind_of = functools.partial(kind_of_stage, config) if fold else tuple
+    is_own = own.block is not PLAIN.block
+    kind_of = tuple if is_own else functools.partial(kind_of_stage, config)
     kinds: dict[tuple, int] = {}
     for number, names in enumerate(stages):
         kinds.setdefault(kind_of(names), number)
@@ -199,7 +199,7 @@ def _dry_run_stages(
         progress_bar("dry run", total=len(kinds), unit="kinds of stages", enabled=show_progress) as advance,
     ):
         for kind, number in kinds.items():
-            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold, "own": own}
+            options = {"pipeline_rank": ranks[number], "fused": fused, "fold": fold and not is_own, "own": own}
             futures[kind] = pool.submit(dry_run, config, stages[number], number, **options)
         for _ in as_completed(futures.values()):
             advance(1)
