@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,10 +48,10 @@ FSDP, TP, PP, CP = (
 
 LAYOUTS = {"FSDP 2": FSDP, "TP 2": TP, "PP 2": PP, "CP 2": CP}
 EVERY_RUN = {
-    *(("squared_relu", layout) for layout in LAYOUTS),
-    *(("gated_attention", "TP 2"), ("gated_attention", "CP 2"), ("z_loss", "TP 2"), ("z_loss", "PP 2")),
-    *(("arithmetic", "FSDP 2"), ("arithmetic", "CP 2")),
+    *(("squared_relu", "FSDP 2"), ("squared_relu", "PP 2"), ("gated_attention", "TP 2"), ("gated_attention", "CP 2")),
+    *(("z_loss", "TP 2"), ("arithmetic", "CP 2")),
 }
+"""What is tested in every run; the others are for the night."""
 SMALLEST = ["--model.n_layers=2", "--model.dim=32", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=48"]
 SMALLEST += [
     "--training.seq_len=16",
@@ -71,7 +72,7 @@ def verdict(ranks, folder: Path, name: str, options: dict[str, Any]) -> str:
 
 
 def examples() -> Iterator[Any]:
-    """Yield every example under every layout. The rest of what every run tests is for the night."""
+    """Yield every example under every layout."""
     for name, layout in itertools.product(RIGHT, LAYOUTS):
         marks = [] if (name, layout) in EVERY_RUN else [pytest.mark.nightly]
         yield pytest.param(name, LAYOUTS[layout], marks=marks, id=f"{name} under {layout}")
@@ -279,9 +280,9 @@ def layer_norms(job: Any) -> dict[str, float]:
     return run.train_step.observers[0].metrics()
 
 
-@pytest.mark.parametrize("options", [TP | {"training__local_batch_size": 4}, PP | {"training__local_batch_size": 4}])
+@pytest.mark.parametrize("options", [TP, pytest.param(PP, marks=pytest.mark.nightly)], ids=["TP 2", "PP 2"])
 def test_the_norms_of_layers_are_those_of_one_process(ranks, tmp_path: Path, options: dict[str, int]):
-    job = resolve(tmp_path, 2, {"data_parallel_shard_degree": 1} | options)
+    job = resolve(tmp_path, 2, {"data_parallel_shard_degree": 1, "training__local_batch_size": 4} | options)
     gradients = run_reference(job, CPU, steps=1)
     norms = ranks(2).run(layer_norms, job=job)
     assert norms[0] == norms[1]
@@ -362,6 +363,29 @@ def test_options_for_other_data_are_rejected(tmp_path: Path):
     argv = ["debug", *SMALLEST[:-1], "--validation.enable", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError, match=r"validation\.enable = true: own\.data has no `validation`"):
         titanlite.run(argv, own=Own(data=lambda *arguments: [np.arange(17)]))
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+
+
+def test_the_file_of_the_page_is_equal_to_one_process(ranks, tmp_path: Path):
+    blocks = re.findall(r'^```python title="my_block.py"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_block.py").write_text(blocks[1])
+    own, job = load_own(f"{tmp_path / 'my_block.py'}:own"), resolve(tmp_path, 2, TP)
+    trace = ranks(2).run(trace_of_rank_0, config=job, steps=1, own=own)[0]
+    reference = run_reference(job, CPU, steps=1, own=own)
+    assert judge(reference, trace, tolerances(job, reference, CPU, steps=1, own=own))[-1].startswith("equal: ")
+
+
+def test_the_lines_of_the_page_are_the_program_s(ranks, tmp_path: Path):
+    job = resolve(tmp_path, 2, TP)
+    with pytest.raises(ConfigError) as caught:
+        blocks_of(own_of(Up), tmp_path, **TP)
+    (loss, _) = ranks(2).run(problem_of_loss, loss=sums_gradients, job=job)
+    lines = re.findall(r"^error: (.+)$", PAGE, re.MULTILINE)
+    assert lines == [caught.value.problems[0], loss]
 
 
 # From Python ---------------------------------------------------------------------------------------------------------
@@ -475,6 +499,7 @@ def test_a_resume_with_another_own_file_is_said(tmp_path: Path, capsys):
     assert ' own "layer_norms.py:own ' in line
 
 
+@pytest.mark.nightly
 def test_a_plan_counts_own_blocks(tmp_path: Path):
     argv = ["debug", *SMALLEST, "--plan.device=h100"]
     plain, squared = (titanlite.plan(argv, own=own) for own in (PLAIN, f"{OWN}/squared_relu.py:own"))
@@ -485,13 +510,33 @@ def test_a_plan_counts_own_blocks(tmp_path: Path):
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_trains_with_an_own_file_and_names_what_is_wrong(tmp_path: Path):
-    argv = [sys.executable, "-m", "titanlite", "train", "debug", *SMALLEST, f"--own={OWN}/arithmetic.py:own"]
-    done = subprocess.run([*argv, "--job.dump_folder=run"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+def titanlite_train(folder: Path, own: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "titanlite", "train", "debug", *SMALLEST, f"--own={own}", "--job.dump_folder=run"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_the_command_trains_with_an_own_file(tmp_path: Path):
+    done = titanlite_train(tmp_path, f"{OWN}/arithmetic.py:own")
     assert done.returncode == 0, done.stderr
     assert "data       own: sequences of Sums; validation: none" in done.stdout
-    argv[-1] = "--own=nothing.py:own"
-    done = subprocess.run([*argv, "--job.dump_folder=run2"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.nightly
+def test_under_torchrun_every_rank_calls_run(tmp_path: Path):
+    argv = ["debug", *SMALLEST, "--parallelism.tensor_parallel_degree=2", f"--job.dump_folder={tmp_path}"]
+    script = f"import titanlite\nprint('loss', titanlite.run({argv}, own='{OWN}/z_loss.py:own').loss, flush=True)\n"
+    (tmp_path / "my_script.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2"]
+    command = [sys.executable, *torchrun, str(tmp_path / "my_script.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    losses = re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)
+    assert len(losses) == 2, done.stderr
+    assert len({*losses}) == 1
+
+
+@pytest.mark.nightly
+def test_the_command_says_in_a_line_that_there_is_no_such_file(tmp_path: Path):
+    done = titanlite_train(tmp_path, "nothing.py:own")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --own nothing.py:own: expected FILE.py:NAME: ")
     assert done.stderr.count("\n") == 1

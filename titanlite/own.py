@@ -68,7 +68,9 @@ class Own:
             found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1)) or _wrong_forward(
                 block, model
             )
-            if training.attention_backend != "auto" and not hasattr(block.attention, "inner_attention"):
+            if training.attention_backend != "auto" and not hasattr(
+                getattr(block, "attention", None), "inner_attention"
+            ):
                 found["attention"] = "has no inner_attention, which context parallel and masks replace"
             problems += [f"layers.{layer}.{name}: {problem}" for name, problem in found.items()]
         if problems:
