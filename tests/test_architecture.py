@@ -40,24 +40,24 @@ HEART = (
 # What a run with checkpoints imports, and with a token cache to build, is counted in tests/test_train.py; so is what a
 # rank of tensor and pipeline parallel imports, with compiled blocks, float8 and asynchronous checkpoints.
 LINES_OF_A_RANK_OF_MANY_TECHNIQUES = 11_650
-LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_560, 30_272
+LINES_OF_A_DEBUG_RUN, LINES_OF_THE_PACKAGE = 11_560, 30_314
 CEILINGS = {
     "heart": 3571,
     "config": 2953,
     "config of Hugging Face": 1369,
-    "data": 2296,
+    "data": 2233,
     "checkpoint": 1748,
     "launch": 2029,
-    "metrics": 843,
+    "metrics": 842,
     "files": 311,
     "hf": 938,
-    "techniques": 4377,
-    "tools": 9437,
-    "other": 421,
+    "techniques": 4608,
+    "tools": 9442,
+    "other": 292,
 }
 """Lines that each part of the package may have. They are fixed: a part that grows takes from itself, and a ceiling is
 changed only in a commit that says what left."""
-DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 132, 13
+DEEPEST_IMPORT, MOST_IMPORTS, MOST_MODULES = 17, 133, 13
 
 
 def relative(path: Path) -> str:

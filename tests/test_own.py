@@ -1,4 +1,4 @@
-"""The door (titanlite/own.py): a user's own block, loss, data, optimizer and metrics, from a file or from Python."""
+"""The door (own.py, techniques/own.py): a user's own block, loss, data, optimizer and metrics."""
 
 import dataclasses
 import gc
@@ -28,8 +28,8 @@ from titanlite.build_llama import build_block
 from titanlite.checkpoint import export
 from titanlite.config import ConfigError
 from titanlite.launch.process import children
-from titanlite.own import PLAIN, Own, load_own
 from titanlite.parallel import mesh
+from titanlite.techniques.own import Own, load_own
 from titanlite.tools.generate.folder import open_folder
 from titanlite.tools.parity import command, standard_set
 from titanlite.tools.parity.compare import judge, tolerances
@@ -394,13 +394,14 @@ def test_the_lines_of_the_page_are_the_program_s(ranks, tmp_path: Path):
 def test_the_public_names_are_frozen():
     names = ["ConfigError", "Own", "RunResult", "TrainingError", "load", "parity", "plan", "run"]
     assert titanlite.__all__ == names
-    signatures = {name: str(inspect.signature(getattr(titanlite, name))) for name in ("load", "parity", "plan", "run")}
+    callables = ("load", "parity", "plan", "run")
+    signatures = {name: str(inspect.signature(getattr(titanlite, name))) for name in callables}
+    signatures = {name: text.replace("titanlite.techniques.own.", "") for name, text in signatures.items()}
     assert signatures == {
         "load": "(argv: list[str]) -> titanlite.config.schema.Config",
-        "parity": "(argv: list[str], own: titanlite.own.Own | str = '', *, dtype: str = 'float64', steps: int = 3)"
-        " -> dict[str, str]",
-        "plan": "(argv: list[str], own: titanlite.own.Own | str = '') -> titanlite.tools.plan.result.Plan",
-        "run": "(argv: list[str], own: titanlite.own.Own | str = '') -> titanlite.api.RunResult",
+        "parity": "(argv: list[str], own: Own | str = '', *, dtype: str = 'float64', steps: int = 3) -> dict[str, str]",
+        "plan": "(argv: list[str], own: Own | str = '') -> titanlite.tools.plan.result.Plan",
+        "run": "(argv: list[str], own: Own | str = '') -> titanlite.api.RunResult",
     }
     assert [field.name for field in dataclasses.fields(Own)][:6] == [
         "block",
@@ -501,7 +502,7 @@ def test_a_resume_with_another_own_file_is_said(tmp_path: Path, capsys):
 @pytest.mark.nightly
 def test_a_plan_counts_own_blocks(tmp_path: Path):
     argv = ["debug", *SMALLEST, "--plan.device=h100"]
-    plain, squared = (titanlite.plan(argv, own=own) for own in (PLAIN, f"{OWN}/squared_relu.py:own"))
+    plain, squared = (titanlite.plan(argv, own=own) for own in ("", f"{OWN}/squared_relu.py:own"))
     assert plain.n_parameters - squared.n_parameters == 2 * 32 * 48  # w3 of two layers
     assert squared.worst.peak.bytes["parameters"] < plain.worst.peak.bytes["parameters"]
 

@@ -19,8 +19,8 @@ from titanlite.launch import process, progress
 from titanlite.launch.process_group import process_group
 from titanlite.launch.run_folders import check_writable, folders_of_run, lock_run
 from titanlite.launch.same_config import options_of_run, require_same
-from titanlite.own import Own, load_own
 from titanlite.parallel import mesh
+from titanlite.techniques.own import Own, load_own
 from titanlite.tools.parity.standard_set import verdicts
 from titanlite.tools.plan.planner import make_plan
 from titanlite.tools.plan.result import Plan

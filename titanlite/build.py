@@ -19,7 +19,6 @@ from titanlite.config.schema import Debug, Optimizer, Training, numerics, stage_
 from titanlite.config.stage_split import rank_of_stage
 from titanlite.data.loader import Batch, Loader, SequenceShard, n_validation_batches, validation_batches
 from titanlite.data.open import build_tokenizer, open_sequences
-from titanlite.data.own import open_own
 from titanlite.data.packing import Mixture, Sequences, SplitSequences
 from titanlite.data.same_data import compared_over_ranks
 from titanlite.init import init_weights
@@ -31,7 +30,7 @@ from titanlite.metrics import provenance
 from titanlite.metrics.flops import flops_per_token
 from titanlite.model import Llama
 from titanlite.optimizer import build_adam, parameter_groups
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
 from titanlite.parallel.fsdp import use_in_place
 from titanlite.parallel.mesh import Layout
 from titanlite.parallel.parallelize import parallelize
@@ -59,20 +58,20 @@ def set_seed(debug: Debug, rank: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def meta_model(config: Config, modules: Collection[str] | None = None, own: Own = PLAIN) -> Llama:
+def meta_model(config: Config, modules: Collection[str] | None = None, own: Parts = PLAIN) -> Llama:
     """Return the model, or the named modules of it, on the meta device: without memory for its weights."""
     with torch.device("meta"):
         model = Llama(config.model, own.block, max_seq_len=config.training.seq_len, modules=modules)
     return model.to(getattr(torch, config.training.dtype))
 
 
-def parameter_sizes(config: Config, own: Own = PLAIN) -> dict[str, int]:
+def parameter_sizes(config: Config, own: Parts = PLAIN) -> dict[str, int]:
     """Return the number of elements of each parameter of the full model, by name."""
     return {name: parameter.numel() for name, parameter in meta_model(config, own=own).named_parameters()}
 
 
 def build_stage(
-    config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device, own: Own = PLAIN
+    config: Config, layout: Layout, modules: Collection[str] | None, device: torch.device, own: Parts = PLAIN
 ) -> Llama:
     """Return the named modules, or all, parallelized over the mesh, still on the meta device.
 
@@ -81,7 +80,7 @@ def build_stage(
     """
     parallelism, training = config.parallelism, config.training
     stage = meta_model(config, modules, own)
-    own.check_blocks(stage, config.model, training, parallelism)
+    own.check(stage, config.model, training, parallelism)
     if config.float8.enable or config.int8.enable:
         from titanlite.techniques.low_precision import convert_linear_layers  # here, since a plain run needs none of it
 
@@ -97,7 +96,7 @@ def build_stage(
 
 
 def build_model(
-    config: Config, layout: Layout, device: torch.device, own: Own = PLAIN
+    config: Config, layout: Layout, device: torch.device, own: Parts = PLAIN
 ) -> tuple[Llama, dict[int, Llama]]:
     """Return all modules of this rank as one model, sharded and with their initial weights, and its pipeline stages.
 
@@ -110,7 +109,7 @@ def build_model(
     modules_of_stages = stage_modules(config) if degree > 1 else [None]
     ranks = rank_of_stage(schedule, degree, len(modules_of_stages))
     stages: dict[int, Llama] = {}
-    own.check_loss(config.model.vocab_size, config.parallelism, layout.mesh["tp"].get_group(), device)
+    own.check(config.model.vocab_size, config.parallelism, layout.mesh["tp"].get_group(), device)
     for number, modules in enumerate(modules_of_stages):
         if ranks[number] == layout.mesh.get_local_rank("pp"):
             stage = stages[number] = build_stage(config, layout, modules, device, own)
@@ -214,7 +213,7 @@ def build_balance(config: Config, model: Llama, device: torch.device) -> Balance
 
 
 def build_optimizer(
-    config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None, own: Own = PLAIN
+    config: Config, model: Llama, stages: Collection[Llama] = (), layout: Layout | None = None, own: Parts = PLAIN
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model whose weights FSDP gathers for these stages, if any. Every rank must call it."""
     build = own.optimizer or functools.partial(optimizer_for, mesh=layout.mesh if layout else None)
@@ -252,7 +251,7 @@ def optimizer_for(model: Llama, section: Optimizer, mesh: DeviceMesh | None = No
     return build_adam(groups, section, section.name)
 
 
-def build_data(config: Config, *, builds_cache: bool, own: Own = PLAIN) -> Data:
+def build_data(config: Config, *, builds_cache: bool, own: Parts = PLAIN) -> Data:
     """Return the training sequences, the validation sequences if they are enabled, and the identity of the data.
 
     Args:
@@ -262,7 +261,9 @@ def build_data(config: Config, *, builds_cache: bool, own: Own = PLAIN) -> Data:
         ConfigError: if the data cannot be read or differs between ranks, or the tokenizer does not fit the model.
     """
     if own.data:
-        return Data(*open_own(own.data, config.model.vocab_size, config.training, config.validation, config.debug.seed))
+        from titanlite.techniques.data.own import open_own  # here, since most runs have no own data
+
+        return Data(*open_own(own.data, config.model, config.training, config.debug, config.validation.enable))
     tokenizer, vocab_size = build_tokenizer(config.model.hf_assets_path), config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         problem = f"model.vocab_size = {vocab_size}: expected at least the {tokenizer.vocab_size} tokens of the "
@@ -319,7 +320,7 @@ def build_validation_batches(config: Config, layout: Layout, sequences: SplitSeq
 
 
 def build_metrics(
-    config: Config, launch: Launch, device: torch.device, sizes: dict[str, int], own: Own = PLAIN
+    config: Config, launch: Launch, device: torch.device, sizes: dict[str, int], own: Parts = PLAIN
 ) -> tuple[metrics.ThroughputMeter, metrics.Logger]:
     """Return the meter of this rank, and the logger, which writes on rank 0 only. `sizes`: see `parameter_sizes`."""
     meter = metrics.ThroughputMeter(
@@ -330,13 +331,13 @@ def build_metrics(
     )
     if launch.rank > 0:
         return meter, metrics.Logger()
-    resolved = provenance.describe(device, launch.world_size) + own.note() + config.toml()
+    resolved = provenance.describe(device, launch.world_size) + own.note + config.toml()
     folder, steps = Path(config.job.dump_folder), config.training.steps
     return meter, metrics.MetricsLogger(folder, config.metrics, steps=steps, config=resolved)
 
 
 def build_checkpoints(
-    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals, own: Own = PLAIN
+    config: Config, data: Data, model: Llama, optimizer: torch.optim.Optimizer, signals: Signals, own: Parts = PLAIN
 ) -> RunCheckpoints:
     """Return the checkpoints of a run. Every rank must call it."""
     training, checkpoint, checkpointer = config.training, config.checkpoint, None
@@ -365,7 +366,7 @@ def add_observers(
     guard: StepGuard,
     checkpoints: RunCheckpoints,
     logger: metrics.Logger,
-    own: Own = PLAIN,
+    own: Parts = PLAIN,
 ) -> None:
     """Add the observers that a config asks for to a train step. Raises ConfigError if a prompt is too long."""
     training, validation, observers = config.training, config.validation, train_step.observers

@@ -1,30 +1,22 @@
-"""The door: what of a run may be the user's own, by `--own FILE.py:NAME` or titanlite.run (docs/extend.md)."""
+"""The parts of a run that may be the user's own: the seam that build.py's functions take (docs/extend.md)."""
 
 import dataclasses
-import hashlib
-import importlib.util
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.build_llama import build_block
-from titanlite.config.loader import ConfigError, show
-from titanlite.config.schema import Model, Optimizer, Parallelism, Training
-from titanlite.launch.arguments import take_own
-from titanlite.loss import IGNORED, TokenLoss, cross_entropy
-from titanlite.model import Block, Llama
+from titanlite.config.schema import Model, Optimizer, Training
+from titanlite.loss import TokenLoss, cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-    """Holds the user's own parts of a run; those that are not given are titanlite's."""
+class Parts:
+    """Holds titanlite's own parts, of which nothing is to be checked or said. techniques/own.py has those of a user."""
 
     block: Callable[[Model, int], nn.Module] = build_block
     """(options of the layer, its number) -> its titanlite.model.Block, whose attention and feed_forward may be own."""
@@ -34,156 +26,33 @@ class Own:
     """(logits [N, V], targets [N], group) -> the loss of each token [N], 0 where the target is -100. With a group, the
     logits are this rank's shard of the vocabulary, as in titanlite.loss.cross_entropy."""
     data: Callable[[Training, int, int], Any] | None = None
-    """(options, vocabulary size, seed) -> what has the training sequence of each index (titanlite/data/own.py)."""
+    """(options, vocabulary size, seed) -> what has the training sequence of each index (techniques/data/own.py)."""
     optimizer: Callable[[nn.Module, Optimizer], torch.optim.Optimizer] | None = None
     """(model, options) -> its optimizer; each step sets the learning rate of its groups."""
     metrics: Callable[[Any], Any] | None = None
     """(TrainStep) -> an Observer (titanlite/train_step.py), whose metrics TensorBoard and metrics.jsonl have."""
-    place: str = ""
-    """FILE.py:NAME; empty if it is of this process alone."""
-    digest: str = ""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if not self.place and self != PLAIN:
-            raise ConfigError(['own: other processes load it from a file; write it there, and give own="FILE.py:NAME"'])
-        return load_own, (self.place,)
+    note: str = ""
+    """A comment for the run's config.toml: the file of own parts, and its hash."""
 
     def options(self) -> dict[str, str]:
         """Return what the ranks of a run compare, and a run that resumes says if it is another."""
-        return {} if self == PLAIN else {"own": f"{Path(self.place).name or 'in Python'} {self.digest}".rstrip()}
-
-    def note(self) -> str:
-        """Return the comment in a run's config.toml."""
-        return "".join(f"# {key}: {value}\n" for key, value in self.options().items())
+        return {}
 
     def identity(self) -> dict[str, bool]:
         """Return what a checkpoint has of it: whether its weights are of own blocks, which other commands reject."""
-        return {} if self.block is build_block else {"own.block": True}
+        return {}
 
-    def check_blocks(self, stage: Llama, model: Model, training: Training, parallelism: Parallelism) -> None:
-        """Run the own blocks of a stage on the meta device, where it costs nothing. Raises ConfigError with a line for
-        each that some layout would compute otherwise."""
-        problems: list[str] = []
-        for layer, block in stage.layers.items() if self.block is not build_block else ():
-            found = dict(self._wrong_names(block, parallelism.tensor_parallel_degree > 1)) or _wrong_forward(
-                block, model
-            )
-            if training.attention_backend != "auto" and not hasattr(
-                getattr(block, "attention", None), "inner_attention"
-            ):
-                found["attention"] = "has no inner_attention, which context parallel and masks replace"
-            problems += [f"layers.{layer}.{name}: {problem}" for name, problem in found.items()]
-        if problems:
-            raise ConfigError(problems)
-
-    def _wrong_names(self, block: nn.Module, is_sharded: bool) -> Iterator[tuple[str, str]]:
-        """Yield the modules and tensors of a block that no layout knows, and why."""
-        from titanlite.parallel.tensor import BLOCK_STYLES  # here, since parallel/ imports this file
-
-        theirs = [name for name, module in block.named_modules() if "titanlite.techniques" in type(module).__module__]
-        for name, module in block.named_modules():
-            if any(f"{name}.".startswith(f"{each}.") for each in theirs):
-                continue
-            parameters = dict(module.named_parameters(name, recurse=False))
-            if parameters and is_sharded and name not in {*BLOCK_STYLES, *self.styles}:
-                kind = f"a {type(module).__name__} without a tensor-parallel style"
-                yield name, f"{kind}; give own.styles one, or name it as parallel/tensor.py does, as w1 to w3"
-            for key, parameter in parameters.items():
-                if not key.endswith(("weight", "bias")) or parameter.dim() not in (1, 2):
-                    yield (
-                        key,
-                        "a parameter that init does not know; make it a weight or a bias of one or two dimensions",
-                    )
-            for key, value in _state(module).items():
-                if isinstance(value, Tensor):
-                    yield f"{name}.{key}", "a tensor that is no parameter has no values here; make it in forward"
-
-    def check_loss(self, vocab_size: int, parallelism: Parallelism, group: dist.ProcessGroup, device: Any) -> None:
-        """Compute the own loss of random logits: of all, of each half of the tokens and, under loss parallel, of each
-        rank's shard of the vocabulary. Every rank calls it. Raises ConfigError unless they and gradients are equal."""
-        if self.loss is cross_entropy:
-            return
-        generator = torch.Generator(device).manual_seed(0)
-        logits_NV = torch.randn(8, vocab_size, generator=generator, device=device).requires_grad_()
-        targets_N = torch.randint(vocab_size, (8,), generator=generator, device=device)
-        targets_N[2] = IGNORED
-        losses_N, problem = self.loss(logits_NV, targets_N, None), ""
-        halves = [self.loss(*half, None) for half in zip(logits_NV.split(4), targets_N.split(4), strict=True)]
-        if losses_N.shape != targets_N.shape:
-            problem = f"returns {tuple(losses_N.shape)} for 8 tokens; expected the loss of each, (8,)"
-        elif losses_N[2] != 0:
-            problem = f"is {losses_N[2].item():.4f} where the target is {IGNORED}; expected 0"
-        elif not _close(torch.cat(halves), losses_N):
-            problem = "of a token depends on the other tokens, which other ranks or chunks may have"
-        elif group.size() > 1 and not parallelism.disable_loss_parallel:
-            shard_NV = logits_NV.chunk(group.size(), 1)[group.rank()].detach().requires_grad_()
-            sharded_N = self.loss(shard_NV, targets_N, group)
-            (grad_NV,) = torch.autograd.grad(losses_N.sum(), logits_NV)
-            (own_NV,) = torch.autograd.grad(sharded_N.sum(), shard_NV)
-            is_close = _close(sharded_N, losses_N)
-            if not is_close or not _close(own_NV, grad_NV.chunk(group.size(), 1)[group.rank()]):
-                problem = f"another {'gradient' if is_close else 'value'} with the vocabulary on {group.size()} ranks; "
-                problem += "reduce over `group`, or set parallelism.disable_loss_parallel = true"
-        if problem:
-            raise ConfigError([f"own.loss: {problem}"])
+    def check(self, *arguments: Any) -> None:
+        """Raise ConfigError for a block, or a loss, that some layout would compute otherwise."""
 
 
-PLAIN = Own()
+PLAIN = Parts()
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4)  # an own loss may round, as to bfloat16
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the buffers and attributes of a module itself."""
-    return {key: value for key, value in {**vars(module), **module._buffers}.items() if not key.startswith("_")}
-
-
-def _wrong_forward(block: nn.Module, model: Model) -> dict[str, str]:
-    """Return what is wrong with the forward of a block, by name."""
-    if not isinstance(block, Block):
-        return {"": f"a {type(block).__name__}; expected a titanlite.model.Block, whose parts may be own"}
-    dtype, options = next(block.parameters()).dtype, {"device": "meta"}
-    x_ND = torch.empty(16, model.dim, dtype=dtype, **options)
-    rope_TK2 = torch.empty(8, model.rope_width // 2, 2, dtype=torch.promote_types(dtype, torch.float32), **options)
-    before = {name: _state(module) for name, module in block.named_modules()}
-    try:
-        y_ND = block(x_ND, rope_TK2, None)
-    except (RuntimeError, TypeError) as error:
-        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return {}  # it reads values, or an operator cannot run without
-        return {"forward": f"fails on x of {tuple(x_ND.shape)}: {str(error).splitlines()[0]}"}
-    if y_ND.shape != x_ND.shape:
-        return {"forward": f"makes {tuple(y_ND.shape)} of {tuple(x_ND.shape)}; expected the same shape"}
-    after = {name: _state(module) for name, module in block.named_modules()}
-    text = "changes in forward; a block keeps no state from one sequence to the next"
-    return {f"{n}.{key}": text for n in after for key in after[n] if after[n][key] is not before[n].get(key)}
-
-
-def load_own(place: str | Own) -> Own:
-    """Return the Own that FILE.py:NAME names, or is given; "": PLAIN. No folder is put on sys.path. Raises ConfigError
-    with a line if that fails."""
-    if not place or isinstance(place, Own):
-        return place or PLAIN
-    file, _, name = place.rpartition(":")
-    path = Path(file).absolute()
-    try:
-        content = path.read_bytes()
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        exec(compile(content, str(path), "exec"), module.__dict__)
-    except Exception as error:
-        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
-        where = "expected FILE.py:NAME" if isinstance(error, OSError) else f"line {line}: {type(error).__name__}"
-        raise ConfigError([f"--own {place}: {where}: {error}"]) from error
-    own = getattr(module, name, None)
-    if not isinstance(own, Own):
-        raise ConfigError([f"--own {place}: {show(name)} is no titanlite.Own of this file"])
-    return dataclasses.replace(own, place=f"{path}:{name}", digest=hashlib.sha256(content).hexdigest()[:16])
-
-
-def own_of(argv: list[str]) -> tuple[Own, list[str]]:
-    """Return what `--own` names, and the other arguments. Raises ConfigError as load_own does."""
-    place, others = take_own(argv)
-    return load_own(place), others
+def own_of(argv: list[str]) -> tuple[Parts, list[str]]:
+    """Return what `--own` names, and the other arguments. Raises ConfigError if it is wrong."""
+    if not any(each.partition("=")[0] == "--own" for each in argv):
+        return PLAIN, argv
+    # By its name, since it imports this file; and here, since most runs have nothing own.
+    return importlib.import_module("titanlite.techniques.own").own_of(argv)

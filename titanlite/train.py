@@ -34,12 +34,12 @@ from titanlite.metrics import logger as metrics
 from titanlite.metrics.profiling import collected_garbage, profilers
 from titanlite.metrics.summary import run_summary
 from titanlite.optimizer import set_lr
-from titanlite.own import PLAIN, Own, own_of
+from titanlite.own import PLAIN, Parts, own_of
 from titanlite.parallel import mesh
 from titanlite.train_step import TrainStep
 
 
-def train(config: Config, launch: Launch, signals: Signals, own: Own = PLAIN) -> dict[str, float]:
+def train(config: Config, launch: Launch, signals: Signals, own: Parts = PLAIN) -> dict[str, float]:
     """Train to the last step, or to the end of that during which some rank was asked to stop. Return its values by tag.
 
     Raises:

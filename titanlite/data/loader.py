@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Training, Validation
-from titanlite.data.own import OwnSequences
 from titanlite.data.packing import Mixture, Sequence, Sequences, ShardState, SplitSequences
 from titanlite.model import Documents
 
@@ -152,7 +151,7 @@ class Loader:
                 states = by_data_rank[(index - self.position) % self.data_parallel_degree]
                 if index in states:
                     shard_states[str(index)] = states[index]
-        own = {"own": self.sequences.state(self.position)} if isinstance(self.sequences, OwnSequences) else {}
+        own = {"own": self.sequences.state(self.position)} if hasattr(self.sequences, "load") else {}
         state = {"next_sequence": self.position, "streaming_shards": shard_states, **own}
         return {**state, "mixture": self.mixture.state(self.position)} if self.mixture else state
 

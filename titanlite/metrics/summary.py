@@ -5,7 +5,6 @@ import torch
 from titanlite.config import Config
 from titanlite.config.loader import show
 from titanlite.config.schema import QUANTIZED_STATES, Model, stage_modules
-from titanlite.data.own import OwnSequences
 from titanlite.data.packing import Sequences, SplitSequences
 
 
@@ -20,7 +19,7 @@ def run_summary(
     training, model, groups = config.training, config.model, config.fault_tolerance
     attention = "12LDT" if model.n_heads * model.head_dim == model.dim else "12LHKT"
     attention = "6LH(K+V)T" if model.mla.kv_lora_rank else attention
-    dataset = "own" if isinstance(sequences, OwnSequences) else "mixture" if training.datasets else training.dataset
+    dataset = "own" if hasattr(sequences, "load") else "mixture" if training.datasets else training.dataset
     windows = {layer.sliding_window for layer in model.of_layers()}
     some = " in some layers" if len(windows) > 1 else ""
     window = f", where T is the window {min(windows - {0})}{some}" if config.windowed else ""

@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
 
         return run_against(arguments.against)
     loaded = load(config_arguments)
+    if arguments.all and launched:
+        parser.error("--all starts ranks of its own; leave out torchrun")
     if arguments.all:
         return _compare_all(config_arguments, arguments)
     launch = Launch.from_environment(n_devices)
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
     # Here, since it takes seconds to import torch, and --help and a wrong config need none.
     from titanlite.launch.process_group import device_of, process_group
     from titanlite.metrics.summary import describe_mesh
-    from titanlite.own import load_own
+    from titanlite.techniques.own import load_own
     from titanlite.tools.parity.compare import print_comparison, tolerances
     from titanlite.tools.parity.process_pool import run_in_pool
     from titanlite.tools.parity.reference import run_reference
@@ -99,7 +101,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare_all(config_arguments: list[str], arguments: Any) -> int:
-    from titanlite.own import load_own
+    from titanlite.techniques.own import load_own
     from titanlite.tools.parity.standard_set import verdicts
 
     counts = Counter[str]()

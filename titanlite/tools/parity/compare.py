@@ -6,7 +6,7 @@ import re
 import torch
 
 from titanlite.config import Config
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
 from titanlite.tools.parity.reference import Trace, run_reference
 
 FLOAT64_TOLERANCE = 1e-11
@@ -37,7 +37,7 @@ def differences(reference: Trace, layout: Trace) -> dict[str, float]:
 
 
 def tolerances(
-    config: Config, reference: Trace, device: torch.device, *, steps: int, own: Own = PLAIN
+    config: Config, reference: Trace, device: torch.device, *, steps: int, own: Parts = PLAIN
 ) -> dict[str, float]:
     """Return how much each entry may differ from the reference."""
     exact = config.replace(

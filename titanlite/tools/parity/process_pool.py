@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titanlite.config import Config, ConfigError, Launch
 from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress import progress
-from titanlite.own import Own
+from titanlite.own import Parts
 from titanlite.tools.parity.reference import Trace
 from titanlite.tools.parity.training_run import run_layout
 
@@ -81,7 +81,7 @@ class ProcessPool:
         self._folder.cleanup()
 
 
-def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int, own: Own) -> Iterator[Trace | Exception]:
+def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int, own: Parts) -> Iterator[Trace | Exception]:
     """Yield the trace of each layout, which runs on ranks of this machine, or what its ranks have raised."""
     pool = None
     try:
@@ -100,10 +100,9 @@ def run_in_pool(configs: Iterable[Config], n_ranks: int, steps: int, own: Own) -
             pool.close()
 
 
-def trace_of_rank_0(config: Config, steps: int, own: Own) -> Trace | None:
+def trace_of_rank_0(config: Config, steps: int, own: Parts) -> Trace | None:
     """Run a layout on this rank of a pool and return its trace on rank 0, None on the others."""
-    launch = Launch.from_environment(n_devices=0)
-    trace = run_layout(config, launch, steps=steps, own=own)
+    trace = run_layout(config, launch := Launch.from_environment(n_devices=0), steps=steps, own=own)
     return trace if launch.rank == 0 else None
 
 

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from titanlite import build
 from titanlite.checkpoint.tensors import named_tensors
 from titanlite.config import Config
-from titanlite.data.own import open_own
 from titanlite.data.packing import PackedSequences, Sequence, positions_in_documents
 from titanlite.init import init_weights
 from titanlite.launch.progress import progress
 from titanlite.loss import IGNORED, TokenLoss, cross_entropy
 from titanlite.model import Documents
 from titanlite.optimizer import scale_gradients, set_lr
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
+from titanlite.techniques.data.own import open_own
 
 Trace = dict[str, Tensor]
 """What training steps computed, in that order, as full tensors on the CPU: "initial weight NAME" of every parameter;
@@ -46,10 +46,9 @@ class RandomSequences:
 
     names = ("a", "b", "c")
 
-    def __init__(self, config: Config, own: Own = PLAIN):
+    def __init__(self, config: Config, own: Parts = PLAIN):
         self.vocab_size, self.seq_len, self.seed = config.model.vocab_size, config.training.seq_len, config.debug.seed
-        sections = config.training, config.validation.model_copy(update={"enable": False})
-        self.own = open_own(own.data, self.vocab_size, *sections, self.seed)[0] if own.data else None
+        self.own = open_own(own.data, config.model, config.training, config.debug)[0] if own.data else None
 
     def __getitem__(self, index: int) -> Sequence:
         if self.own:
@@ -86,7 +85,7 @@ def token_losses(
     return loss(logits.flatten(0, 1), targets_BT.flatten(), None).view_as(targets_BT)
 
 
-def run_reference(config: Config, device: torch.device, *, steps: int, own: Own = PLAIN) -> Trace:
+def run_reference(config: Config, device: torch.device, *, steps: int, own: Parts = PLAIN) -> Trace:
     """Take training steps of a resolved config in this process alone."""
     training, model = config.training, build.meta_model(config, own=own)
     if config.float8.enable or config.int8.enable:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from titanlite.config import Config, ConfigError, Launch, load
-from titanlite.own import Own
+from titanlite.own import Parts
 from titanlite.tools.parity.compare import judge, tolerances
 from titanlite.tools.parity.process_pool import run_in_pool
 from titanlite.tools.parity.reference import run_reference
@@ -40,7 +40,7 @@ def layouts() -> Iterator[tuple[str, list[str]]]:
     yield from ((" x ".join(pair), degrees(*pair)) for pair in itertools.combinations(AXES, 2))
 
 
-def verdicts(arguments: list[str], own: Own, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
+def verdicts(arguments: list[str], own: Parts, dtype: str, steps: int) -> Iterator[tuple[str, str]]:
     """Yield each layout of the standard set with a verdict that begins with equal, DIFFERENT, FAILED or impossible: the
     model or the config does not allow it. `arguments` are those of `load`."""
     cpu, options = torch.device("cpu"), {"steps": steps, "own": own}

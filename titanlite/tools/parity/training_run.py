@@ -13,7 +13,7 @@ from titanlite.launch.process import Signals
 from titanlite.launch.process_group import device_of
 from titanlite.launch.progress import progress
 from titanlite.optimizer import set_lr
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
 from titanlite.parallel import mesh
 from titanlite.techniques.data.dataset_losses import DatasetLosses
 from titanlite.tools.parity.reference import RandomSequences, Trace, trace_of
@@ -27,7 +27,7 @@ class TrainingRun:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None, own: Own = PLAIN
+        self, config: Config, device: torch.device, checkpointer: Checkpointer | None = None, own: Parts = PLAIN
     ):
         self.device = device
         self.layout = mesh.build_layout(config.parallelism, device)
@@ -67,7 +67,7 @@ class TrainingRun:
 
 
 def run_layout(
-    config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None, own: Own = PLAIN
+    config: Config, launch: Launch, *, steps: int, checkpointer: Checkpointer | None = None, own: Parts = PLAIN
 ) -> Trace:
     """Take training steps of a resolved config on all ranks, and with a checkpointer save after the last one.
 

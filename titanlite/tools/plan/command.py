@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         parser.error("--explore plans titanlite's own blocks; leave out --own")
     loaded = load(config_arguments)
     # Here, since it takes seconds to import torch, and --help and wrong options need none.
-    from titanlite.own import load_own
+    from titanlite.techniques.own import load_own
     from titanlite.tools.plan.comparison import comparison_table
     from titanlite.tools.plan.planner import assumption, make_plan
     from titanlite.tools.plan.report import print_report, verdict

@@ -20,7 +20,7 @@ from titanlite.config.stage_split import SPLIT_BACKWARD
 from titanlite.data.loader import Batch
 from titanlite.launch.process import Signals
 from titanlite.model import Llama
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
 from titanlite.parallel import fsdp, mesh
 from titanlite.parallel.pipeline import pipeline_stage
 from titanlite.tools.plan import expert_load
@@ -92,7 +92,7 @@ def dry_run(
     config: Config,
     names: Sequence[str],
     number: int,
-    own: Own = PLAIN,
+    own: Parts = PLAIN,
     *,
     pipeline_rank: int,
     fused: Collection[str] = (),
@@ -121,7 +121,7 @@ def dry_run(
         if config.optimizer.name == "Muon":
             from titanlite.tools.plan import muon_step  # here, since most plans do without
 
-            create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes)
+            create_states, record = muon_step.create_states, muon_step.recorder(config, layout.mesh, names, axes, own)
         trace = stack.enter_context(recording())  # only from here: building on the meta device reads numbers
         if fused or find_device(config.plan.device).kind == "gpu":
             stack.enter_context(fused_norm(trace, _local))
@@ -150,7 +150,7 @@ def dry_run(
     return DryRun(persistent, phases_of(trace.segments, folded), axes, gradients, rotary, scale)
 
 
-def _build_stage(config: Config, layout: mesh.Layout, names: list[str], own: Own, *, compiled: bool) -> Llama:
+def _build_stage(config: Config, layout: mesh.Layout, names: list[str], own: Parts, *, compiled: bool) -> Llama:
     """Build a stage, of which only the operators of experts are compiled: fusion.py models the rest."""
     stage = build.build_stage(config, layout, names, CPU, own)
     for block in stage.layers.values():

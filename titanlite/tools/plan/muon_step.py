@@ -12,24 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import build
 from titanlite.config import Config
+from titanlite.own import Parts
 from titanlite.parallel.shards import local_shard
 from titanlite.techniques.muon import Muon, assign, is_orthogonalized, newton_schulz, stage_group, work_of
 from titanlite.tools.plan.op_trace import Communication, OpTrace, Work
 
 
-def shapes_of_matrices(config: Config, names: Sequence[str] | None) -> list[tuple[int, ...]]:
+def shapes_of_matrices(config: Config, names: Sequence[str] | None, own: Parts) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of the named modules, or of all, that Muon orthogonalizes."""
-    parameters = build.meta_model(config, names).named_parameters()
+    parameters = build.meta_model(config, names, own).named_parameters()
     return [tuple(parameter.shape) for name, parameter in parameters if is_orthogonalized(name, parameter)]
 
 
 def recorder(
-    config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]]
+    config: Config, mesh: DeviceMesh, names: Sequence[str], axes: dict[str, tuple[str, list[int]]], own: Parts
 ) -> Callable[[OpTrace, Muon], None]:
     """Return record_step for a stage of the named modules. Add its group to the axes of groups, if it has no axis."""
     group = stage_group(mesh)
     axes.setdefault(group.group_name, ("stage", dist.get_process_group_ranks(group)))
-    local_experts, shapes = config.parallelism.expert_parallel_degree == group.size(), shapes_of_matrices(config, names)
+    shapes = shapes_of_matrices(config, names, own)
+    local_experts = config.parallelism.expert_parallel_degree == group.size()
     return functools.partial(record_step, shapes=shapes, group=group, local_experts=local_experts)
 
 

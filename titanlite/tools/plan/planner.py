@@ -24,7 +24,7 @@ from titanlite.launch.process import end_with_main_process, forkserver
 from titanlite.launch.progress_bar import progress_bar
 from titanlite.metrics import devices
 from titanlite.metrics.flops import flops_per_token
-from titanlite.own import PLAIN, Own
+from titanlite.own import PLAIN, Parts
 from titanlite.tools.plan.cost_model import GROUPS, CostModel
 from titanlite.tools.plan.dry_run import DryRun, checkpointing_period, dry_run
 from titanlite.tools.plan.find_device import find_device
@@ -78,7 +78,7 @@ def make_plan(
     *,
     world_size: int | None = None,
     cache: dict[str, list[DryRun]] | None = None,
-    own: Own = PLAIN,
+    own: Parts = PLAIN,
     **options: bool,
 ) -> Plan:
     """Plan a run. Raises ConfigError as `resolve` does.
@@ -97,7 +97,6 @@ def make_plan(
     dry_runs = cache[key] = cache.get(key) or _dry_run_stages(config, names, ranks, own, **options)
     actions = all_actions(schedule, degree, len(names), config.n_microbatches) if degree > 1 else []
     per_node = devices_per_node(config, device)
-
     dtype, reduced = (getattr(torch, name) for name in (config.training.dtype, config.training.mixed_precision_reduce))
     offloads = config.training.enable_cpu_offload and device.kind == "gpu"
     rates = {"offload": dtype.itemsize / reduced.itemsize if offloads else None, "cudnn": takes_cudnn(config, device)}
@@ -132,6 +131,7 @@ def make_plan(
         flops_per_token=flops_per_token(sizes, config.model, config.training.seq_len),
         n_parameters=sum(sizes.values()),
         axes=dict(dry_runs[0].axes.values()),
+        own=own,
     )
 
 
@@ -178,7 +178,7 @@ def _dry_run_stages(
     config: Config,
     stages: list[list[str]],
     ranks: list[int],
-    own: Own,
+    own: Parts,
     *,
     fold: bool = True,
     show_progress: bool = False,

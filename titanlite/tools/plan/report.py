@@ -217,7 +217,7 @@ def budget_line(plan: Plan) -> str:
 def checkpoint_line(plan: Plan) -> str:
     """Return the size of a checkpoint, and for how long a save stops training. The range is that of the storage."""
     config, per_node = plan.config, devices_per_node(plan.config, plan.device)
-    size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node)
+    size, copy, (seconds, least, most), pinned = saving(config, plan.device, plan.world_size, per_node, plan.own)
     between = config.checkpoint.interval * plan.step_seconds
     line = f"a checkpoint has {size / GIB:,.1f} GiB and is written in {seconds:,.1f} s"
     line += f" ({least:,.1f} to {most:,.1f}); " if least < most else "; "

@@ -6,6 +6,7 @@ import math
 
 from titanlite.config import Config
 from titanlite.metrics.devices import Device
+from titanlite.own import PLAIN, Parts
 from titanlite.tools.plan.cost_model import Cost
 from titanlite.tools.plan.memory_timeline import Bytes, Point
 from titanlite.tools.plan.schedule import Span, pipeline_bubble
@@ -83,6 +84,7 @@ class Plan:
     flops_per_token: int
     n_parameters: int
     axes: dict[str, list[int]]
+    own: Parts = PLAIN
 
     def axis_size(self, axis: str) -> tuple[int, int]:
         """Return how many ranks an axis has, and on how many nodes they are."""

@@ -9,6 +9,7 @@ from titanlite import build
 from titanlite.config import Config
 from titanlite.config.schema import QUANTIZED_STATES
 from titanlite.metrics.devices import Device
+from titanlite.own import PLAIN, Parts
 from titanlite.tools.plan.efficiency import HOST_LINK, STORAGE
 
 
@@ -28,17 +29,17 @@ class Saving(NamedTuple):
     pinned: float
 
 
-def saving(config: Config, device: Device, world_size: int, devices_per_node: int) -> Saving:
+def saving(config: Config, device: Device, world_size: int, devices_per_node: int, own: Parts = PLAIN) -> Saving:
     """Return what a checkpoint of a run takes. Ranks that have the same shard save it in turn, so all ranks save as
     much. Quantized optimizer states are saved in float32."""
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     state = dtype if state == "auto" else "float32" if state in QUANTIZED_STATES else state
-    sizes, parallelism = build.parameter_sizes(config).values(), config.parallelism
+    sizes, parallelism = build.parameter_sizes(config, own).values(), config.parallelism
     n_parameters, n_states = sum(sizes), 2 * sum(sizes)
     if config.optimizer.name == "Muon":
         from titanlite.tools.plan.muon_step import shapes_of_matrices  # here, since most plans do without
 
-        n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None))
+        n_states -= sum(math.prod(shape) for shape in shapes_of_matrices(config, None, own))
     size = n_parameters * getattr(torch, dtype).itemsize + n_states * getattr(torch, state).itemsize
     on_host = device.kind == "cpu" or config.training.enable_cpu_offload
     link = device.host_bandwidth * (1.0 if device.measured else HOST_LINK.expected)

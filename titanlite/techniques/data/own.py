@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.loader import ConfigError
-from titanlite.config.schema import Training, Validation
+from titanlite.config.schema import Debug, Model, Training
 from titanlite.data.packing import PackedSequences, Sequence
 from titanlite.loss import IGNORED
 
@@ -49,15 +49,15 @@ class OwnSequences:
 
 
 def open_own(
-    build: Any, vocab_size: int, training: Training, validation: Validation, seed: int
+    build: Any, model: Model, training: Training, debug: Debug, validates: bool = False
 ) -> tuple[OwnSequences, OwnSequences | None, str]:
     """Return the splits of own data and its identity. Raises ConfigError for options that ask for other data."""
     others = {"datasets": training.datasets, "streaming": training.streaming}
     problems = [f"training.{key}: own.data has the sequences; leave it out" for key in others if others[key]]
-    data = build(training, vocab_size, seed)
-    if validation.enable and not hasattr(data, "validation"):
+    data, arguments = build(training, model.vocab_size, debug.seed), (training, model.vocab_size)
+    if validates and not hasattr(data, "validation"):
         problems.append("validation.enable = true: own.data has no `validation`, sequences with a len; set false")
     if problems:
         raise ConfigError(problems)
-    validated = OwnSequences(data.validation, training, vocab_size, pads=True) if validation.enable else None
-    return OwnSequences(data, training, vocab_size), validated, f"own {type(data).__name__}/{training.seq_len}/{seed}"
+    validated = OwnSequences(data.validation, *arguments, pads=True) if validates else None
+    return OwnSequences(data, *arguments), validated, f"own {type(data).__name__}/{training.seq_len}/{debug.seed}"
